@@ -31,15 +31,12 @@ from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.config.wan import VideoDiTSizes
-from megatron_ext.video.model.mmdit.blocks import DoubleBlock, SingleBlock
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
-from megatron_ext.video.model.rotary import frame_rotary_table as frame_table
-from megatron_ext.video.model.rotary import rotary_table
+from megatron_ext.video.model.attention import frame_rotary_table as frame_table
+from megatron_ext.video.model.attention import rotary_table
+from megatron_ext.video.model.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
-from megatron_ext.video.model.wan.attention import AttentionPlan
-from megatron_ext.video.model.wan.blocks import Block, Run
-from megatron_ext.video.model.wan.inputs import Conditioning
-from megatron_ext.video.model.wan.options import VideoDiTOptions
+from megatron_ext.video.model.wan.attention import AttentionPlan, VideoDiTOptions
+from megatron_ext.video.model.wan.blocks import Block, Conditioning, Run
 
 Step = Callable[[], None]
 DTYPE = torch.bfloat16

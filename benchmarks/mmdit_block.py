@@ -39,14 +39,13 @@ from benchmarks.gpu_setup import (
     table_row,
 )
 from benchmarks.targets import VIDEO_MFU, verdict
-from megatron_ext.device.rates import seconds_of
+from megatron_ext.device.gpus import seconds_of
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
-from megatron_ext.video.model.mmdit.blocks import DoubleBlock, SingleBlock
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
-from megatron_ext.video.model.rotary import rotary_table
+from megatron_ext.video.model.attention import rotary_table
+from megatron_ext.video.model.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
 BLOCKS = {"double": DoubleBlock, "single": SingleBlock}

@@ -33,7 +33,7 @@ from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.loop import train
-from megatron_ext.train.preflight import preflight
+from megatron_ext.train.main import preflight
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.reporting.files import MetricsFile
 from megatron_ext.train.run import Run

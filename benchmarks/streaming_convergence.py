@@ -43,24 +43,21 @@ from benchmarks.streaming_setup import (
 )
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import VideoDiTSizes
-from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
 from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions
-from megatron_ext.video.model.wan.recache import recache
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.decisions import passes
-from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
-from megatron_ext.video.streaming.rollout import Generator
-from megatron_ext.video.streaming.scores import (
+from megatron_ext.video.streaming.loss import (
     Scores,
     critic_clip_loss,
     generator_direction,
     generator_losses,
     noised_clip,
 )
-from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
-from megatron_ext.video.streaming.state import Prompts
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
+from megatron_ext.video.streaming.rollout import Generator
+from megatron_ext.video.streaming.sequence import Prompts, Replica, StreamingSequence
 from tests.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
 
 OPTIONS = StreamingConfig(
@@ -119,7 +116,6 @@ class Toy:
         return StreamingSequence(
             options,
             Generator(network, cache, self.schedule),
-            recache=recache,
             prompts=no_prompts,
             replica=replica,
             like=self.like,
@@ -146,7 +142,7 @@ class Toy:
             Scores(self.critic, self.teacher, torch.zeros(1, 1, SIZES.text_width)),
         )
         optimizer.zero_grad()
-        for total, _, _ in generator_losses(chunk, direction, self.sequence):
+        for total, _, _ in generator_losses(chunk, direction, self.sequence.generator):
             (total / chunk.mask.sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.generator.parameters(), CLIP)
         optimizer.step()

@@ -44,19 +44,15 @@ from benchmarks.streaming_setup import (
 )
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
-from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
 from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions
-from megatron_ext.video.model.wan.recache import recache
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.loss import dmd_loss
+from megatron_ext.video.streaming.loss import dmd_loss, generator_losses
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import Generator, StreamClip
-from megatron_ext.video.streaming.scores import generator_losses
-from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
-from megatron_ext.video.streaming.state import Prompts
+from megatron_ext.video.streaming.sequence import Prompts, Replica, StreamingSequence
 
 WINDOW = FrameWindow(block=3, window=12, sink=3)
 TEXT_LENGTH = 8
@@ -143,7 +139,7 @@ def measure(
     assert isinstance(cache, KVCache)
     return Found(
         peak=saved.peak,
-        exit_inputs=sum(block.step.x.nbytes for block in clip.blocks),
+        exit_inputs=sum(block.x.nbytes for block in clip.blocks),
         cache=cache.num_bytes,
         gradients={n: p.grad for n, p in network.named_parameters() if p.grad is not None},
     )
@@ -172,7 +168,6 @@ def sequence_of(
     return StreamingSequence(
         streaming,
         Generator(network, cache, NoiseSchedule(streaming)),
-        recache=recache,
         prompts=prompts,
         replica=Replica(SEED),
         like=weight.new_empty(0, 0, sizes.channels, height, height),
@@ -186,7 +181,7 @@ def backward(clip: StreamClip, sequence: StreamingSequence) -> None:
     direction = decisions.noise(SEED, clip.samples, shape, "direction", like=latents.detach())
     count = clip.mask.sum()
     if sequence.streaming.two_phase:
-        for total, _, _ in generator_losses(clip, direction, sequence):
+        for total, _, _ in generator_losses(clip, direction, sequence.generator):
             (total / count).backward()
     else:
         (dmd_loss(latents, direction=direction, mask=clip.mask)[0] / count).backward()

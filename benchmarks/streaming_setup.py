@@ -21,8 +21,8 @@ from megatron_ext.parallel.context import ParallelContext, init_groups, seed_eve
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.wan.attention import VideoDiTOptions
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 1234

@@ -47,10 +47,9 @@ from benchmarks.streaming_setup import (
 )
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
-from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
 from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule

@@ -45,8 +45,7 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.loop import train
-from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.train.preflight import preflight
+from megatron_ext.train.main import preflight, silence_known_warnings
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.video.config.mmdit import SIZES

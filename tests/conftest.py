@@ -1,7 +1,5 @@
 """One import of torch and megatron-core for the whole session; ranks are forked from it."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

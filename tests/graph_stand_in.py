@@ -57,7 +57,6 @@ class CpuGraph(TorchDispatchMode):
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
-    """Run an operation to its end."""
     if func is torch.ops.c10d._reduce_scatter_base_.default:
         # Gloo does a part of it whenever it is awaited, so what is awaited is something else.
         target, source, group, op, *_ = args
@@ -106,7 +105,7 @@ def graphs_on_a_cpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "graph", Capture),
         mock.patch.object(torch.cuda.graphs, "graph_pool_handle", return_value=(0, 1)),
         mock.patch(
-            "megatron_ext.schedules.graphs.records_graphs",
+            "megatron_ext.schedules.runtime.records_graphs",
             lambda flags, device: flags.cuda_graph_impl == "local",
         ),
     ):

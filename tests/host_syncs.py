@@ -4,8 +4,6 @@ On a CPU the operations that hand a tensor's value to Python are recorded, with 
 package or of megatron-core that asked. The same operations would wait on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import traceback
@@ -27,7 +25,7 @@ WAITING = {
     "aten::_unique2",
     "aten::repeat_interleave.Tensor",
 }
-READ = "megatron_ext/device/streams.py:read"
+READ = "megatron_ext/device/__init__.py:read"
 """The place where the host reads what the step before did, which is over by then."""
 METHODS = ("tolist", "numpy", "cpu")
 ON_THE_HOST = ("torch/optim/", "torch/utils/data/", "torch/_refs", "torch/testing")
@@ -51,7 +49,6 @@ class HostSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self) -> None:
-        """Record the innermost frame of this package or megatron-core."""
         for frame in reversed(traceback.extract_stack()):
             if any(part in frame.filename for part in ON_THE_HOST):
                 return

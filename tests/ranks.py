@@ -5,8 +5,6 @@ store, and every failing rank's traceback is shown. With ``--device cuda`` the s
 spawned NCCL ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect
@@ -125,7 +123,6 @@ def run_on_ranks(
 def _rank(
     rank: int, body: Body, layout: Layout, arguments: dict[str, Any], folder: Path, device: Device
 ) -> int:
-    """Do one rank's work; return its exit code."""
     try:
         device.activate(rank)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))

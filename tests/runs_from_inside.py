@@ -1,30 +1,38 @@
 """Builds a run of pretrain_gpt.py within a test, to look at it from inside."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 import torch
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.parallel.context import ParallelContext, seed_everything
-from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.callbacks.averaging import WeightAverage
-from megatron_ext.train.metrics import IntervalMetrics
-from megatron_ext.train.preflight import preflight
+from megatron_ext.text.task import GPT
+from megatron_ext.train.callbacks.callback import WeightAverage
+from megatron_ext.train.loop import IntervalMetrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
+from tests.training_runs import prepared
 
 
 def build(flags: Sequence[str], context: ParallelContext) -> Run:
-    """Build the run on this rank."""
     kind = select().kind
-    parsed = parse_args(list(flags), TEXT, world_size=context.layout.world_size, device=kind)
-    config, tokenizer = preflight(parsed.config, GPT.preflight)
+    _, config, tokenizer = prepared(flags, GPT, ranks=context.layout.world_size, device=kind)
     seed_everything(context, config.training.seed)
     return build_run(config, GPT, context, torch.device(kind), tokenizer)
+
+
+def spoil_steps(run: Run, steps: Collection[int]) -> None:
+    """Let the gradients of some steps be NaN."""
+
+    def spoil() -> None:
+        if run.progress.iteration + 1 in steps:
+            for chunk in run.chunks:
+                for parameter in chunk.parameters():
+                    parameter.main_grad.fill_(math.nan)
+
+    run.runner.observer = spoil
 
 
 def one_step(run: Run, metrics: IntervalMetrics, batches: list[Batch] | None = None) -> None:

@@ -1,7 +1,5 @@
 """Pages name only paths, flags, commands and tests that exist, and the true order of imports."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -18,8 +16,7 @@ import pytest
 from examples.custom_model.train import CapFlags
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.megatron_flags import NO_EFFECT, RENAMED, UNSUPPORTED
-from megatron_ext.config.program_flags import spellings
-from megatron_ext.config.sections import OWN_FLAGS
+from megatron_ext.config.sections import OWN_FLAGS, spellings
 from tests.combinations.options import every_flag
 from tests.examples.test_scripts import SMOKED
 from tests.test_surface import ENGINE
@@ -102,7 +99,6 @@ def test_every_path_exists(page: str) -> None:
 
 @functools.cache
 def engine_flags() -> frozenset[str]:
-    """Return every spelling that pretrain_gpt.py and its like answer."""
     table = spellings(every_flag())
     return frozenset({*table, *NO_EFFECT, *RENAMED, *UNSUPPORTED, *OWN_FLAGS})
 
@@ -121,7 +117,6 @@ def arguments_of(path: Path) -> frozenset[str]:
 def flags_of_tool(path: Path) -> frozenset[str]:
     """Return the flags of a tool's --help, with those of its subcommands."""
     spec = importlib.util.spec_from_file_location(f"tool_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     text = help_of(module.main, [])
@@ -139,7 +134,6 @@ def help_of(main: object, words: list[str]) -> str:
 
 @functools.cache
 def all_arguments() -> frozenset[str]:
-    """Return every option of every program of this repository."""
     folders = ("megatron_ext", "tools", "benchmarks", "examples", "tests/combinations")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     own = {

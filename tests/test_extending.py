@@ -4,8 +4,6 @@ The blocks of the page are taken as they stand: a block of Python whose first li
 that file, a block of differences changes the file that it names, and the command below them is run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.latents import make_latents
+from tests.examples.test_dit import make_latents
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -79,7 +77,6 @@ def flags() -> dict[str, str]:
 
 
 def cases() -> dict[str, str]:
-    """Return the sections by name, such as "an optimizer"."""
     parts = re.split(r"^## (.+)$", PAGE, flags=re.MULTILINE)[1:]
     return {
         parts[i].split(":")[0].lower(): parts[i] + parts[i + 1] for i in range(0, len(parts), 2)
@@ -87,7 +84,6 @@ def cases() -> dict[str, str]:
 
 
 def write(case: Case, kind: str, text: str, folder: Path) -> None:
-    """Put a block of the page into the copy of the repository."""
     head, _, body = text.partition("\n")
     name = head.removeprefix("# ")
     path = folder / name
@@ -108,7 +104,6 @@ def write(case: Case, kind: str, text: str, folder: Path) -> None:
 
 
 def build(name: str, section: str, folder: Path) -> Case:
-    """Build a section of the page."""
     case = Case(section.splitlines()[0].partition(": ")[2])
     for kind, text in BLOCK.findall(section):
         if kind == "bash":
@@ -124,7 +119,6 @@ def build(name: str, section: str, folder: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case]]:
-    """Build all cases in one copy of the repository, and run them."""
     folder = tmp_path_factory.mktemp("copy")
     skipped = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "megatron_ext", folder / "megatron_ext", ignore=skipped)

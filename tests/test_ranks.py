@@ -1,7 +1,5 @@
 """The decorator that other tests rely on: it fails when a rank fails, and it cannot hang."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

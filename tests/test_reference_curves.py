@@ -4,8 +4,6 @@ The curves and the corpus lie beside the checkout in ``shared/reference``; witho
 nothing to compare with, and the tests are skipped by name.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -17,29 +15,20 @@ from typing import Any
 import pytest
 
 from megatron_ext.train.reporting.files import read_metrics
-from tests.training_runs import train_on_ranks
+from tests.training_runs import train
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = Path(os.environ.get("MEGATRON_REFERENCE", ROOT.parent / "shared" / "reference"))
 
-pytestmark = pytest.mark.skipif(
-    not (REFERENCE / "curves.json").exists(), reason=f"no recorded curves in {REFERENCE}"
-)
-
-
-def _curves() -> dict[str, Any]:
-    path = REFERENCE / "curves.json"
-    return dict(json.loads(path.read_text())) if path.exists() else {"runs": {}}
-
-
-CURVES = _curves()
+RECORDED = REFERENCE / "curves.json"
+CURVES = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"runs": {}}
+pytestmark = pytest.mark.skipif(not RECORDED.exists(), reason=f"no recorded curves in {REFERENCE}")
 OF_THE_PROGRAM = "llama_tp2"
 """The run that is started as a program; the others call its functions."""
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the recorded corpus, preprocessed by our tool."""
     folder = tmp_path_factory.mktemp("corpus")
     subprocess.run(
         [
@@ -66,9 +55,7 @@ def run(name: str, data: Path, save: Path) -> list[dict[str, Any]]:
         for flag in [*CURVES["base_flags"], *recorded["extra_flags"]]
     ]
     if name != OF_THE_PROGRAM:
-        code, rows = train_on_ranks(flags, ranks=recorded["ranks"], save=save)
-        assert code == 0
-        return rows
+        return train(flags, save, recorded["ranks"])
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--save", str(save)]
     command += ["--nproc-per-node", str(recorded["ranks"])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

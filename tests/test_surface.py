@@ -1,7 +1,5 @@
 """Frozen surfaces: imports, words, sizes, docstrings, and that every flag is read by something."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
@@ -12,9 +10,10 @@ from pathlib import Path
 import pytest
 from megatron.core.optimizer import OptimizerConfig
 
+from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
-from megatron_ext.config.run import RunConfig
-from megatron_ext.config.transformer_fields import transformer_fields
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.config.run import RunConfig, transformer_fields
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.task import TaskChoice
 from megatron_ext.video.config.run import MODES
@@ -69,7 +68,6 @@ def test_imports_point_one_way() -> None:
 
 
 def _modules() -> dict[str, ast.Module]:
-    """Return the parsed files of the package by their dotted names."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
@@ -90,7 +88,6 @@ def _edges(tree: ast.Module, modules: Collection[str]) -> set[str]:
 
 
 def test_no_import_circle() -> None:
-    """Imports for types only count too."""
     modules = _modules()
     graph = {name: _edges(tree, modules) - {name} for name, tree in modules.items()}
     while leaves := {name for name, edges in graph.items() if not edges & graph.keys()}:
@@ -179,6 +176,7 @@ THROUGH_THE_CONFIGURATION = {
     "num_layers_at_start_in_bf16": "read by keeps_bf16",
     "num_layers_at_end_in_bf16": "read by keeps_bf16",
     "mmdit_size": "gives the sizes",
+    "critic_size": "gives the sizes",
     "teacher_tensor_model_parallel_size": "gives teacher_sizes",
     "teacher_pipeline_model_parallel_size": "gives teacher_sizes",
     "sample_latent_frames": "read by num_frames",
@@ -201,8 +199,13 @@ def test_every_flag_is_read_outside_the_configuration() -> None:
         if "config" not in (path.parent.name, path.stem)
         for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
     }
-    words |= set(transformer_fields(RunConfig(moe=MoEConfig(num_experts=2))))
-    mapping = (PACKAGE / "config" / "transformer_fields.py").read_text(encoding="utf-8")
+    run = RunConfig(
+        model=ModelConfig(transformer_impl="transformer_engine"),
+        moe=MoEConfig(num_experts=2),
+        fp8=Fp8Config(fp8_format="e4m3"),
+    )
+    words |= set(transformer_fields(run))
+    mapping = (PACKAGE / "config" / "run.py").read_text(encoding="utf-8")
     words |= set(re.findall(r"\w+", mapping))
     optimizer = {field.name for field in dataclasses.fields(OptimizerConfig)}
     unread = {

@@ -1,7 +1,5 @@
 """Whole training runs inside a test, from flags over forked ranks to rows of metrics."""
 
-from __future__ import annotations
-
 import functools
 import os
 import tempfile
@@ -11,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from megatron_ext.config.parser import parse_args
+from megatron_ext.config.parser import ParsedArgs, parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
+from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
-from megatron_ext.train.main import pretrain, stored_config
-from megatron_ext.train.preflight import preflight
+from megatron_ext.train.main import preflight, pretrain, stored_config
 from megatron_ext.train.reporting.files import plot_metrics, read_metrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice, check_step_flags
@@ -41,7 +41,16 @@ TINY = (
     "--num-workers 0 --log-interval 1 --split 90,5,5 --eval-iters 0 --eval-interval 100"
 ).split()
 """The recorded llama model, without its length and data."""
-
+SAME_WEIGHTS = [word for word in TINY if word != "--use-cpu-initialization"]
+"""The tiny model, with initial weights that do not depend on the layout."""
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
+    "--lr 1e-2 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--make-vocab-size-divisible-by 32 --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
+    "--split 80,20,0 --eval-interval 1 --eval-iters 2"
+).split()
+"""A smaller GPT-2, with its data."""
 
 LAYOUTS = {
     "one": (1, ""),
@@ -53,13 +62,16 @@ LAYOUTS = {
 NULL = "--tokenizer-type NullTokenizer --vocab-size 90".split()
 
 
+Rows = list[dict[str, Any]]
+
+
 def mock_data() -> list[str]:
     """Return flags of made-up samples whose documents end in the middle of sequences."""
     return "--mock-data --tokenizer-type NullTokenizer --vocab-size 2000".split()
 
 
 def train_on_ranks(
-    flags: Sequence[str],
+    flags: str | Sequence[str],
     *,
     ranks: int = 1,
     save: Path,
@@ -70,7 +82,7 @@ def train_on_ranks(
     """Train on forked ranks; return the exit code and the rows of ``metrics.jsonl``."""
     _load_matplotlib()
     device = select()
-    words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
+    words = [*split(flags), "--nproc-per-node", str(ranks), "--save", str(save)]
     parsed = parse_args(
         words,
         task,
@@ -86,6 +98,26 @@ def train_on_ranks(
     return code, read_metrics(save / "metrics.jsonl")
 
 
+def train(flags: str | Sequence[str], save: Path, ranks: int = 1, **options: Any) -> Rows:
+    """Return all rows of a run that ends well."""
+    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
+    assert code == 0
+    return rows
+
+
+def train_steps(flags: str | Sequence[str], save: Path, ranks: int = 1, **options: Any) -> Rows:
+    """Return the rows of the training steps of a run that ends well."""
+    return training_rows(train(flags, save, ranks, **options))
+
+
+def curve(
+    flags: str | Sequence[str], save: Path, ranks: int = 1, **options: Any
+) -> list[tuple[float, float]]:
+    """Return the loss and the gradient norm of each step of a run that ends well."""
+    rows = train_steps(flags, save, ranks, **options)
+    return [(row["lm loss"], row["grad_norm"]) for row in rows]
+
+
 @functools.cache
 def _load_matplotlib() -> None:
     """Draw once in this process, so that not every rank that draws must load it and its fonts."""
@@ -94,9 +126,52 @@ def _load_matplotlib() -> None:
         plot_metrics([row], Path(folder) / "loss.png")
 
 
-def training_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows that report training steps."""
+def training_rows(rows: Rows) -> Rows:
     return [row for row in rows if row["kind"] == "train"]
+
+
+def split(words: str | Sequence[str]) -> Sequence[str]:
+    return words.split() if isinstance(words, str) else words
+
+
+def parsed(
+    words: str | Sequence[str],
+    task: Any = TEXT,
+    *,
+    ranks: int = 1,
+    device: str = "cpu",
+    **options: Any,
+) -> ParsedArgs:
+    """Return what the parser makes of a command line."""
+    return parse_args(split(words), task, world_size=ranks, device=device, **options)
+
+
+def prepared(
+    words: str | Sequence[str], task: Any = TEXT, **options: Any
+) -> tuple[Task, RunConfig, Any]:
+    """Return the task, the configuration and the assets of a run, by default of forked ranks."""
+    found = parsed(words, task, **{"ranks": 0, **options})
+    return found.task, *preflight(found.config, found.task.preflight)
+
+
+def config_of(words: str | Sequence[str], task: Any = TEXT, **options: Any) -> RunConfig:
+    """Return the checked configuration of a command line."""
+    return parsed(words, task, **options).config
+
+
+def errors_of(words: str | Sequence[str], task: Any = TEXT, **options: Any) -> tuple[str, ...]:
+    """Return the sentences by which a command line is refused."""
+    with pytest.raises(ConfigError) as caught:
+        parsed(words, task, **options)
+    return caught.value.messages
+
+
+def check_refused(
+    words: str | Sequence[str], sentence: str, task: Any = TEXT, **options: Any
+) -> None:
+    """Check that one of the errors of a command line holds a sentence, or a part of one."""
+    errors = errors_of(words, task, **options)
+    assert any(sentence in error for error in errors), errors
 
 
 def without(words: Sequence[str], *names: str) -> list[str]:

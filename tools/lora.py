@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from collections.abc import Sequence
 
-from megatron_ext.checkpoint.lora import Network, export_adapters, merge_checkpoint
+from megatron_ext.checkpoint.conversion import Network, export_adapters, merge_checkpoint
 from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import NATURAL
@@ -105,13 +105,14 @@ def _merge(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     run, streams = _saved_run(args)
     if streams:
-        streaming = run.section(StreamingConfig)
-        size = streaming.critic_size if args.network == CRITIC else None
-        layers = wan_adapters(streaming.sizes(size).head_dim)
+        sizes = run.section(StreamingConfig).sizes(
+            "critic" if args.network == CRITIC else "generator"
+        )
+        layers = wan_adapters(sizes.head_dim)
     else:
-        layers = llama_adapters(run, args.load)
+        layers = llama_adapters(run.model, args.load)
     left_out = export_adapters(
-        run,
+        run.lora,
         args.load,
         args.output,
         layers,

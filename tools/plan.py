@@ -32,22 +32,19 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from megatron_ext.config.flags import COUNT, SIZE
+from megatron_ext.config.output import GPU_NAMES
 from megatron_ext.config.parser import ParsedArgs, parse_args
-from megatron_ext.config.reporting import GPU_NAMES
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.planning.checks import check_core
+from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.planning.hardware import gpu_named
 from megatron_ext.planning.memory import worst_case
 from megatron_ext.planning.network import TaskCost
-from megatron_ext.planning.picture import save
-from megatron_ext.planning.report import console, search_table, show
-from megatron_ext.planning.search import search
-from megatron_ext.text.preflight import with_tokenizer
-from megatron_ext.text.task import TEXT
-from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.train.preflight import preflight
+from megatron_ext.planning.report import console, save_pictures, search_table, show
+from megatron_ext.planning.step_time import search
+from megatron_ext.text.task import TEXT, with_tokenizer
+from megatron_ext.train.main import preflight, silence_known_warnings
 from megatron_ext.train.task import TaskChoice
 from megatron_ext.video.task import VIDEO
 
@@ -145,7 +142,7 @@ def plan(config: RunConfig, gpu: Gpu, cost: TaskCost | None, png: Path | None) -
     fits = show(config, gpu, cost)
     if png is not None and cost is not None:
         network, _ = worst_case(cost.cases(config))
-        print("wrote " + " and ".join(str(path) for path in save(network, png, gpu)))
+        print("wrote " + " and ".join(str(path) for path in save_pictures(network, png, gpu)))
     return 0 if fits else 1
 
 

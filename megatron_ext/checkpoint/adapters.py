@@ -21,15 +21,21 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.checkpoint.averages import PREFIX, holds_averages
 from megatron_ext.checkpoint.compatibility import LENIENT, is_new_branch
 from megatron_ext.checkpoint.files import MANIFEST, describe_file, standing_folder_of
-from megatron_ext.checkpoint.state import Chunks, apply_state, chunk_keys, sharded_state
+from megatron_ext.checkpoint.state import (
+    PREFIX,
+    Chunks,
+    apply_state,
+    chunk_keys,
+    holds_averages,
+    sharded_state,
+)
 from megatron_ext.checkpoint.storage import read_state, verify
 from megatron_ext.checkpoint.stored import CheckpointRef, choose, find
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
-from megatron_ext.config.checkpoint import CheckpointConfig
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.optimizer import LoraConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.fp8.scaling import HISTORY
 from megatron_ext.parallel.context import ParallelContext
@@ -38,24 +44,15 @@ MARK = ".lora."
 
 
 def adapters_among(names: Iterable[str]) -> list[str]:
-    """Return the names of adapter matrices, sorted."""
+    """Return the names of adapter matrices, sorted; averages and optimizer state left out."""
     weights = (n for n in names if "optimizer." not in n and not n.startswith(PREFIX))
     return sorted(name for name in weights if MARK in name)
-
-
-def stored_adapters(path: Path) -> list[str]:
-    """Return the global names of the adapters in a checkpoint."""
-    return adapters_among(stored_entries(path))
 
 
 def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Take adapters and new branches that a checkpoint lacks out of what is asked of it.
-
-    Args:
-        state: sharded state of the run, changed in place.
-        chunks: keys of the model chunks in it.
+    """Take adapters and new branches that a checkpoint lacks out of the sharded state of a run.
 
     Returns:
         Present values of the entries taken out, by chunk and name.
@@ -91,11 +88,6 @@ def check_adapters(
 ) -> None:
     """Refuse adapters that would be dropped, and a resumed run whose adapters are not there.
 
-    Args:
-        state: sharded state that the checkpoint shall fill.
-        chunks: keys of the model chunks in it.
-        strictness: ``--dist-ckpt-strictness``; the lenient values let names differ.
-
     Raises:
         CheckpointError: only the checkpoint or only the run has some adapter.
     """
@@ -104,7 +96,7 @@ def check_adapters(
     entries = [entry for chunk in chunks for entry in state.get(chunk, {}).values()]
     # A stage whose layers have none, such as one without layers, knows nothing of the others.
     ours = adapters_among(getattr(entry, "key", "") for entry in entries)
-    stored = stored_adapters(path)
+    stored = adapters_among(stored_entries(path))
     layers = [getattr(entry, "key", "").rpartition(".")[0] for entry in entries]
     dropped = [x for x in stored if x.partition(MARK)[0] in layers and x not in ours]
     missing = [name for name in ours if name not in stored]
@@ -127,11 +119,9 @@ BASE = "frozen_base"
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """The weights that lie under adapters.
+    """The weights that lie under adapters: a checkpoint's, or random ones without a path.
 
-    Attributes:
-        path: folder of their checkpoint, None for random weights.
-        identity: digest or seed, equal for equal weights.
+    The identity is a digest or a seed, equal for equal weights.
     """
 
     path: str | None
@@ -139,19 +129,12 @@ class FrozenBase:
 
     @classmethod
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
-        """Return the weights of a checkpoint.
-
-        Args:
-            path: folder of the iteration.
-            average: take the averaged weights, where the checkpoint has some.
-        """
+        """Return the weights of an iteration's folder, or its averaged ones where it has some."""
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"
-        identity = str(describe_file(file)["blake2b"])
-        return cls(
-            str(path), f"{identity} averaged" if average and holds_averages(path) else identity
-        )
+        averaged = " averaged" if average and holds_averages(path) else ""
+        return cls(str(path), f"{describe_file(file)['blake2b']}{averaged}")
 
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:
@@ -168,10 +151,6 @@ class FrozenBase:
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
         """Return the weights under the adapters of a checkpoint, None if it is whole.
 
-        Args:
-            root: folder of checkpoints.
-            step: iteration, None for the latest.
-
         Raises:
             CheckpointError: the checkpoint is damaged.
         """
@@ -180,15 +159,13 @@ class FrozenBase:
         return cls.recorded(common_state_of(standing_folder_of(root, iteration)))
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> FrozenBase | None:
+    def of_run(cls, lora: LoraConfig, seed: int) -> FrozenBase | None:
         """Return the weights that a run draws under adapters, None where checkpoints are whole.
 
         A run of several networks leaves their frozen weights out: the checkpoint would be as large
         as that of a run that trains them.
         """
-        if config.lora.lora_rank is None or not config.lora.saves_adapters_only:
-            return None
-        return cls.drawn(config.training.seed)
+        return cls.drawn(seed) if lora.lora_rank is not None and lora.saves_adapters_only else None
 
     @classmethod
     def drawn(cls, seed: int) -> FrozenBase:
@@ -206,38 +183,26 @@ class FrozenBase:
         return dataclasses.asdict(self)
 
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
-        """Refuse adapters that were trained on other weights.
-
-        Args:
-            path: the checkpoint of the adapters.
-            recorded: the weights that the checkpoint names.
-            flag: the flag by which this base was given.
+        """Refuse adapters in a checkpoint at a path that were trained on other weights.
 
         Raises:
             CheckpointError: the weights differ.
         """
         if self.identity == recorded.identity:
             return
-        given = f"`{flag}` ({self.path or 'not given'}; {self.identity})"
         there = f"random ones of {recorded.identity}; leave it out"
         if recorded.path is not None:
             there = f"those of {recorded.path} ({recorded.identity}); give these"
         raise CheckpointError(
-            f"{given} must be the weights under the adapters in {path}, which were {there}."
+            f"`{flag}` ({self.path or 'not given'}; {self.identity}) must be the weights under the "
+            f"adapters in {path}, which were {there}."
         )
 
 
 def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
-    """Take all weights but adapters out of a sharded state, in place.
-
-    Args:
-        chunks: keys of the model chunks in the state.
-    """
-    for chunk in chunks:
-        if chunk in state:
-            state[chunk] = {
-                name: entry for name, entry in state[chunk].items() if MARK in f".{name}"
-            }
+    """Take all weights but adapters out of a sharded state, in place."""
+    for chunk in set(chunks) & set(state):
+        state[chunk] = {name: entry for name, entry in state[chunk].items() if MARK in f".{name}"}
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
@@ -272,7 +237,6 @@ def load_adapters(
     Args:
         base: the weights that the network has now.
         section: key of the network's state in the checkpoint, with which its names begin.
-        config: says how to read.
 
     Raises:
         CheckpointError: a damaged checkpoint, or adapters of another network or of other weights.

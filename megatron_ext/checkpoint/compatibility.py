@@ -1,21 +1,32 @@
-"""Checks that a checkpoint fits the model and the optimizer of a run, before anything is loaded."""
+"""Checks that a checkpoint fits a run, before anything is loaded, and what the run takes from it.
+
+Shapes and names of weights tell most differences between two models. For what they do not tell,
+each flag says whether it may differ (`IfChanged`), so that none changes what a model computes
+without a word.
+"""
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_ext.checkpoint.averages import PREFIX
-from megatron_ext.checkpoint.state import CRITIC, SHARDING
-from megatron_ext.checkpoint.unpickling import stored_entries
+from megatron_ext.checkpoint.state import CRITIC, PREFIX, SHARDING
+from megatron_ext.checkpoint.stored import RUN_CONFIG, CheckpointRef, check_files, find, read_json
+from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
+from megatron_ext.config.flags import IfChanged, if_changed
+from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.grid import Layout
 
@@ -42,12 +53,7 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Compare names and shapes of this rank's weights with the checkpoint's.
-
-    Args:
-        model_state: sharded tensors of the model chunks.
-        arguments: flags of the run that saved.
-        strictness: ``--dist-ckpt-strictness``; the lenient values let names differ.
+    """Compare names and shapes of this rank's weights with the checkpoint's, saved with arguments.
 
     Raises:
         CheckpointError: the checkpoint lacks a weight, or has it in another shape.
@@ -63,9 +69,12 @@ def check_model(
                 f"{path} holds no `{tensor.key}`, which the model needs; {advice}."
             )
         theirs, ours = tuple(known.size), tuple(tensor.global_shape)
-        if theirs == ours or (
-            tensor.allow_shape_mismatch and _padding_explains(theirs, ours, arguments, layout)
-        ):
+        # Two sizes can be one vocabulary, padded for two tensor-parallel sizes.
+        ranks = getattr(arguments, "tensor_model_parallel_size", 1)
+        unit = getattr(arguments, "make_vocab_size_divisible_by", 128)
+        unit *= max(ranks, layout.tensor_model_parallel_size)
+        padded = theirs[1:] == ours[1:] and abs(theirs[0] - ours[0]) < unit
+        if theirs == ours or (tensor.allow_shape_mismatch and padded):
             continue
         raise CheckpointError(
             f"{path} holds `{tensor.key}` with shape {list(theirs)}, but the model's has shape "
@@ -77,19 +86,6 @@ def tensors_in(state: dict[str, Any]) -> Iterator[ShardedTensor]:
     """Return the sharded tensors of a state, as they are stored."""
     expanded, _, _ = load_preprocess(state)
     return (value for value in nested_values(expanded) if isinstance(value, ShardedTensor))
-
-
-def _padding_explains(
-    theirs: tuple[int, ...], ours: tuple[int, ...], arguments: Namespace, layout: Layout
-) -> bool:
-    """Return whether two sizes can be one vocabulary padded for two tensor-parallel sizes."""
-    if theirs[1:] != ours[1:]:
-        return False
-    ranks = max(
-        getattr(arguments, "tensor_model_parallel_size", 1), layout.tensor_model_parallel_size
-    )
-    unit = getattr(arguments, "make_vocab_size_divisible_by", 128) * ranks
-    return abs(theirs[0] - ours[0]) < unit
 
 
 def check_optimizer(
@@ -105,8 +101,6 @@ def check_optimizer(
 
     Args:
         stored: content metadata of the checkpoint.
-        arguments: flags of the run that saved.
-        distributed: this run uses the distributed optimizer.
         has_main_weights: this run keeps fp32 weights beside those of the model.
 
     Raises:
@@ -165,33 +159,17 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
     if strictness in LENIENT:
         return []
     asked = {name.removeprefix(PREFIX) for name in expected}
-    stored = _names_of(path, critic=any(name.startswith(_CRITIC) for name in expected))
-    _check_blocks(path, stored, asked)
-    left = sorted(stored - asked)
-    if not left:
-        return []
-    return [
-        f"{path} holds {len(left)} weight(s) that the model does not take, such as `{left[0]}`; "
-        "they are left out."
-    ]
-
-
-def _names_of(path: Path, *, critic: bool) -> set[str]:
-    """Return the names of the weights of one network in a checkpoint."""
-    stored = stored_entries(path)
-    return {
+    critic = any(name.startswith(_CRITIC) for name in expected)
+    stored = {
         name
-        for name, entry in stored.items()
+        for name, entry in stored_entries(path).items()
         if isinstance(entry, TensorStorageMetadata)
         and "optimizer." not in name
         and not name.startswith(PREFIX)
         and name.startswith(_CRITIC) == critic
     }
-
-
-def _check_blocks(path: Path, stored: Iterable[str], asked: Iterable[str]) -> None:
-    theirs, ours = _blocks(stored), _blocks(asked)
-    for kind, numbers in theirs.items():
+    ours = _blocks(asked)
+    for kind, numbers in _blocks(stored).items():
         own = ours.get(kind, set())
         if numbers > own and not kind.startswith(_HEADS):
             raise CheckpointError(
@@ -199,6 +177,13 @@ def _check_blocks(path: Path, stored: Iterable[str], asked: Iterable[str]) -> No
                 f"`{kind}.{min(numbers - own)}` would be dropped; give the flags that it was saved "
                 "with, or `--use-checkpoint-args`."
             )
+    left = sorted(stored - asked)
+    if not left:
+        return []
+    return [
+        f"{path} holds {len(left)} weight(s) that the model does not take, such as `{left[0]}`; "
+        "they are left out."
+    ]
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
@@ -209,3 +194,183 @@ def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
         if match is not None:
             found.setdefault(match[1], set()).add(int(match[2]))
     return found
+
+
+def check_resume(config: RunConfig) -> None:
+    """Compare a run with the checkpoint that it loads, as far as that needs no model.
+
+    The ranks compare all of it again, and weights too. A rank may call this by itself.
+
+    Raises:
+        CheckpointError: flags of the model, or optimizer state, do not go with the run's.
+    """
+    found = find(config.checkpoint)
+    if found is None:
+        return
+    path = found.path
+    check_files(found, {COMMON_STATE_FNAME, RUN_CONFIG}.intersection)
+    common = common_state_of(path)
+    arguments = common.get("args", Namespace())
+    takes_it = loads_optimizer(found, config.checkpoint, arguments, [])
+    goes_on = takes_it and not config.training.skip_train
+    stored = read_json(path / RUN_CONFIG)
+    check_changes(path, config, stored, weights_only=found.weights_only, with_optimizer=goes_on)
+    if goes_on:
+        check_optimizer(
+            path,
+            dict(common.get("content_metadata") or {}),
+            arguments,
+            Layout.from_config(config.parallel),
+            distributed=config.optimizer.use_distributed_optimizer,
+            has_main_weights=config.precision.bf16 or config.precision.fp16,
+        )
+
+
+def loads_optimizer(
+    found: CheckpointRef, config: CheckpointConfig, arguments: Namespace, notes: list[str]
+) -> bool:
+    """Return whether the run asks for optimizer state and the checkpoint holds some.
+
+    ``arguments`` are those of the run that saved; ``notes`` gets a sentence on a new start.
+    """
+    if found.weights_only or config.no_load_optim:
+        return False
+    if getattr(arguments, "no_save_optim", False):
+        notes.append(f"{found.path} holds no optimizer, so it starts anew.")
+        return False
+    return True
+
+
+def loads_random(
+    found: CheckpointRef,
+    config: CheckpointConfig,
+    arguments: Namespace,
+    layout: Layout,
+    notes: list[str],
+) -> bool:
+    """Return whether the run asks for random states and the checkpoint's fit its layout.
+
+    The states are kept for each model-parallel rank; see `loads_optimizer`.
+    """
+    if found.weights_only or config.no_load_rng:
+        return False
+    if getattr(arguments, "no_save_rng", False):
+        notes.append(f"{found.path} holds no random states, so they start from `--seed`.")
+        return False
+    same = same_model_ranks(arguments, layout)
+    apart = getattr(arguments, "data_parallel_random_init", False)
+    if layout.expert_model_parallel_size > 1 or apart:
+        same = same and getattr(arguments, "data_parallel_size", None) == layout.data_parallel_size
+    if not same:
+        notes.append("The layout has changed, so the random states start from `--seed`.")
+    return same
+
+
+@dataclass(frozen=True)
+class Change:
+    """A flag whose value is not the checkpoint's."""
+
+    name: str
+    value: Any
+    before: Any
+    answer: IfChanged
+
+    def __str__(self) -> str:
+        dashed = self.name.replace("_", "-")
+        if isinstance(self.value, bool):
+            return f"`--{'' if self.value else 'no-'}{dashed}`"
+        value, before = (
+            " ".join(map(str, x)) if isinstance(x, list) else x for x in (self.value, self.before)
+        )
+        return f"`--{dashed}` ({value}, before {before})"
+
+
+def _changes(
+    sections: Mapping[str, Any], given: Mapping[str, Any], stored: Mapping[str, Any]
+) -> Iterator[Change]:
+    """Yield the flags of a run's sections that differ from stored ones, but for those that may."""
+    for section, kind in sections.items():
+        values, before = given[section], stored.get(section)
+        if not isinstance(before, Mapping):
+            continue
+        if section == "lora" and None in (values["lora_rank"], before.get("lora_rank")):
+            # The names of the weights tell whether there are adapters.
+            continue
+        for name, answer in if_changed(type(kind)).items():
+            if name.startswith("rotary") and values["position_embedding_type"] != "rope":
+                continue
+            if answer != "allow" and name in before and values[name] != before[name]:
+                yield Change(name, values[name], before[name], answer)
+
+
+def check_changes(
+    path: Path,
+    config: RunConfig,
+    stored: Mapping[str, Any],
+    *,
+    weights_only: bool,
+    with_optimizer: bool,
+) -> list[str]:
+    """Compare the flags of a run with stored ones of the checkpoint that it loads.
+
+    Args:
+        weights_only: the run starts from the weights, and does not go on.
+        with_optimizer: the run goes on with the optimizer state of the checkpoint.
+
+    Returns:
+        Sentences about what differs and is said.
+
+    Raises:
+        CheckpointError: the model would compute something else with the weights.
+    """
+    found = sorted(
+        _changes(config.by_name(), config.to_dict(), stored), key=lambda change: change.name
+    )
+    never, not_to_resume, keep, say = (
+        [x for x in found if x.answer == answer]
+        for answer in ("refuse", "refuse_to_resume", "keep", "say")
+    )
+    refused = never if weights_only else [*never, *not_to_resume]
+    if refused:
+        anew = "" if never else ", or `--finetune` to start from its weights with yours"
+        raise CheckpointError(
+            f"{path} holds a model with other flags than {_listed(refused)}, which would compute "
+            f"something else with its weights; give the flags that it was saved with{anew}."
+        )
+    optimizer = config.optimizer
+    if with_optimizer:
+        _check_optimizer(path, optimizer, stored.get("optimizer", {}))
+    kept = [x for x in keep if with_optimizer and x.name.startswith(f"{optimizer.optimizer}_")]
+    said = not_to_resume if weights_only else say
+    notes = []
+    if kept:
+        notes.append(
+            f"The optimizer goes on with the settings of {path}, not with {_listed(kept)}; "
+            "`--no-load-optim` starts it anew with yours."
+        )
+    if said:
+        notes.append(
+            f"Flags that differ from those of {path}, and count from here: {_listed(said)}."
+        )
+    return notes
+
+
+def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, Any]) -> None:
+    """Refuse state of another kind of optimizer, or of other groups of parameters."""
+    kind, rate, momentum = config.optimizer, config.decoupled_lr, config.sgd_momentum
+    before = stored.get("sgd_momentum", momentum)
+    differs = {
+        "optimizer": kind != stored.get("optimizer", kind),
+        "decoupled_lr": (rate is None) != (stored.get("decoupled_lr", rate) is None),
+        "sgd_momentum": kind == "sgd" and bool(momentum) != bool(before),
+    }
+    for name in (name for name, differ in differs.items() if differ):
+        raise CheckpointError(
+            f"`--{name.replace('_', '-')}` ({getattr(config, name)}) does not go with the "
+            f"optimizer state of {path}, saved with {stored[name]}; use that, or give "
+            "`--no-load-optim`."
+        )
+
+
+def _listed(found: list[Change]) -> str:
+    return ", ".join(map(str, found))

@@ -1,30 +1,44 @@
-"""Parts that all conversions from and to public weights share, whatever the model.
+"""Parts that all conversions of public weights and adapters share, whatever the model.
 
 A conversion runs in one process on the CPU, and what it imports becomes the checkpoint of iteration
-0, which loads in any layout.
+0, which loads in any layout. Adapters of a checkpoint are merged into its weights or exported for
+Hugging Face's peft; a task passes in how its networks are built (`Network`), and what Hugging Face
+calls their layers (`PeftLayers`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Iterator
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.files import (
-    checksum_fault,
-    published,
-    read_manifest,
-    standing_folder_of,
-)
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_ext.checkpoint.adapters import FrozenBase, adapters_among, load_adapters
+from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.safetensors_files import TensorSource
-from megatron_ext.checkpoint.stored import choose, refusal
-from megatron_ext.config.checkpoint import CheckpointConfig
-from megatron_ext.device import select
+from megatron_ext.checkpoint.state import CRITIC
+from megatron_ext.checkpoint.stored import CheckpointRef, check_files, choose, stored_progress
+from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
+from megatron_ext.config.finalize import derived
+from megatron_ext.config.optimizer import DEFAULT_ALPHA, LoraConfig
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device import Device, select
 from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.chunks import ModelChunk, build_chunks
+from megatron_ext.layers.lora import merge_adapters
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 
@@ -55,10 +69,7 @@ def one_rank(seed: int) -> Iterator[ParallelContext]:
 
 
 def read_settings(path: Path, advice: str) -> dict[str, Any]:
-    """Read the config.json of a model.
-
-    Args:
-        advice: what the user can do where the file cannot be read.
+    """Read the config.json of a model; the advice is for where it cannot be read.
 
     Raises:
         CheckpointError: there is no such file, or it does not hold names and values.
@@ -98,10 +109,7 @@ def refuse_checkpoints(save: Path) -> None:
 
 
 def save_imported(
-    chunk: Any,
-    config: CheckpointConfig,
-    context: ParallelContext,
-    run_config: dict[str, Any],
+    chunk: Any, config: CheckpointConfig, context: ParallelContext, run_config: dict[str, Any]
 ) -> None:
     """Save a whole model as the checkpoint of iteration 0."""
     CheckpointManager(config, context).save(
@@ -115,11 +123,7 @@ def save_imported(
 
 
 def verified_folder(root: Path, step: int | None) -> Path:
-    """Return the folder of an iteration after comparing all of its checksums.
-
-    Args:
-        root: ``--load``.
-        step: iteration, None for the latest.
+    """Return the folder of an iteration, or of the latest, after comparing all of its checksums.
 
     Raises:
         CheckpointError: a missing or damaged checkpoint.
@@ -127,9 +131,229 @@ def verified_folder(root: Path, step: int | None) -> Path:
     iteration = choose(root, step)
     if iteration is None:
         raise CheckpointError(f"`--load` ({root}) holds no checkpoint; give another folder.")
-    path = standing_folder_of(root, iteration)
-    files = read_manifest(path) or {}
-    fault = checksum_fault(path, files, files)
-    if fault is not None:
-        raise CheckpointError(refusal(root, iteration, fault))
-    return path
+    found = CheckpointRef(root, iteration, weights_only=False)
+    check_files(found)
+    return found.path
+
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model"
+
+
+@dataclass(frozen=True)
+class Network:
+    """One of the networks in a checkpoint.
+
+    Attributes:
+        build: builds a chunk of the network.
+        described: changes the configuration of a run into one whose model is the network.
+        section: key of the network's state in the checkpoint, with which its names begin; None for
+            the model of the run.
+        base: reads from a configuration where the weights under the adapters lie.
+    """
+
+    build: ModelChunk
+    described: Callable[[RunConfig], RunConfig] = lambda run: run
+    section: str | None = None
+    base: Callable[[RunConfig], str | None] = lambda run: run.checkpoint.pretrained_checkpoint
+
+
+def merge_checkpoint(
+    stored: RunConfig,
+    network: Network,
+    root: Path,
+    save: Path,
+    device: Device,
+    *,
+    step: int | None = None,
+    base: str | None = None,
+) -> Path:
+    """Merge adapters in one process, which holds the whole model; return the new folder.
+
+    The new checkpoint has the iteration and the counters of the old one, and neither optimizer
+    nor random states.
+
+    Args:
+        stored: the run that saved.
+        root: ``--load``, a folder of checkpoints.
+        base: checkpoints with the weights under the adapters, where these were saved alone; None
+            for where the run found them.
+
+    Raises:
+        CheckpointError: no whole checkpoint with adapters, other weights than those that were
+            under them, or the same folder twice.
+    """
+    if root.resolve() == save.resolve():
+        raise CheckpointError(f"`--save` ({save}) must be another folder than `--load`.")
+    adapters_alone = FrozenBase.under(root, step) is not None
+    if base is not None and not adapters_alone:
+        raise CheckpointError(
+            f"`--pretrained-checkpoint` ({base}) has no effect: `--load` ({root}) holds all "
+            "weights itself; leave it out."
+        )
+    checkpoint = CheckpointConfig(
+        load=str(root),
+        save=str(save),
+        ckpt_step=step,
+        pretrained_checkpoint=base or network.base(stored),
+        pretrained_average=stored.checkpoint.pretrained_average,
+        no_save_optim=True,
+        no_save_rng=True,
+        no_load_optim=True,
+        no_load_rng=True,
+    )
+    config = dataclasses.replace(stored, parallel=ParallelConfig(), checkpoint=checkpoint)
+    config = derived(config, 1, device.kind)
+    if config.lora.lora_rank is None:
+        raise CheckpointError(
+            f"`--load` ({root}) holds a model without adapters; there is nothing to merge."
+        )
+    config = network.described(config)
+    torch_device = device.activate(0)
+    context = init_groups(Layout(world_size=1), device)
+    try:
+        seed_everything(context, config.training.seed)
+        drawn = FrozenBase.drawn(config.training.seed) if adapters_alone else None
+        chunks = _build(config, context, network.build, torch_device)
+        iteration, progress = _load(config.checkpoint, context, chunks, drawn, network.section)
+        merge_adapters(chunks)
+        return CheckpointManager(config.checkpoint, context).save(
+            iteration,
+            model=chunks,
+            optimizer=None,
+            scheduler=None,
+            progress=progress,
+            run_config=dataclasses.replace(config, lora=LoraConfig()).to_dict(),
+        )
+    finally:
+        context.destroy()
+
+
+def _build(config: RunConfig, context: ParallelContext, build: ModelChunk, device: Any) -> Any:
+    transformer_config = build_transformer_config(config)
+    chunks = build_chunks(build, config, transformer_config, context)
+    chunks = [chunk.to(device) for chunk in chunks]
+    if config.precision.bf16 or config.precision.fp16:
+        return [Float16Module(transformer_config, chunk) for chunk in chunks]
+    return chunks
+
+
+def _load(
+    config: CheckpointConfig,
+    context: ParallelContext,
+    chunks: Any,
+    base: FrozenBase | None,
+    section: str | None,
+) -> tuple[int, dict[str, Any]]:
+    """Load the run's model, or another network, first the weights under its adapters."""
+    if section is None:
+        manager = CheckpointManager(config, context, base)
+        loaded = manager.load(model=chunks, optimizer=None, scheduler=None)
+        assert loaded is not None
+        return loaded.iteration, loaded.progress
+    root, given = Path(str(config.load)), config.pretrained_checkpoint
+    iteration = choose(root, config.ckpt_step)
+    assert iteration is not None and base is not None
+    found = CheckpointRef(root, iteration, weights_only=False)
+    if given is not None:
+        base = FrozenBase.given(given, average=config.pretrained_average)
+        under = dataclasses.replace(config, load=None, ckpt_step=None)
+        manager = CheckpointManager(under, context, section=section)
+        manager.load(model=chunks, optimizer=None, scheduler=None)
+    load_adapters(found, base, chunks, section, config, context)
+    return iteration, stored_progress(found.path, Namespace())
+
+
+Part = tuple[str, str, Tensor]
+"""Path of a layer of Hugging Face's, ``A`` or ``B``, and the values of that matrix."""
+
+
+@dataclass(frozen=True)
+class PeftLayers:
+    """The layers of Hugging Face's model that adapters belong to.
+
+    Attributes:
+        name: matches the names of our matrices that have a place in the model.
+        parts: splits one of our matrices, given its name, into those of the model's layers.
+        target: returns what peft calls a layer, given its path.
+        task: peft's name for what the model does, None if it has none.
+    """
+
+    name: re.Pattern[str]
+    parts: Callable[[str, Tensor], Iterator[Part]]
+    target: Callable[[str], str]
+    task: str | None
+
+
+def export_adapters(
+    lora: LoraConfig,
+    root: Path,
+    output: Path,
+    layers: PeftLayers,
+    *,
+    section: str | None = None,
+    step: int | None = None,
+    base_model: str = "",
+) -> list[str]:
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json``; needs no process group.
+
+    Args:
+        lora: adapters of the run that saved.
+        root: ``--load``, a folder of checkpoints.
+        output: a new or empty folder.
+        section: begins the names of the network, None for the model of the run.
+        base_model: name or path of the Hugging Face model that the adapters belong to.
+
+    Returns:
+        Names of adapters that have no place in a Hugging Face model and were left out.
+
+    Raises:
+        CheckpointError: no whole checkpoint with adapters, layers that the other model lacks, or a
+            folder that holds something.
+    """
+    from safetensors.torch import save_file
+
+    path = verified_folder(root, step)
+    is_critic, critic = section == CRITIC, f"{CRITIC}."
+    names = [
+        name
+        for name in adapters_among(stored_entries(path))
+        if name.startswith(critic) == is_critic
+    ]
+    if lora.lora_rank is None or not names:
+        raise CheckpointError(
+            f"`--load` ({root}) holds a model without adapters; give a run with `--lora-rank`."
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"`--output` ({output}) is not empty; give a new folder.")
+    tensors, modules = {}, set()
+    for name, matrix in read_tensors(path, [x for x in names if layers.name.match(x)]).items():
+        for module, kind, values in layers.parts(name, matrix):
+            modules.add(layers.target(module))
+            tensors[f"{PREFIX}.{module}.lora_{kind}.weight"] = values.contiguous()
+    description = _peft_config(lora, sorted(modules), base_model, layers.task)
+    output.mkdir(parents=True, exist_ok=True)
+    # diffusers looks in the header for the configuration, under names like those of tensors.
+    own = {f"{PREFIX}.{name}": value for name, value in description.items()}
+    header = {"format": "pt", "lora_adapter_metadata": json.dumps(own)}
+    save_file(tensors, output / WEIGHTS, metadata=header)
+    (output / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
+    return [name for name in names if not layers.name.match(name)]
+
+
+def _peft_config(
+    lora: LoraConfig, modules: list[str], base_model: str, task: str | None
+) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": lora.lora_rank,
+        "lora_alpha": DEFAULT_ALPHA if lora.lora_alpha is None else lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "use_rslora": lora.lora_rslora,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }

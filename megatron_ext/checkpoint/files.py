@@ -20,8 +20,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 TEMPORARY_SUFFIX = ".tmp"
 ANNOUNCEMENT = f".{TRACKER}{TEMPORARY_SUFFIX}"
 MANIFEST = "manifest.json"
-_VERSION = 1
 _FOLDER = re.compile(r"iter_(\d{7,})(\.replaced)?$")
+Files = dict[str, dict[str, Any]]
+"""Size and digest of files by name."""
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -46,13 +47,6 @@ def published(root: Path) -> list[int]:
         return []
     found = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
     return sorted({int(match.group(1)) for match in found if match})
-
-
-def leftovers(root: Path) -> list[Path]:
-    """Return the folders that an interrupted save or deletion left behind."""
-    if not root.is_dir():
-        return []
-    return sorted(p for p in root.glob(f"iter_*{TEMPORARY_SUFFIX}") if p.is_dir())
 
 
 def read_tracker(root: Path) -> int | None:
@@ -84,11 +78,6 @@ def standing_folder_of(root: Path, iteration: int) -> Path:
     return replaced if not final.exists() and replaced.is_dir() else final
 
 
-def announce(root: Path, iteration: int) -> None:
-    """Write durably which iteration is about to be published."""
-    write_durably(root / ANNOUNCEMENT, str(iteration))
-
-
 def announced(root: Path) -> int | None:
     """Return the iteration whose publication stopped between its folder and the tracker."""
     path = root / ANNOUNCEMENT
@@ -96,12 +85,6 @@ def announced(root: Path) -> int | None:
     if not text.isdigit() or not folder_of(root, int(text)).is_dir():
         return None
     return int(text)
-
-
-def finish_announced(root: Path) -> None:
-    """Move the tracker, in one step, to the announced iteration."""
-    os.replace(root / ANNOUNCEMENT, root / TRACKER)
-    sync_folder(root)
 
 
 def sync_folder(folder: Path) -> None:
@@ -134,13 +117,7 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}
 
 
-def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Write the manifest of a folder and make it durable."""
-    content = {"version": _VERSION, "files": dict(sorted(files.items()))}
-    write_durably(folder / MANIFEST, json.dumps(content, indent=1))
-
-
-def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
+def read_manifest(folder: Path) -> Files | None:
     """Read the manifest of a folder; return None without one (Megatron-LM writes none).
 
     Raises:
@@ -150,7 +127,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
     if not path.is_file():
         return None
     try:
-        files: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files: Files = json.loads(path.read_text(encoding="utf-8"))["files"]
         for name, known in files.items():
             int(known["bytes"]), str(known["blake2b"])
             if not is_plain_name(name):
@@ -165,7 +142,7 @@ def is_plain_name(name: str) -> bool:
     return Path(name).name == name
 
 
-def size_fault(folder: Path, files: dict[str, dict[str, Any]]) -> str | None:
+def size_fault(folder: Path, files: Files) -> str | None:
     """Return which listed file is missing or has another size, None if all are right."""
     for name, known in files.items():
         path = folder / name
@@ -176,9 +153,7 @@ def size_fault(folder: Path, files: dict[str, dict[str, Any]]) -> str | None:
     return None
 
 
-def checksum_fault(
-    folder: Path, files: dict[str, dict[str, Any]], names: Iterable[str]
-) -> str | None:
+def checksum_fault(folder: Path, files: Files, names: Iterable[str]) -> str | None:
     """Return which of some listed files has another content, None if all are right."""
     for name in names:
         if describe_file(folder / name)["blake2b"] != files[name]["blake2b"]:

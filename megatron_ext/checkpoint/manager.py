@@ -1,4 +1,4 @@
-"""Saves and loads the state of a run; see `storage` for the files and `resume` for the checks."""
+"""Saves and loads the state of a run; `storage` has the files, `compatibility` the checks."""
 
 from __future__ import annotations
 
@@ -14,63 +14,29 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_ext.checkpoint.adapters import (
-    BASE,
-    FrozenBase,
-    check_adapters,
-    leave_out_base,
-    leave_out_new,
-    new_branches,
-    put_back_base,
-    refuse_adapters_alone,
-)
-from megatron_ext.checkpoint.averages import (
-    EMA,
-    PREFIX,
-    averages_to_load,
-    averages_to_save,
-    goes_on_averaging,
-    holds_averages,
-    load_averages,
-    take_named,
-)
-from megatron_ext.checkpoint.compatibility import (
-    check_model,
-    check_optimizer,
-    check_unexpected,
-    weights_in,
-)
+from megatron_ext.checkpoint import adapters, compatibility, publish, storage
+from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
-from megatron_ext.checkpoint.publish import (
-    BEST_TRACKER,
-    BestCheckpoint,
-    prepare,
-    publish,
-    remove_old,
-    temporary_folder_of,
-    write_best,
-)
-from megatron_ext.checkpoint.resume import check_changes, loads_optimizer, loads_random
 from megatron_ext.checkpoint.state import (
+    EMA,
+    PREFIX,
     Chunks,
     ExtraState,
     LoadedCheckpoint,
     apply_state,
+    averages_to_load,
+    averages_to_save,
     chunk_keys,
     common_state,
     content_metadata,
+    goes_on_averaging,
+    holds_averages,
+    load_averages,
     random_state,
     restore_random_state,
     sharded_state,
-)
-from megatron_ext.checkpoint.storage import (
-    describe_written,
-    one_line,
-    read_state,
-    save_strategy,
-    verify,
-    write_state,
+    take_named,
 )
 from megatron_ext.checkpoint.stored import (
     RUN_CONFIG,
@@ -80,7 +46,7 @@ from megatron_ext.checkpoint.stored import (
     stored_progress,
 )
 from megatron_ext.checkpoint.unpickling import common_state_of
-from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
@@ -92,7 +58,6 @@ class CheckpointManager:
     """Saves and loads checkpoints; all ranks call each method together.
 
     Args:
-        config: says what to load and where to save.
         base: the frozen weights of the model, where checkpoints hold only its adapters; None saves
             all weights.
         section: a prefix of the weights to start from, where a checkpoint has names with it.
@@ -102,7 +67,7 @@ class CheckpointManager:
         self,
         config: CheckpointConfig,
         context: ParallelContext,
-        base: FrozenBase | None = None,
+        base: adapters.FrozenBase | None = None,
         section: str | None = None,
     ) -> None:
         self._config, self._context, self._base = config, context, base
@@ -120,23 +85,18 @@ class CheckpointManager:
         run_config: dict[str, Any],
         ema: ShardedEMA | None = None,
         extra_state: ExtraState | None = None,
-        best: Sequence[BestCheckpoint] = (),
+        best: Sequence[publish.BestCheckpoint] = (),
         superseded: Collection[int] = (),
     ) -> Path:
-        """Write a checkpoint aside, verify it, publish it, then remove old ones.
+        """Write a checkpoint aside, verify it, publish it, remove old ones; return its folder.
 
         Args:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
-            ema: averaged weights, where the run keeps any.
-            extra_state: state of the task besides the model.
             best: the checkpoints of the lowest validation loss, lowest first. The tracker of the
                 best names the first, and none is removed.
             superseded: iterations that are no longer among the best and have no other reason to
                 stay.
-
-        Returns:
-            The published folder.
 
         Raises:
             CheckpointError: on every rank, when one of them could not write.
@@ -145,31 +105,35 @@ class CheckpointManager:
         if config.save is None:
             raise CheckpointError("There is no folder to save to; give `--save`.")
         root = Path(config.save)
-        on_first_rank(lambda: prepare(root, iteration), f"`--save` ({root}) cannot be written")
-        temporary = temporary_folder_of(root, iteration)
+        on_first_rank(
+            lambda: publish.prepare(root, iteration), f"`--save` ({root}) cannot be written"
+        )
+        temporary = publish.temporary_folder_of(root, iteration)
         state = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
         state.update(common_state(iteration, progress, run_config))
-        strategy = save_strategy(
-            config.ckpt_format,
-            self._context.pgs.dp_cp,
-            fully_parallel=config.ckpt_fully_parallel_save,
-        )
+        parallel, group = config.ckpt_fully_parallel_save, self._context.pgs.dp_cp
+        strategy = storage.save_strategy(config.ckpt_format, group, fully_parallel=parallel)
         try:
-            write_state(state, temporary, strategy)
-            files = describe_written(temporary, progress, run_config)
-            on_first_rank(lambda: publish(root, iteration, files), f"{temporary} not published")
+            storage.write_state(state, temporary, strategy)
+            files = storage.describe_written(temporary, progress, run_config)
+            on_first_rank(
+                lambda: publish.publish(root, iteration, files), f"{temporary} not published"
+            )
         except CheckpointError as error:
             if self._context.rank == 0:
                 # What is written so far may be what fills the disk.
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint of iteration {iteration} could not be saved: "
-                f"{one_line(error)}; free some space or give another `--save`."
+                f"{storage.one_line(error)}; free some space or give another `--save`."
             ) from error
         if best:
-            on_first_rank(lambda: write_best(root, best[0]), f"{root / BEST_TRACKER} not written")
+            on_first_rank(
+                lambda: publish.write_best(root, best[0]),
+                f"{root / publish.BEST_TRACKER} not written",
+            )
         if self._context.rank == 0:
-            remove_old(
+            publish.remove_old(
                 root,
                 iteration,
                 retain=config.save_retain_interval,
@@ -190,24 +154,17 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Return the state to save besides counters and configuration."""
         config = self._config
-        kept_optimizer = None if config.no_save_optim else optimizer
-        metadata = content_metadata(
-            kept_optimizer, reshardable=config.dist_ckpt_optim_fully_reshardable
-        )
-        state = sharded_state(
-            model,
-            kept_optimizer,
-            metadata={**metadata, "dp_cp_group": self._context.pgs.dp_cp},
-            is_loading=False,
-        )
+        kept = None if config.no_save_optim else optimizer
+        metadata = content_metadata(kept, reshardable=config.dist_ckpt_optim_fully_reshardable)
+        cut = {**metadata, "dp_cp_group": self._context.pgs.dp_cp}
+        state = sharded_state(model, kept, metadata=cut, is_loading=False)
         if ema is not None:
             state[EMA] = averages_to_save(ema, {key: state[key] for key in chunk_keys(model)})
         if extra_state is not None:
-            cut = {**metadata, "dp_cp_group": self._context.pgs.dp_cp}
             state |= extra_state.state_to_save(cut, with_optimizer=not config.no_save_optim)
         if self._base is not None:
-            leave_out_base(state, chunk_keys(model))
-            state[BASE] = self._base.record()
+            adapters.leave_out_base(state, chunk_keys(model))
+            state[adapters.BASE] = self._base.record()
         state["content_metadata"] = metadata
         if scheduler is not None and not config.no_save_optim:
             state["opt_param_scheduler"] = scheduler.state_dict()
@@ -233,8 +190,7 @@ class CheckpointManager:
         loaded.
 
         Args:
-            run_config: the run that loads, to compare with the run that saved; None compares
-                weights alone.
+            run_config: the run that loads, whose flags are compared; None compares weights alone.
 
         Raises:
             CheckpointError: a missing, partial, damaged or foreign checkpoint.
@@ -242,19 +198,21 @@ class CheckpointManager:
         found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
         if found is None:
             return None
-        verify(found, self._context)
+        storage.verify(found, self._context)
         path, notes = found.path, list[str]()
         if self._config.pretrained_average and found.weights_only and not holds_averages(path):
             notes.append(f"{path} holds no averaged weights, so its weights are taken.")
         common = common_state_of(path)
-        arguments = _arguments_of(common)
-        recorded = FrozenBase.recorded(common)
+        arguments = common.get("args", Namespace())
+        recorded = adapters.FrozenBase.recorded(common)
         if found.weights_only:
-            refuse_adapters_alone(path, recorded)
-        with_optimizer = loads_optimizer(found, self._config, arguments, notes)
+            adapters.refuse_adapters_alone(path, recorded)
+        with_optimizer = compatibility.loads_optimizer(found, self._config, arguments, notes)
         if run_config is not None:
             used = optimizer is not None and with_optimizer
-            notes += self._compare(found, run_config, with_optimizer=used)
+            compare = partial(check_changes, weights_only=found.weights_only, with_optimizer=used)
+            stored, what = path / RUN_CONFIG, f"{path} cannot be compared with the run"
+            notes += gather_or_raise(lambda: compare(path, run_config, read_json(stored)), what)[0]
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
         kept = optimizer if with_optimizer else None, ema if with_averages else None
         state, new = self._requested_state(found, model, *kept, common, notes)
@@ -264,10 +222,10 @@ class CheckpointManager:
             state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
         if recorded is not None:
             self._restore_base(path, recorded, model)
-        loaded = read_state(path, state, self._config, self._context, notes)
+        loaded = storage.read_state(path, state, self._config, self._context, notes)
         if recorded is not None:
-            put_back_base(loaded, model)
-        notes += new_branches(path, new)
+            adapters.put_back_base(loaded, model)
+        notes += adapters.new_branches(path, new)
         for chunk, values in new.items():
             loaded[chunk].update(values)
         apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
@@ -279,33 +237,18 @@ class CheckpointManager:
             restore_random_state(self._context, loaded["rng_state"])
         if self._base is not None and recorded is None:
             average = found.weights_only and self._config.pretrained_average
-            self._base = FrozenBase.at(path, average=average)
+            self._base = adapters.FrozenBase.at(path, average=average)
         iteration, progress = 0, dict[str, Any]()
         if not found.weights_only:
             iteration, progress = int(common["iteration"]), stored_progress(path, arguments)
         return LoadedCheckpoint(iteration, progress, read_json(path / RUN_CONFIG), path, notes)
 
-    @staticmethod
-    def _compare(found: CheckpointRef, run_config: RunConfig, *, with_optimizer: bool) -> list[str]:
-        """Return sentences about flags that differ from those of a checkpoint."""
-
-        def compare() -> list[str]:
-            return check_changes(
-                found.path,
-                run_config,
-                read_json(found.path / RUN_CONFIG),
-                weights_only=found.weights_only,
-                with_optimizer=with_optimizer,
-            )
-
-        return gather_or_raise(compare, f"{found.path} cannot be compared with the run")[0]
-
-    def _restore_base(self, path: Path, recorded: FrozenBase, model: Chunks) -> None:
+    def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
         """Load the weights that a checkpoint of adapters names as lying under them."""
         given, average = self._config.pretrained_checkpoint, self._config.pretrained_average
-        own = self._base or FrozenBase(None, "unknown seed")
+        own = self._base or adapters.FrozenBase(None, "unknown seed")
         if given is not None:
-            look = partial(FrozenBase.given, given, average=average)
+            look = partial(adapters.FrozenBase.given, given, average=average)
             own = gather_or_raise(look, f"{given} cannot be read")[0]
         own.check(path, recorded, "--pretrained-checkpoint")
         asked = dataclasses.replace(self._config, load=None, save=None)
@@ -321,14 +264,10 @@ class CheckpointManager:
         common: dict[str, Any],
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Return the sharded state to fill, cut as the checkpoint is, after checking that it fits.
-
-        ``notes`` gets a sentence about weights that the model does not take. The second result
-        holds the weights that start anew, where only weights are loaded.
-        """
-        path, layout, arguments = found.path, self._context.layout, _arguments_of(common)
+        """Return the sharded state to fill, once it fits, and the weights that start anew."""
+        path, layout, arguments = found.path, self._context.layout, common.get("args", Namespace())
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
-        is_of_adapters = FrozenBase.recorded(common) is not None
+        is_of_adapters = adapters.FrozenBase.recorded(common) is not None
         names = self._names if found.weights_only else []
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
@@ -336,42 +275,35 @@ class CheckpointManager:
         def check() -> set[str]:
             bare = sharded_state(model, None, metadata=metadata, is_loading=True)
             if found.weights_only:
-                leave_out_new(path, bare, keys)
-            check_adapters(path, bare, keys, strictness)
+                adapters.leave_out_new(path, bare, keys)
+            adapters.check_adapters(path, bare, keys, strictness)
             if is_of_adapters:
-                leave_out_base(bare, keys)
+                adapters.leave_out_base(bare, keys)
             take_named(path, bare, keys, names)
             if ema is not None:
                 bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
-            check_model(path, bare, arguments, layout, strictness)
+            compatibility.check_model(path, bare, arguments, layout, strictness)
             if optimizer is not None:
-                check_optimizer(
-                    path,
-                    stored,
-                    arguments,
-                    layout,
-                    distributed=is_distributed(optimizer),
-                    has_main_weights=has_main_weights(optimizer),
-                )
-            return weights_in(bare)
+                kinds = {
+                    "distributed": is_distributed(optimizer),
+                    "has_main_weights": has_main_weights(optimizer),
+                }
+                compatibility.check_optimizer(path, stored, arguments, layout, **kinds)
+            return compatibility.weights_in(bare)
 
         what = f"{path} cannot be compared with the model"
         names_of_all = set[str]().union(*gather_or_raise(check, what))
-        notes += gather_or_raise(lambda: check_unexpected(path, names_of_all, strictness), what)[0]
+        notes += gather_or_raise(
+            lambda: compatibility.check_unexpected(path, names_of_all, strictness), what
+        )[0]
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})
-        new = leave_out_new(path, state, keys) if found.weights_only else {}
+        new = adapters.leave_out_new(path, state, keys) if found.weights_only else {}
         take_named(path, state, keys, names)
         if is_of_adapters:
-            leave_out_base(state, keys)
-        if loads_random(found, self._config, arguments, layout, notes):
+            adapters.leave_out_base(state, keys)
+        if compatibility.loads_random(found, self._config, arguments, layout, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
         return state, new
-
-
-def _arguments_of(common: dict[str, Any]) -> Namespace:
-    """Return the flags of the run that saved."""
-    arguments: Namespace = common.get("args", Namespace())
-    return arguments

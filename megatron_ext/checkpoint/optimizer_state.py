@@ -69,11 +69,7 @@ _NOTHING: Any = "no parameter"
 
 
 def leave_out_nothing(state: dict[Any, Any]) -> None:
-    """Leave out entries that only optimizers without parameters save, so that all ranks save alike.
-
-    Args:
-        state: state of one optimizer or of a chain; changed in place.
-    """
+    """Leave out, in place, what optimizers without parameters alone save: all ranks save alike."""
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
         if isinstance(inner, dict):  # else one object, which a single layout reads whole
@@ -89,19 +85,14 @@ def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> 
 
     megatron-core 0.16.1 joins the buckets of a buffer without the padding that follows each, and
     then cuts out the parameters at their padded places: everything behind the first padding is
-    shifted (``sharded_param_state_fully_reshardable``). All ranks call this together.
-
-    Args:
-        state: result of the optimizer's ``sharded_state_dict``; changed in place.
+    shifted (``sharded_param_state_fully_reshardable``). All ranks call this together; the result of
+    ``sharded_state_dict`` changes in place.
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
-        fully = part_state.get("param_state_sharding_type") == "fully_reshardable"
-        if fully and any(_has_inner_padding(buffer) for buffer in part.buffers):
-            _mend_part(part, part_state["param_state"])
-
-
-def _has_inner_padding(buffer: Any) -> bool:
-    return any(b.grad_data.numel() != b.numel_unpadded for b in buffer.buckets[:-1])
+        if part_state.get("param_state_sharding_type") == "fully_reshardable":
+            inner = (bucket for buffer in part.buffers for bucket in buffer.buckets[:-1])
+            if any(bucket.grad_data.numel() != bucket.numel_unpadded for bucket in inner):
+                _mend_part(part, part_state["param_state"])
 
 
 def _mend_part(part: Any, param_state: dict[int, dict[str, Any]]) -> None:
@@ -135,7 +126,9 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         CheckpointError: the saved groups of parameters are not those of this run.
     """
     parts = parts_of(optimizer)
-    regroups = _saved_otherwise(parts, state)
+    # Several optimizers may read the state of one, or one the state of several.
+    numbered = len(_numbered(state))
+    regroups = numbered < len(state) if len(parts) > 1 else numbered > 0
     for group in saved_groups(state):
         group["is_decoupled_lr"] = is_decoupled(group)
     if not is_distributed(optimizer):
@@ -173,17 +166,9 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
     return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
 
 
-def _saved_otherwise(parts: list[Any], state: dict[Any, Any]) -> bool:
-    """Return whether several optimizers read the state of one, or one the state of several."""
-    num_numbered = len(_numbered(state))
-    return num_numbered < len(state) if len(parts) > 1 else num_numbered > 0
-
-
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Make a state for each of these optimizers from the states of another number of them.
-
-    The tensors are already there, since the checkpoint has them by the names of the parameters.
-    """
+    """Make a state for each of these optimizers from the states of another number of them."""
+    # The tensors are already there, since the checkpoint has them by the names of the parameters.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
     saved = [each for each in (alone, *numbered) if "optimizer" in each]
@@ -197,10 +182,8 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Do the same as `_regrouped` for optimizers that are not distributed.
-
-    Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
-    """
+    """Do the same as `_regrouped` for optimizers that are not distributed."""
+    # Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
     own, theirs = (numbered, [alone]) if len(parts) > 1 else ([alone], numbered)

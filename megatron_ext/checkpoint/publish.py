@@ -1,34 +1,50 @@
 """Publishes a checkpoint under its final name and removes old ones; only rank 0 does this.
 
 The checkpoints of the lowest validation loss may be kept besides, and a file names the best.
+
+A lock lets one run at a time write to a folder of checkpoints. It is a POSIX lock. The kernel frees
+it when rank 0 ends, however it ends, and shared file systems know it. Processes that rank 0 forks,
+such as loaders of data, do not keep it when rank 0 is gone, as they would keep a lock of flock or
+filelock.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Sequence
+import socket
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.checkpoint.files import (
+    ANNOUNCEMENT,
+    MANIFEST,
     TEMPORARY_SUFFIX,
-    announce,
-    finish_announced,
+    TRACKER,
+    Files,
     folder_of,
-    leftovers,
     published,
     replaced_folder_of,
     sync_folder,
     write_durably,
-    write_manifest,
 )
+from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.collectives import on_first_rank
+from megatron_ext.parallel.context import ParallelContext
 
 logger = logging.getLogger(__name__)
 
 BEST_TRACKER = "best_checkpointed_iteration.txt"
+LOCK = ".lock"
+_VERSION = 1
+"""The format of manifests."""
+_SECONDS_FOR_A_DYING_RUN = 2.0
 
 
 def prepare(root: Path, iteration: int) -> None:
@@ -38,8 +54,9 @@ def prepare(root: Path, iteration: int) -> None:
         OSError: the save folder cannot be written.
     """
     root.mkdir(parents=True, exist_ok=True)
-    for left in leftovers(root):
-        shutil.rmtree(left)
+    for left in root.glob(f"iter_*{TEMPORARY_SUFFIX}"):
+        if left.is_dir():
+            shutil.rmtree(left)
     for older in published(root):
         replaced = replaced_folder_of(root, older)
         if folder_of(root, older).is_dir() and replaced.is_dir():
@@ -53,23 +70,25 @@ def temporary_folder_of(root: Path, iteration: int) -> Path:
     return final.with_name(final.name + TEMPORARY_SUFFIX)
 
 
-def publish(root: Path, iteration: int, files: dict[str, dict[str, Any]]) -> None:
+def publish(root: Path, iteration: int, files: Files) -> None:
     """Write the manifest, give the folder its name, and move the tracker last.
 
     The order survives a kill at any moment: a folder under its final name is whole; the tracker
     names a whole folder; between the two, the announcement tells a loader what is newer.
     """
     temporary, final = temporary_folder_of(root, iteration), folder_of(root, iteration)
-    write_manifest(temporary, files)
+    content = {"version": _VERSION, "files": dict(sorted(files.items()))}
+    write_durably(temporary / MANIFEST, json.dumps(content, indent=1))
     sync_folder(temporary)
-    announce(root, iteration)
+    write_durably(root / ANNOUNCEMENT, str(iteration))
     replaced = replaced_folder_of(root, iteration)
     if final.exists():
         # Loaders fall back to this name until the new folder stands.
         os.rename(final, replaced)
     os.rename(temporary, final)
     sync_folder(root)
-    finish_announced(root)
+    os.replace(root / ANNOUNCEMENT, root / TRACKER)
+    sync_folder(root)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -86,23 +105,19 @@ def expired(
 
     Args:
         older: iterations before the new one, ascending.
-        retain: ``--save-retain-interval``. As in Megatron-LM, the checkpoint before the new one
-            is removed unless its iteration is a multiple of this.
-        keep: ``--keep-last``. So many stay, the new one included; multiples of ``retain`` stay
-            as well.
+        retain: ``--save-retain-interval``. Multiples stay; as in Megatron-LM, the checkpoint before
+            the new one is removed if it is none.
+        keep: ``--keep-last``. So many stay, the new one included.
         best: ``--keep-best``. These stay besides, and do not count for ``keep``.
-        superseded: these were saved only for being among the best, and no longer are. They are
-            removed, but for multiples of ``retain``.
+        superseded: these were saved only for being among the best, and no longer are.
     """
-    gone: set[int] = set()
-    if retain is not None and older and older[-1] % retain:
-        gone.add(older[-1])
+    gone = set(superseded) & set(older)
+    if retain is not None:
+        gone |= set(older[-1:])
     if keep is not None:
         counted = [i for i in older if i not in best]
-        beyond = counted[: max(0, len(counted) - (keep - 1))]
-        gone |= {i for i in beyond if retain is None or i % retain}
-    gone |= {i for i in older if i in superseded and (retain is None or i % retain)}
-    return sorted(gone - set(best))
+        gone |= set(counted[: max(0, len(counted) - (keep - 1))])
+    return sorted(i for i in gone - set(best) if retain is None or i % retain)
 
 
 def remove_old(
@@ -135,12 +150,7 @@ def remove_old(
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """A checkpoint among those of the lowest validation loss.
-
-    Attributes:
-        loss: validation loss.
-        regular: whether it would have been saved for another reason too.
-    """
+    """A checkpoint of low validation loss; a regular one was saved for another reason too."""
 
     iteration: int
     loss: float
@@ -160,10 +170,7 @@ def with_candidate(
 
 
 def write_best(root: Path, best: BestCheckpoint) -> None:
-    """Write the iteration and the loss of the best checkpoint in one step.
-
-    A run that goes on in another folder than it was loaded from leaves the file alone until it has
-    a best checkpoint there.
+    """Write the iteration and the loss of the best checkpoint in one step, where it lies here.
 
     Raises:
         OSError: the file cannot be written.
@@ -175,3 +182,67 @@ def write_best(root: Path, best: BestCheckpoint) -> None:
     write_durably(temporary, f"{best.iteration} {best.loss!r}\n")
     os.replace(temporary, path)
     sync_folder(root)
+
+
+@contextmanager
+def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[None]:
+    """Keep other runs from writing to ``--save``; all ranks call this together.
+
+    Other runs may load from the folder.
+
+    Raises:
+        CheckpointError: on every rank, where another run holds the folder, or it cannot be written.
+    """
+    if save is None:
+        yield
+        return
+    held = on_first_rank(lambda: _lock(Path(save)), f"`--save` ({save}) is not locked")
+    try:
+        yield
+    finally:
+        if context.rank == 0 and held is not None:
+            os.close(held)
+
+
+def check_save_folder(save: str | None) -> None:
+    """Check, before any rank starts, that no other run writes to ``--save``.
+
+    Raises:
+        CheckpointError: another run holds the folder, or it cannot be written.
+    """
+    held = None if save is None else _lock(Path(save))
+    if held is not None:
+        os.close(held)
+
+
+def _lock(save: Path) -> int | None:
+    """Lock the folder and return the open lock file; None where the file system knows no locks."""
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointError(
+            f"`--save` ({save}) cannot be written ({error.strerror}); give a folder that can."
+        ) from error
+    patience = time.monotonic() + _SECONDS_FOR_A_DYING_RUN
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() < patience:
+                time.sleep(0.1)
+                continue
+            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another run"
+            os.close(descriptor)
+            raise CheckpointError(
+                f"`--save` ({save}) is being written by {holder}; wait for it, end it, or give "
+                "another `--save`."
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s), so start no second run on it.", save, error)
+            os.close(descriptor)
+            return None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return descriptor

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -28,26 +27,18 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class TensorSource(Protocol):
-    """Tensors by name, read one at a time.
-
-    Attributes:
-        folder: folder or file of the tensors, for messages.
-    """
+    """Tensors by name in a folder or file, read one at a time; dtypes by torch's names."""
 
     folder: Path
 
     @property
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
+    def names(self) -> set[str]: ...
 
-    def dtypes(self) -> dict[str, str]:
-        """Return torch's name of the dtype of each tensor."""
+    def dtypes(self) -> dict[str, str]: ...
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor."""
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
+    def tensor(self, name: str) -> Tensor: ...
 
 
 def index_of(stem: str) -> str:
@@ -60,23 +51,17 @@ class TensorFolder:
 
     Files are mapped into memory, so that a tensor takes memory only while it is used.
 
-    Args:
-        stem: beginning of the files' names.
-
     Raises:
         CheckpointError: no such file, a damaged one, or an index that names what is not there.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
         self.folder = folder
-        self._index = index_of(stem)
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._file_of = _file_of_each(folder, stem)
         try:
-            for name in sorted(set(self._file_of.values())) or [f"{stem}.safetensors"]:
-                self._files[name] = self._open(name)
-            self._check_index()
+            self._open(stem)
         except BaseException:
             self._stack.close()
             raise
@@ -84,40 +69,32 @@ class TensorFolder:
     def __enter__(self) -> TensorFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _open(self, name: str) -> Any:
-        path = self.folder / name
-        try:
-            return self._stack.enter_context(safe_open(path, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({error}); copy the whole model again."
-            ) from error
-
-    def _check_index(self) -> None:
+    def _open(self, stem: str) -> None:
+        for name in sorted(set(self._file_of.values())) or [f"{stem}.safetensors"]:
+            path = self.folder / name
+            try:
+                self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read ({error}); copy the whole model again."
+                ) from error
         held = {name: file for file in self._files for name in self._files[file].keys()}  # noqa: SIM118
         self._file_of = self._file_of or held
         missing = sorted(name for name, file in self._file_of.items() if held.get(name) != file)
         if missing:
             raise CheckpointError(
                 f"{self.folder / self._file_of[missing[0]]} does not hold `{missing[0]}`, which "
-                f"{self._index} says; copy the whole model again."
+                f"{index_of(stem)} says; copy the whole model again."
             )
 
     @property
     def names(self) -> set[str]:
-        """Return the names of all tensors."""
         return set(self._file_of)
 
     def dtypes(self) -> dict[str, str]:
-        """Return torch's name of the dtype of each tensor, without reading the tensors."""
         found = {}
         for name, file in self._file_of.items():
             kind = self._files[file].get_slice(name).get_dtype()
@@ -126,7 +103,6 @@ class TensorFolder:
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor, without reading the tensors."""
         slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
         return {name: tuple(part.get_shape()) for name, part in slices.items()}
 
@@ -141,8 +117,7 @@ class TensorFolder:
                 f"{self.folder} holds no `{name}`, which its config.json implies; copy the whole "
                 "model again."
             )
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
-        return tensor
+        return self._files[self._file_of[name]].get_tensor(name)  # type: ignore[no-any-return]
 
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
@@ -165,12 +140,7 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 
 
 def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
-    """Refuse a quantized tensor.
-
-    Args:
-        place: file or folder of the tensor.
-        kind: the dtype as the file names it.
-        dtype: torch's name of it.
+    """Refuse a quantized tensor, whose dtype the file names ``kind``.
 
     Raises:
         CheckpointError: the dtype is none of `DTYPES`.
@@ -183,9 +153,7 @@ def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of the name ``float32``, ``bfloat16`` or ``float16``."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 class Converted:
@@ -195,7 +163,6 @@ class Converted:
         shapes: our names to whole shapes.
         read: returns some of our parameters by name, whole.
         convert: splits one of our parameters, given its name, into the other model's tensors.
-        dtype: of the tensors to give.
 
     Attributes:
         described: all tensors on the meta device, by their names.
@@ -220,10 +187,8 @@ class Converted:
         """Return some tensors, each in memory of its own, as safetensors wants them."""
         asked, found = set(names), dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in asked})
-        while ours:
-            # What was read makes place for what is written.
-            name, parameter = ours.popitem()
-            for theirs, part in self._convert(name, parameter).items():
+        while ours:  # what was read makes place for what is written
+            for theirs, part in self._convert(*ours.popitem()).items():
                 if theirs in asked:
                     found[theirs] = part.to(self._dtype, copy=True).contiguous()
         return found
@@ -241,9 +206,6 @@ def write_folder(
     """Write weights, config.json and copies of other files; write all of them, or nothing.
 
     Args:
-        target: a folder that does not exist yet, or is empty.
-        config: content of config.json.
-        copied: files to copy, by their names.
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
         stem: beginning of the names of the files with tensors.
 

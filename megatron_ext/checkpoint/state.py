@@ -1,13 +1,15 @@
 """The state of a run under Megatron-LM's keys, cut into shards by megatron-core.
 
-It holds model, optimizer, schedule and random generators. A task may add state of its own
-(`ExtraState`), such as other networks.
+It holds model, optimizer, schedule and random generators, and averaged weights: whole fp32 tensors
+``ema.<name>``, cut as the weights are, which load in any layout and which tools read as weights. A
+task may add state of its own (`ExtraState`), such as other networks.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +18,15 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_ext.checkpoint.optimizer_state import (
     counted,
@@ -30,12 +37,17 @@ from megatron_ext.checkpoint.optimizer_state import (
     mend_padded_buckets,
     prime,
 )
+from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
+from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.parallel.collectives import gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
 
 Chunks = list[DistributedDataParallel]
 CRITIC = "critic"
 """Begins the names of a second network, which judges the model of the run."""
+EMA = "ema"
+PREFIX = f"{EMA}."
 SHARDING = "distrib_optim_sharding_type"
 _SCHEDULES = (
     "give the flags of the run that saved it, or `--override-opt-param-scheduler` or "
@@ -46,9 +58,7 @@ _SCHEDULES = (
 def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) -> dict[str, Any]:
     """Return how the state is cut; megatron-core stores this and needs it to load.
 
-    Args:
-        reshardable: make the optimizer state load in any layout, otherwise only in any
-            data-parallel size.
+    Reshardable optimizer state loads in any layout, other state only in any data-parallel size.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if is_distributed(optimizer):
@@ -87,17 +97,21 @@ def sharded_state(
     return state
 
 
-def common_state(
-    iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the state that all ranks share; Megatron-LM's loader looks at its ``args``."""
+def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
+    """Return the values of all sections by name, as Megatron-LM has them, and more of them."""
     flat: dict[str, Any] = {}
     for section in run_config.values():
         if isinstance(section, dict):
             flat.update(section)
-    flat.update(progress)
+    return argparse.Namespace(**flat | more)
+
+
+def common_state(
+    iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the state that all ranks share; Megatron-LM's loader looks at its ``args``."""
     return {
-        "args": argparse.Namespace(**flat),
+        "args": flat_arguments(run_config, progress),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "num_floating_point_operations_so_far": progress.get("floating_point_operations", 0.0),
@@ -124,30 +138,29 @@ def apply_state(
         optimizer.reload_model_params()
         return
     if not getattr(optimizer, "is_stub_optimizer", False):
-        rates = [
-            {key: group[key] for key in ("max_lr", "min_lr")} for group in optimizer.param_groups
-        ]
+        keys = ("max_lr", "min_lr")
+        rates = [{key: group[key] for key in keys} for group in optimizer.param_groups]
         load_optimizer(optimizer, loaded["optimizer"])
         if scheduler is not None:
             _settle_rates(optimizer.param_groups, rates, scheduler)
     if scheduler is not None and "opt_param_scheduler" in loaded:
-        _load_schedule(scheduler, loaded["opt_param_scheduler"])
+        try:
+            scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        except AssertionError as error:
+            raise CheckpointError(
+                f"The learning-rate schedule is not the checkpoint's ({error}); {_SCHEDULES}."
+            ) from error
+        # megatron-core has set rates and decay before it read the decay of the checkpoint.
+        scheduler.step(0)
 
 
 def _settle_rates(
-    groups: list[dict[str, Any]],
-    rates: list[dict[str, float]],
-    scheduler: OptimizerParamScheduler,
+    groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Decide between the learning rates of the flags and those that loaded groups bring along.
+    """Decide between the rates of the flags and those that loaded groups bring along.
 
     megatron-core's schedule reads a group's own rates first, so that a checkpoint's rates would win
     over `--override-opt-param-scheduler`.
-
-    Args:
-        groups: parameter groups as they were loaded.
-        rates: learning rates of the flags, for each group.
-        scheduler: says which of the two count.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -162,25 +175,11 @@ def _settle_rates(
                 )
 
 
-def _load_schedule(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> None:
-    try:
-        scheduler.load_state_dict(state)
-    except AssertionError as error:
-        raise CheckpointError(
-            f"The learning-rate schedule is not the checkpoint's ({error}); {_SCHEDULES}."
-        ) from error
-    # megatron-core has set rates and decay before it read the decay of the checkpoint.
-    scheduler.step(0)
-
-
 def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
-    """Return the states of this rank's generators under Megatron-LM's key.
+    """Return the states of this rank's generators under Megatron-LM's key; all ranks call this.
 
-    All ranks call this together.
-
-    Args:
-        every_replica: keep the states of all data-parallel ranks, which differ only after
-            ``--data-parallel-random-init``.
+    The states of all data-parallel ranks, which `every_replica` keeps, differ only after
+    ``--data-parallel-random-init``.
     """
     own = {
         "random_rng_state": random.getstate(),
@@ -193,35 +192,25 @@ def random_state(context: ParallelContext, *, every_replica: bool = False) -> Sh
     if every_replica:
         states = [None] * context.pgs.dp.size()
         torch.distributed.all_gather_object(states, own, group=context.pgs.dp)
-    layout = context.layout
-    sizes: tuple[int, ...] = (
-        layout.pipeline_model_parallel_size,
-        layout.tensor_model_parallel_size,
-    )
-    ranks: tuple[int, ...] = (context.pp_rank, context.tp_rank)
-    replica = context.pgs.dp_cp.rank()
+    layout, replicas = context.layout, context.pgs.dp_cp
+    sizes = [layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size]
+    ranks, replica = [context.pp_rank, context.tp_rank], replicas.rank()
     if layout.expert_model_parallel_size > 1:
         # Experts differ between data-parallel ranks, and so do their states.
-        sizes, ranks = (*sizes, context.pgs.dp_cp.size()), (*ranks, replica)
-        replica = 0
-    return ShardedObject("rng_state", states, sizes, ranks, replica_id=replica)
+        sizes, ranks, replica = [*sizes, replicas.size()], [*ranks, replica], 0
+    return ShardedObject("rng_state", states, tuple(sizes), tuple(ranks), replica_id=replica)
 
 
 def restore_random_state(context: ParallelContext, states: list[dict[str, Any]]) -> None:
-    """Set the generators to what `random_state` stored."""
     state = states[context.dp_rank] if len(states) > 1 else states[0]
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    graph_safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-    tracker.set_states(
-        {
-            name: tensor_parallel.convert_cuda_rng_state(value, to_graphable=graph_safe)
-            for name, value in state["rng_tracker_states"].items()
-        }
-    )
+    safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    own, convert = state["rng_tracker_states"], tensor_parallel.convert_cuda_rng_state
+    tracker.set_states({name: convert(value, to_graphable=safe) for name, value in own.items()})
 
 
 class ExtraState(Protocol):
@@ -230,9 +219,7 @@ class ExtraState(Protocol):
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return sharded and common state, under keys that no run of Megatron-LM has.
 
-        Args:
-            metadata: tells megatron-core how to cut sharded state.
-            with_optimizer: moments and schedules are saved too.
+        The metadata tell megatron-core how to cut it; moments and schedules are optional.
         """
 
     def state_to_load(
@@ -245,11 +232,9 @@ class ExtraState(Protocol):
         """
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Take over loaded state.
+        """Take over the whole state, with the entries of `state_to_load` filled in.
 
-        Args:
-            loaded: the whole state, in which the entries of `state_to_load` are filled in.
-            notes: gets a sentence about everything that starts anew.
+        ``notes`` gets a sentence about everything that starts anew.
         """
 
 
@@ -257,12 +242,8 @@ class ExtraState(Protocol):
 class LoadedCheckpoint:
     """The result of a load besides weights and optimizer.
 
-    Attributes:
-        iteration: training steps done; 0 with ``--finetune``.
-        progress: the counters that were saved.
-        run_config: the configuration of the run that saved.
-        path: folder of the checkpoint.
-        notes: sentences about what was not loaded, and why.
+    The run that saved had the counters and the configuration; the iteration is 0 with
+    ``--finetune``; notes are sentences about what was not loaded, and why.
     """
 
     iteration: int
@@ -270,3 +251,69 @@ class LoadedCheckpoint:
     run_config: dict[str, Any]
     path: Path
     notes: list[str] = field(default_factory=list)
+
+
+def holds_averages(path: Path) -> bool:
+    stored = stored_entries(path)
+    return any(name.startswith(PREFIX) for name in stored)
+
+
+def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
+    """Return whether a run takes the averages of a checkpoint; all ranks call this together.
+
+    ``notes`` gets a sentence where only run or checkpoint has averages.
+    """
+    there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
+    if ema is not None and not there:
+        notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")
+    if ema is None and there:
+        notes.append(
+            f"{path} holds averaged weights, which a run without `--ema-decay` leaves out."
+        )
+    return there and ema is not None
+
+
+def take_named(
+    path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
+) -> None:
+    """Ask a checkpoint for weights by prefixed names, where it has them; change the state in place.
+
+    The first of the prefixes that the checkpoint has is taken, such as `PREFIX` for averages.
+    """
+    stored = stored_entries(path)
+    for chunk in chunks:
+        sharded, _ = extract_sharded_tensors_and_factories(state[chunk])
+        for entry in nested_values(sharded):
+            names = (f"{prefix}{entry.key}" for prefix in prefixes)
+            entry.key = next((name for name in names if name in stored), entry.key)
+
+
+def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return sharded state with the averages, in the host's memory; all ranks call this."""
+    return _cut_like(weights, ((parameter, average.cpu()) for parameter, average in ema.gathered()))
+
+
+def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return sharded state to be filled with averages.
+
+    A vocabulary may be padded for another layout. Rows that the checkpoint lacks keep the model's
+    values, as they do in the weights.
+    """
+    values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
+    return _cut_like(weights, zip(ema.parameters, values, strict=True))
+
+
+def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
+    """Take over the averages that were read into the state of `averages_to_load`."""
+    ema.load([loaded[key] for key in sorted(loaded, key=int)])
+
+
+def _cut_like(
+    weights: dict[str, Any], averages: Iterable[tuple[Parameter, Tensor]]
+) -> dict[str, Any]:
+    sharded, _ = extract_sharded_tensors_and_factories(weights)
+    entries = {id(entry.data): entry for entry in nested_values(sharded)}
+    return {
+        str(index): make_sharded_optimizer_tensor(entries[id(parameter)], average, prefix=EMA)
+        for index, (parameter, average) in enumerate(averages)
+    }

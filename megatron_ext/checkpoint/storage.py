@@ -45,14 +45,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from megatron_ext.checkpoint.files import checksum_fault, describe_file, make_durable, read_manifest
-from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef, refusal
+from megatron_ext.checkpoint.files import Files, describe_file, make_durable
+from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef, check_files
 from megatron_ext.checkpoint.unpickling import (
     MetadataReader,
     PlainCommonStrategy,
     PlainObjectsPlanner,
 )
-from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
 from megatron_ext.parallel.context import ParallelContext, contact_fault
@@ -64,11 +64,7 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """megatron-core's ``torch_dist`` format, written by torch's FileSystemWriter."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards; all ranks call this together.
-
-        Raises:
-            CheckpointException: on every rank, when one of them could not write.
-        """
+        """Write this rank's shards; a failure is a CheckpointException on every rank."""
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -76,8 +72,7 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             mcore_to_pyt_state_dict(renamed, False),
             storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
             planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica,
-                flatten_state_dict=False,
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
 
@@ -89,20 +84,15 @@ class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     """
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
-        """Fill a sharded state; all ranks call this together.
-
-        Raises:
-            CheckpointException: on every rank, when one of them could not read.
-        """
+        """Fill a sharded state; a failure is a CheckpointException on every rank."""
         tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
         renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(renamed, True)
         reader = MetadataReader(str(checkpoint_dir))
+        mismatched = {x.key: x for x in tensors if x.allow_shape_mismatch}
         planner = PlainObjectsPlanner(
             shapes_validation_sharded_tensors=[x for x in tensors if not x.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={
-                x.key: x for x in tensors if x.allow_shape_mismatch
-            },
+            allow_shape_mismatch_sharded_tensors=mismatched,
         )
         load_state_dict(state, reader, planner=planner)
         self.cached_global_metadata = reader.read_metadata()
@@ -114,12 +104,10 @@ class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     def load_tensors_metadata(
         self, checkpoint_dir: Path, metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """Describe the stored tensors."""
         known = metadata or MetadataReader(str(checkpoint_dir)).read_metadata()
         return super().load_tensors_metadata(checkpoint_dir, known)
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
-        """Describe the stored tensors and objects."""
         metadata = MetadataReader(str(checkpoint_dir)).read_metadata()
         objects = (
             ShardedObject.empty_from_unique_key(key)
@@ -134,9 +122,6 @@ def save_strategy(backend: str, group: ProcessGroup, *, fully_parallel: bool) ->
     """Return the writer; with ``fully_parallel`` the replicas share the work."""
     strategy = InProcessSaveStrategy(backend, VERSION)
     return FullyParallelSaveStrategyWrapper(strategy, group) if fully_parallel else strategy
-
-
-Files = dict[str, dict[str, Any]]
 
 
 def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
@@ -154,15 +139,13 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
         strategy.save(sharded, folder)
     except CheckpointException as error:
         rank, cause = first_failure(error)
-        raise CheckpointError(f"{folder} could not be written by rank {rank}: {cause}") from error
+        why = one_line(cause)
+        raise CheckpointError(f"{folder} could not be written by rank {rank}: {why}") from error
     on_first_rank(lambda: save_config(CheckpointingConfig(BACKEND, VERSION), str(folder)), "config")
 
 
 def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
-    """Add the readable files, and list all files with size and checksum.
-
-    Each rank reads back what it wrote; rank 0 also checks that the index of the shards is covered
-    by the files.
+    """Add the readable files, and list all files with size and checksum as ranks read them back.
 
     Raises:
         CheckpointError: on every rank, where a file cannot be read back or is too short.
@@ -197,25 +180,19 @@ def _check_index(folder: Path, files: Files) -> None:
             )
 
 
-def first_failure(error: CheckpointException) -> tuple[int, str]:
-    """Return the first failing rank of a collective read or write, and its message."""
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    return rank, one_line(cause)
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """Return the first failing rank of a collective read or write, and its error."""
+    rank, (cause, _) = min(
+        error.failures.items(), key=lambda item: item[0], default=(0, (error, 0))
+    )
+    return rank, cause
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of a message, without its full stop."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return first_failure(error)[1]
+    if isinstance(error, CheckpointException):
+        error = first_failure(error)[1]
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(". ")
-
-
-def refusal_within(error: BaseException) -> str | None:
-    """Return the sentence of a rank that refused a file, None where something else failed."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = min(error.failures.items(), key=lambda item: item[0])[1][0]
-    return str(error) if isinstance(error, CheckpointError) else None
 
 
 def verify(found: CheckpointRef, context: ParallelContext) -> None:
@@ -224,17 +201,12 @@ def verify(found: CheckpointRef, context: ParallelContext) -> None:
     Raises:
         CheckpointError: on every rank, where one file differs.
     """
-    path = found.path
 
-    def compare() -> None:
-        files = read_manifest(path) or {}
+    def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        own = largest_first[context.rank :: context.layout.world_size]
-        fault = checksum_fault(path, files, own)
-        if fault is not None:
-            raise CheckpointError(refusal(found.root, found.iteration, fault))
+        return largest_first[context.rank :: context.layout.world_size]
 
-    gather_or_raise(compare, f"{path} cannot be read")
+    gather_or_raise(lambda: check_files(found, own), f"{found.path} cannot be read")
 
 
 def read_state(
@@ -246,10 +218,7 @@ def read_state(
 ) -> dict[str, Any]:
     """Fill a sharded state and add the state that all ranks share; all ranks call this together.
 
-    Args:
-        path: folder of the checkpoint.
-        config: says which names may differ, and how to read.
-        notes: gets sentences about names that differ.
+    ``notes`` gets sentences about names that differ.
 
     Raises:
         CheckpointError: the checkpoint does not fit.
@@ -271,9 +240,9 @@ def read_state(
     except (Exception, CheckpointException) as error:
         if contact_fault(error) is not None:
             raise
-        told = refusal_within(error)
-        if told is not None:
-            raise CheckpointError(f"{path} cannot be loaded: {told}") from None
+        cause = first_failure(error)[1] if isinstance(error, CheckpointException) else error
+        if isinstance(cause, CheckpointError):
+            raise CheckpointError(f"{path} cannot be loaded: {cause}") from None
         raise CheckpointError(
             f"{path} does not fit this run: {one_line(error)}; give the flags that it was "
             "saved with, or `--no-load-optim` where only the optimizer differs."
@@ -286,16 +255,15 @@ def read_state(
         differ = [
             f"Of {path} these names are {kind}: {sorted(keys)}" for kind, keys in named if keys
         ]
+
+        def refuse() -> None:
+            if differ:
+                raise CheckpointError(
+                    f"{differ[0]}; give the flags that it was saved with, or another "
+                    "`--dist-ckpt-strictness` than raise_all."
+                )
+
         if raises:
-            gather_or_raise(lambda: _refuse(differ), f"{path} cannot be loaded")
+            gather_or_raise(refuse, f"{path} cannot be loaded")
         notes += [f"{text}." for text in differ]
     return dict(loaded)
-
-
-def _refuse(differ: list[str]) -> None:
-    """Raise the first sentence about names that differ, where there is one."""
-    if differ:
-        raise CheckpointError(
-            f"{differ[0]}; give the flags that it was saved with, or another "
-            "`--dist-ckpt-strictness` than raise_all."
-        )

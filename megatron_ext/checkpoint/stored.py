@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from megatron_ext.checkpoint.files import (
     MANIFEST,
     TRACKER,
+    Files,
     announced,
+    checksum_fault,
     published,
     read_manifest,
     read_tracker,
@@ -19,7 +22,7 @@ from megatron_ext.checkpoint.files import (
     size_fault,
     standing_folder_of,
 )
-from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 
 RUN_CONFIG = "run_config.json"
@@ -36,8 +39,21 @@ class CheckpointRef:
 
     @property
     def path(self) -> Path:
-        """Return the folder of the iteration."""
         return standing_folder_of(self.root, self.iteration)
+
+
+def check_files(
+    found: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda files: files
+) -> None:
+    """Compare the checksums of the files of a checkpoint that ``own`` chooses among all.
+
+    Raises:
+        CheckpointError: one file differs.
+    """
+    files = read_manifest(found.path) or {}
+    fault = checksum_fault(found.path, files, own(files))
+    if fault is not None:
+        raise CheckpointError(refusal(found.root, found.iteration, fault))
 
 
 def find(config: CheckpointConfig) -> CheckpointRef | None:
@@ -78,13 +94,10 @@ def find(config: CheckpointConfig) -> CheckpointRef | None:
 
 
 def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Return folders to look into, in order, each with a step and whether to load only weights.
-
-    A run that is started again by the same command goes on from its own checkpoints, even where it
-    began from the weights of another.
-    """
+    """Return folders to look into, in order, each with a step and whether to load only weights."""
     found: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
+        # The same command goes on from its own checkpoints, wherever it began.
         found.append((config.save, None, False))
     if config.load is not None:
         found.append((config.load, config.ckpt_step, config.finetune))
@@ -110,10 +123,7 @@ def check_weights(flag: str, folder: str | None) -> None:
 
 
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
-    """Check that the checkpoint that a run starts from is there, before any process group exists.
-
-    Args:
-        initializes: weights are drawn where none are loaded.
+    """Check that the checkpoint that a run starts from is there, where it draws no weights.
 
     Raises:
         CheckpointError: see `find`; or nothing gives the weights.
@@ -150,7 +160,6 @@ def fault_of(folder: Path) -> str | None:
 
 
 def newest_whole(root: Path) -> int | None:
-    """Return the newest iteration with all its files, None if there is none."""
     for iteration in reversed(published(root)):
         if fault_of(standing_folder_of(root, iteration)) is None:
             return iteration
@@ -159,10 +168,6 @@ def newest_whole(root: Path) -> int | None:
 
 def choose(root: Path, step: int | None) -> int | None:
     """Return the iteration to load from a folder, None when it holds no checkpoint at all.
-
-    Args:
-        root: ``--load``.
-        step: ``--ckpt-step``.
 
     Raises:
         CheckpointError: the iteration is missing or damaged; the sentence names the newest whole

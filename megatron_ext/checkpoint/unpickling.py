@@ -63,11 +63,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     """A reader of pickles that knows the classes of `Metadata` and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the list.
-
-        Raises:
-            pickle.UnpicklingError: the class is not in the list.
-        """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
@@ -135,10 +130,7 @@ def stored_entries(path: Path) -> dict[str, Any]:
 def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False) -> Any:
     """Return what ``torch.save`` wrote: tensors, plain values and megatron-core's enumerations.
 
-    Args:
-        file: a path, or the bytes of one object.
-        place: the name of the file, for messages.
-        mmap: leave tensors in the file until they are used.
+    ``place`` names the file in messages; with ``mmap`` tensors stay in it until they are used.
 
     Raises:
         CheckpointError: a damaged file, or one that names a foreign class.
@@ -160,11 +152,6 @@ class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
     """megatron-core's plan of a load, whose objects are read without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Read one object among the shards into its place.
-
-        Raises:
-            CheckpointError: see `plain_content`.
-        """
         name = read_item.dest_index.fqn
         content = plain_content(value, f"the object `{name}` of the checkpoint")
         if self.flatten_state_dict:
@@ -177,11 +164,6 @@ class PlainCommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
     """megatron-core's reader of the common state, without running code."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Read ``common.pt``.
-
-        Raises:
-            CheckpointError: a damaged file, or one that names a foreign class.
-        """
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
         content = plain_content(path, path)
         if not isinstance(content, dict):
@@ -190,7 +172,6 @@ class PlainCommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
 
 
 def common_state_of(path: Path) -> dict[str, Any]:
-    """Return the common state of a checkpoint; see `PlainCommonStrategy`."""
     return PlainCommonStrategy().load_common(path)
 
 

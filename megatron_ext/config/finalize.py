@@ -5,21 +5,30 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_ext.config.flags import default_of, range_errors
-from megatron_ext.config.rules.cuda_graphs import cuda_graph_errors
-from megatron_ext.config.rules.fp8 import fp8_errors
-from megatron_ext.config.rules.lora import lora_errors
-from megatron_ext.config.rules.optimizer import ema_errors, optimizer_errors, resolve_optimizer
-from megatron_ext.config.rules.parallel import parallel_errors, resolve_parallel
-from megatron_ext.config.rules.pipeline import interleaving_errors
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.output import PlanningConfig
+from megatron_ext.config.rules.optimizer import (
+    ema_errors,
+    lora_errors,
+    optimizer_errors,
+    resolve_optimizer,
+)
+from megatron_ext.config.rules.parallel import (
+    interleaving_errors,
+    parallel_errors,
+    resolve_parallel,
+)
+from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors
 from megatron_ext.config.rules.transformer_engine import (
     found_version,
     needs_torch_layers,
     transformer_engine_errors,
 )
-from megatron_ext.config.run import RunConfig, TaskFlags
+from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError
 
 
@@ -37,15 +46,13 @@ def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -
     """
     given, wrong = _within_ranges(config)
     run = derived(task.resolve(given), world_size, device)
-    errors = task.rules(given, run) + _errors(run)
-    # What follows from a number that is already refused would be told as an error of its own.
-    errors = [
-        text
-        for text in errors
-        if not any(f"{name}`" in text or f"{name} " in text for name in wrong)
-    ]
-    if wrong or errors:
-        raise ConfigError([*wrong.values(), *errors])
+    errors = list(wrong.values())
+    for text in (*task.rules(given, run), *_errors(run)):
+        # What follows from a number that is already refused would be told as another error.
+        if not any(f"{name}`" in text or f"{name} " in text for name in wrong):
+            errors.append(text)
+    if errors:
+        raise ConfigError(errors)
     return run
 
 
@@ -62,8 +69,7 @@ def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
         defaults = {name: default_of(section, name) for name in wrong}
         return dataclasses.replace(section, **defaults) if wrong else section
 
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    engine = {k: within(v) for k, v in values.items() if dataclasses.is_dataclass(v)}
+    engine = {name: within(getattr(config, name)) for name in engine_sections()}
     own = tuple(within(section) for section in config.sections)
     return dataclasses.replace(config, **engine, sections=own), errors
 
@@ -74,7 +80,7 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
     world_size = world_size or given.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
     device = "cuda" if planned.dry_run_gpu else device
     run = dataclasses.replace(given, device=device)
-    has_te = _has_transformer_engine(run) and not needs_torch_layers(run)
+    has_te = _has_transformer_engine(run.model, device, planned) and not needs_torch_layers(run)
     model = run.model.resolved(has_te=has_te)
     parallel = resolve_parallel(run.parallel, model, world_size)
     training = run.training.resolved(parallel.data_parallel_size)
@@ -96,56 +102,57 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
     )
 
 
-def _has_transformer_engine(run: RunConfig) -> bool:
-    """Return whether it is installed, or asked for in a plan for a GPU of another machine."""
-    asked = run.model.transformer_impl == "transformer_engine"
+def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningConfig) -> bool:
+    """Return whether Transformer Engine runs here, or stands in the plan of a GPU run."""
+    asked = model.transformer_impl == "transformer_engine"
     installed = importlib.util.find_spec("transformer_engine") is not None
-    return bool(run.planning.dry_run_gpu and asked) or (run.device == "cuda" and installed)
+    return bool(planning.dry_run_gpu and asked) or (device == "cuda" and installed)
 
 
-def _errors(run: RunConfig) -> list[str]:
-    """Return a sentence for everything that the engine cannot run."""
-    has_te = _has_transformer_engine(run)
+def _errors(run: RunConfig) -> Iterator[str]:
+    """Yield a sentence for everything that the engine cannot run."""
+    has_te = _has_transformer_engine(run.model, run.device, run.planning)
+    yield from run.model.errors()
+    yield from parallel_errors(run.parallel, run.model)
+    yield from run.moe.errors(max(1, run.parallel.expert_model_parallel_size))
+    yield from lora_errors(run.lora, run.model, run.moe, run.optimizer)
+    if run.precision.bf16 and run.precision.fp16:
+        yield "`--bf16` and `--fp16` exclude each other; give one."
+    yield from fp8_errors(run, may_use_te=not needs_torch_layers(run))
+    yield from cuda_graph_errors(run)
     version = found_version() if has_te else None
-    found = [
-        *run.model.errors(),
-        *parallel_errors(run.parallel, run.model),
-        *run.moe.errors(max(1, run.parallel.expert_model_parallel_size)),
-        *lora_errors(run.lora, run.model, run.moe, run.optimizer),
-        *lora_errors(run.lora, run.model, run.moe, run.optimizer),
-        *run.precision.errors(),
-        *fp8_errors(run, may_use_te=not needs_torch_layers(run)),
-        *cuda_graph_errors(run),
-        *transformer_engine_errors(run, found_version=version),
-        *run.training.errors(run.parallel.data_parallel_size),
-        *interleaving_errors(run.parallel, run.training),
-        *run.loss.errors(per_token=run.training.calculate_per_token_loss, has_te=has_te),
-        *optimizer_errors(run.optimizer, run.training),
-        *ema_errors(run.ema, run.training),
-        *run.checkpoint.errors(evaluates=run.training.evaluates),
-        *run.logging.errors(),
-        *run.planning.errors(),
-        *(text for own in run.sections if hasattr(own, "errors") for text in own.errors(run)),
-    ]
+    yield from transformer_engine_errors(run, found_version=version)
+    yield from run.training.errors(run.parallel.data_parallel_size)
+    yield from interleaving_errors(run.parallel, run.training)
+    yield from run.loss.errors(per_token=run.training.calculate_per_token_loss, has_te=has_te)
+    yield from optimizer_errors(run.optimizer, run.training)
+    yield from ema_errors(run.ema, run.training)
+    yield from run.checkpoint.errors(evaluates=run.training.evaluates)
+    project = run.logging.wandb_project
+    if project and not run.logging.wandb_exp_name:
+        yield f"`--wandb-project` ({project}) needs `--wandb-exp-name`; give the run a name."
+    yield from run.planning.errors()
+    for own in run.sections:
+        if hasattr(own, "errors"):
+            yield from own.errors(run)
     if run.model.transformer_impl == "transformer_engine" and not has_te:
-        found.append(
+        yield (
             "`--transformer-impl transformer_engine` needs Transformer Engine and a GPU, and "
             "one of them was not found; use torch or auto."
         )
     stages = run.parallel.pipeline_model_parallel_size
     learned = run.model.position_embedding_type == "learned_absolute"
     if run.model.mtp_num_layers and stages > 1 and learned:
-        found.append(
+        yield (
             "`--mtp-num-layers` with more than one pipeline stage does not go with "
             "`--position-embedding-type learned_absolute`, whose table would differ between "
             "the stages; use rope."
         )
     fused = run.model.cross_entropy_loss_fusion and run.model.cross_entropy_fusion_impl
     if run.device == "cuda" and fused == "native" and not run.precision.bf16:
-        found.append(
+        yield (
             "`--cross-entropy-loss-fusion` rounds the gradient of every logit to bf16, so it "
             "needs `--bf16`; leave it out."
         )
     if os.environ.get("OMP_NUM_THREADS", "1") == "0":
-        found.append("`OMP_NUM_THREADS` (0) must be at least 1.")
-    return found
+        yield "`OMP_NUM_THREADS` (0) must be at least 1."

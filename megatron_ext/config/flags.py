@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from megatron_ext.errors import ConfigError
 
@@ -113,17 +113,23 @@ is meant to change.
 """
 
 
+class Changeable:
+    """A section whose flags may differ from those of the checkpoint, where they say no other."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
+
+
 def flag(
     default: Any,
     help: str,
-    *,
+    bounds: Range | None = None,
     unit: str | None = None,
+    *,
     choices: Sequence[Any] | None = None,
     nargs: int | str | None = None,
     names: Sequence[str] = (),
     negative: Sequence[str] = (),
     gpu_only: str | None = None,
-    bounds: Range | None = None,
     advice: str | None = None,
     if_changed: IfChanged | None = None,
 ) -> Any:
@@ -132,31 +138,39 @@ def flag(
     Args:
         default: value without the flag; a list is copied for each instance.
         help: what the flag does, one sentence or phrase.
+        bounds: the numbers that a numeric flag takes; each of them has some.
         unit: of the value.
         choices: allowed values.
         nargs: number of values, or ``"+"`` for one or more; None means one.
         names: further spellings; the field's own name, dashed, is always one.
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
         gpu_only: why the flag has no effect on a CPU.
-        bounds: the numbers that a numeric flag takes; each of them has some.
         advice: what to do about a number outside of them, where the default is none.
         if_changed: see `IfChanged`; None takes the section's ``IF_CHANGED``, or "say".
     """
     metadata = {
         "help": help,
+        "bounds": bounds,
         "unit": unit,
         "choices": choices,
         "nargs": nargs,
         "names": tuple(names),
         "negative": tuple(negative),
         "gpu_only": gpu_only,
-        "bounds": bounds,
         "advice": advice,
         "if_changed": if_changed,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+fixed_flag = functools.partial(flag, if_changed="refuse")
+"""Declare a flag without whose value the weights mean something else; see `IfChanged`."""
+resumed_flag = functools.partial(flag, if_changed="refuse_to_resume")
+"""Declare a flag with whose value a run must be resumed; see `IfChanged`."""
+said_flag = functools.partial(flag, if_changed="say")
+"""Declare a flag whose change is said, in a section of flags that may change; see `IfChanged`."""
 
 
 def derived(default: Any = None) -> Any:
@@ -166,15 +180,12 @@ def derived(default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag as the parser and ``--help`` see it.
+    """One flag as the parser and ``--help`` see it; see `flag` for what it was declared with.
 
     Attributes:
         section: name of the RunConfig section that holds the field.
-        field: name of the field.
         type: type of one value.
         optional: whether None is allowed.
-        default: value without the flag.
-        help, unit, choices, nargs, gpu_only, bounds, advice: see `flag`.
         positive: spellings that set the value (or True), the first is shown.
         negative: spellings that set False.
     """
@@ -184,15 +195,16 @@ class Flag:
     type: type
     optional: bool
     default: Any
+    positive: tuple[str, ...]
+    negative: tuple[str, ...]
     help: str
+    bounds: Range | None
     unit: str | None
     choices: Sequence[Any] | None
     nargs: int | str | None
     gpu_only: str | None
-    bounds: Range | None
     advice: str | None
-    positive: tuple[str, ...]
-    negative: tuple[str, ...]
+    if_changed: IfChanged | None
 
     @property
     def shown(self) -> str:
@@ -214,43 +226,20 @@ def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
 
 
 def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
-    kind, optional = _value_type(hint)
-    dashed = field.name.replace("_", "-")
-    meta = field.metadata
-    negative: tuple[str, ...] = ()
-    if kind is bool:
-        negative = (*meta["negative"], f"--no-{dashed}")
+    """Return a field's flag; ``list[int] | None`` is of type int, and optional."""
+    optional = type(None) in typing.get_args(hint)
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(x for x in typing.get_args(hint) if x is not type(None))
+    if typing.get_origin(hint) in (list, tuple):
+        hint = typing.get_args(hint)[0]
+    dashed, meta = field.name.replace("_", "-"), dict(field.metadata)
+    positive, negative = (f"--{dashed}", *meta.pop("names")), tuple(meta.pop("negative"))
+    if hint is bool:
+        negative = (*negative, f"--no-{dashed}")
     default = field.default
     if default is dataclasses.MISSING:
         default = typing.cast("Any", field.default_factory)()
-    return Flag(
-        section=section,
-        field=field.name,
-        type=kind,
-        optional=optional,
-        default=default,
-        help=meta["help"],
-        unit=meta["unit"],
-        choices=meta["choices"],
-        nargs=meta["nargs"],
-        gpu_only=meta["gpu_only"],
-        bounds=meta["bounds"],
-        advice=meta["advice"],
-        positive=(f"--{dashed}", *meta["names"]),
-        negative=negative,
-    )
-
-
-def _value_type(hint: Any) -> tuple[type, bool]:
-    """Return the type of a value and whether None may stand; ``list[int] | None``: (int, True)."""
-    optional = False
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        members = [x for x in typing.get_args(hint) if x is not type(None)]
-        optional = len(members) < len(typing.get_args(hint))
-        hint = members[0]
-    if typing.get_origin(hint) in (list, tuple):
-        hint = typing.get_args(hint)[0]
-    return hint, optional
+    return Flag(section, field.name, hint, optional, default, positive, negative, **meta)
 
 
 def range_errors(section: Any) -> dict[str, str]:
@@ -274,32 +263,23 @@ def check_ranges(section: Any) -> None:
     Raises:
         ConfigError: with one sentence for each number outside of its range.
     """
-    errors = range_errors(section)
-    if errors:
+    if errors := range_errors(section):
         raise ConfigError(list(errors.values()))
 
 
 def _advice(flag: Flag) -> str:
     """Return what to do about a number outside of the range."""
-    if flag.advice is not None:
-        return flag.advice
-    if flag.default is not None:
-        default = flag.default
+    default = flag.default
+    if flag.advice is None and default is not None:
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
         return f"{shown} is the default"
-    if flag.type is int and flag.bounds is not None:
+    if flag.advice is None and flag.type is int and flag.bounds is not None:
         return f"use {flag.bounds.low}"
-    return "give another, or leave it out"
+    return flag.advice or "give another, or leave it out"
 
 
 def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = None) -> list[str]:
-    """Return the spellings of flags of a run's sections that are not at their defaults.
-
-    Args:
-        run: a RunConfig.
-        sections: names of them.
-        only: fields to look at; None for all.
-    """
+    """Return spellings of changed flags in a RunConfig's sections, by name, or ``only`` of some."""
     return [
         spelling_of(section, field)
         for section in (run.by_name()[name] for name in sections)
@@ -310,22 +290,14 @@ def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = No
 
 def changed_fields(section: Any) -> list[str]:
     """Return the names of flags of a section that are not at their defaults."""
-    default = type(section)()
-    return [
-        field.name
-        for field in dataclasses.fields(section)
-        if "help" in field.metadata and getattr(section, field.name) != getattr(default, field.name)
-    ]
+    flags = flags_of("", type(section))  # type: ignore[arg-type]
+    return [flag.field for flag in flags if getattr(section, flag.field) != flag.default]
 
 
 def if_changed(section: type) -> dict[str, IfChanged]:
     """Return what happens where a flag of a section is not the checkpoint's, by its field."""
     usual: IfChanged = getattr(section, "IF_CHANGED", "say")
-    return {
-        field.name: field.metadata["if_changed"] or usual
-        for field in dataclasses.fields(section)
-        if "help" in field.metadata
-    }
+    return {flag.field: flag.if_changed or usual for flag in flags_of("", section)}
 
 
 def default_of(section: Any, name: str) -> Any:

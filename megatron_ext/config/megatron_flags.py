@@ -5,8 +5,7 @@ Flags of Megatron-LM 0.16.1 that are known and refused: why, and what to use ins
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
 
 RENAMED: dict[str, tuple[str, ...]] = {
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
@@ -25,49 +24,46 @@ RENAMED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Old spelling -> what stands for it now, values included."""
 
-NO_EFFECT: dict[str, tuple[int | None, str]] = {
-    "--use-mcore-models": (0, "models are always megatron-core's"),
-    "--use-flash-attn": (0, "attention uses a flash kernel wherever torch has one"),
-    "--use-distributed-checkpoint": (0, "checkpoints are always distributed"),
-    "--use-dist-ckpt": (0, "checkpoints are always distributed"),
-    "--dist-ckpt-format": (1, "the format is --ckpt-format"),
-    "--auto-detect-ckpt-format": (0, "there is one format"),
-    "--ckpt-assume-constant-structure": (0, "plans of checkpoints are not cached"),
-    "--use-persistent-ckpt-worker": (0, "checkpoints are written by the ranks themselves"),
-    "--data-impl": (1, "there is one kind of dataset"),
-    "--local-rank": (1, "torchrun says it in the environment"),
-    "--local_rank": (1, "torchrun says it in the environment"),
-    "--no-create-attention-mask-in-dataloader": (0, "masks are never made in the data loader"),
-    "--create-attention-mask-in-dataloader": (0, "masks are made on the device of the batch"),
-    "--no-async-tensor-model-parallel-allreduce": (0, "megatron-core decides the overlap"),
+_SKIPPED = "a step with a non-finite gradient is always skipped and counted"
+NO_EFFECT: dict[str, str] = {
+    "--use-mcore-models": "models are always megatron-core's",
+    "--use-flash-attn": "attention uses a flash kernel wherever torch has one",
+    "--use-distributed-checkpoint": "checkpoints are always distributed",
+    "--use-dist-ckpt": "checkpoints are always distributed",
+    "--dist-ckpt-format": "the format is --ckpt-format",
+    "--auto-detect-ckpt-format": "there is one format",
+    "--ckpt-assume-constant-structure": "plans of checkpoints are not cached",
+    "--use-persistent-ckpt-worker": "checkpoints are written by the ranks themselves",
+    "--data-impl": "there is one kind of dataset",
+    "--local-rank": "torchrun says it in the environment",
+    "--local_rank": "torchrun says it in the environment",
+    "--no-create-attention-mask-in-dataloader": "masks are never made in the data loader",
+    "--create-attention-mask-in-dataloader": "masks are made on the device of the batch",
+    "--no-async-tensor-model-parallel-allreduce": "megatron-core decides the overlap",
     "--no-overlap-p2p-communication": (
-        0, "virtual chunks need overlapped messages to be exact with two stages",
+        "virtual chunks need overlapped messages to be exact with two stages"
     ),
-    "--no-scatter-gather-tensors-in-pipeline": (0, "megatron-core sends whole tensors"),
-    "--no-check-for-nan-in-loss-and-grad": (
-        0, "a step with a non-finite gradient is always skipped and counted",
-    ),
-    "--check-for-nan-in-loss-and-grad": (
-        0, "a step with a non-finite gradient is always skipped and counted",
-    ),
-    "--timing-log-level": (1, "phases of a step are timed by --profile"),
-    "--timing-log-option": (1, "phases of a step are timed by --profile"),
-    "--barrier-with-L1-time": (0, "phases of a step are timed by --profile"),
-    "--no-barrier-with-level-1-timing": (0, "phases of a step are timed by --profile"),
-    "--no-one-logger": (0, "nothing is reported to NVIDIA"),
-    "--enable-experimental": (0, "experimental parts are chosen by their own flags"),
-    "--test-mode": (0, "tests call the package"),
-    "--no-use-tokenizer-model-from-checkpoint-args": (0, "the tokenizer comes from the flags"),
-    "--lazy-mpu-init": (1, "groups are always made at the start"),
-    "--use-cpu-initialisation": (0, "the flag is --use-cpu-initialization"),
-    "--exit-signal-handler-for-dataloader": (0, "data workers leave signals to the rank"),
-    "--legacy-tokenizer": (0, "there is one set of tokenizers"),
-    "--disable-msc": (0, "files are opened by Python"),
-    "--fp8-interval": (1, "scales of the delayed recipe follow its history at every step"),
-    "--fp16-lm-cross-entropy": (0, "the loss is always computed in fp32"),
-    "--onnx-safe": (0, "models are not exported"),
-}  # fmt: skip
-"""Spelling -> number of values (None: any) and the reason."""
+    "--no-scatter-gather-tensors-in-pipeline": "megatron-core sends whole tensors",
+    "--no-check-for-nan-in-loss-and-grad": _SKIPPED,
+    "--check-for-nan-in-loss-and-grad": _SKIPPED,
+    "--timing-log-level": "phases of a step are timed by --profile",
+    "--timing-log-option": "phases of a step are timed by --profile",
+    "--barrier-with-L1-time": "phases of a step are timed by --profile",
+    "--no-barrier-with-level-1-timing": "phases of a step are timed by --profile",
+    "--no-one-logger": "nothing is reported to NVIDIA",
+    "--enable-experimental": "experimental parts are chosen by their own flags",
+    "--test-mode": "tests call the package",
+    "--no-use-tokenizer-model-from-checkpoint-args": "the tokenizer comes from the flags",
+    "--lazy-mpu-init": "groups are always made at the start",
+    "--use-cpu-initialisation": "the flag is --use-cpu-initialization",
+    "--exit-signal-handler-for-dataloader": "data workers leave signals to the rank",
+    "--legacy-tokenizer": "there is one set of tokenizers",
+    "--disable-msc": "files are opened by Python",
+    "--fp8-interval": "scales of the delayed recipe follow its history at every step",
+    "--fp16-lm-cross-entropy": "the loss is always computed in fp32",
+    "--onnx-safe": "models are not exported",
+}
+"""Spelling -> the reason."""
 
 ALWAYS_ON = {
     "tokenizer_hf_use_fast": "Hugging Face tokenizers are always the fast ones here",
@@ -83,22 +79,14 @@ OF_ENGINE = {
 }
 """Field of a flag that only Transformer Engine's layers follow -> what happens without them."""
 
-Need = tuple[str, str, Callable[[Any], bool]]
-
-NEEDS: tuple[Need, ...] = (
-    (
+NEEDS = {
+    "--position-embedding-type rope": (
         "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
-        "use_rope_scaling",
-        "--position-embedding-type rope",
-        lambda run: run.model.position_embedding_type == "rope",
+        "use_rope_scaling"
     ),
-    ("rope_scaling_factor", "--use-rope-scaling", lambda run: run.model.use_rope_scaling),
-    (
-        "mtp_loss_scaling_factor",
-        "--mtp-num-layers",
-        lambda run: run.model.mtp_num_layers is not None,
-    ),
-    (
+    "--use-rope-scaling": "rope_scaling_factor",
+    "--mtp-num-layers": "mtp_loss_scaling_factor",
+    "--num-experts": (
         "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
         "moe_shared_expert_gate moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff "
         "moe_z_loss_coeff moe_input_jitter_eps moe_router_dtype moe_router_score_function "
@@ -106,255 +94,171 @@ NEEDS: tuple[Need, ...] = (
         "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
         "moe_router_force_load_balancing moe_token_dispatcher_type moe_expert_capacity_factor "
         "moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute "
-        "moe_apply_probs_on_input",
-        "--num-experts",
-        lambda run: run.moe.num_experts is not None,
+        "moe_apply_probs_on_input"
     ),
-    (
-        "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
-        "--fp16",
-        lambda run: run.precision.fp16,
-    ),
-    ("exit_signal", "--exit-signal-handler", lambda run: run.training.exit_signal_handler),
-    (
-        "profile_step_start profile_step_end profile_ranks",
-        "--profile",
-        lambda run: run.training.profile,
-    ),
-    ("sgd_momentum", "--optimizer sgd", lambda run: run.optimizer.optimizer == "sgd"),
-    (
-        "adam_beta1 adam_beta2 adam_eps",
-        "--optimizer adam",
-        lambda run: run.optimizer.optimizer == "adam",
-    ),
-    (
-        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
-        "--lr-decay-style WSD",
-        lambda run: run.optimizer.lr_decay_style == "WSD",
-    ),
-)
-"""Fields of flags, the flag without which they do nothing, and whether a run has it."""
+    "--fp16": "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    "--exit-signal-handler": "exit_signal",
+    "--profile": "profile_step_start profile_step_end profile_ranks",
+    "--optimizer sgd": "sgd_momentum",
+    "--optimizer adam": "adam_beta1 adam_beta2 adam_eps",
+    "--lr-decay-style WSD": "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+}
+"""A flag, with the value that it must have -> fields of flags that do nothing without it."""
 
-
-FAMILIES: tuple[tuple[str, str], ...] = (
-    (
-        "it is an option of Transformer Engine's fp8 and fp4 that is not supported; use "
-        "`--fp8-format` with one of `--fp8-recipe`",
-        "fp8-param fp8-dot-product-attention fp8-multi-head-attention te-precision-config-file "
-        "fp4-format fp4-recipe fp4-param-gather fp4-param fp4-quantizer-factory "
-        "keep-fp8-transpose-cache disable-parameter-transpose-cache "
-        "use-transformer-engine-op-fuser "
-        "activation-func-fp8-input-store",
-    ),
-    (
-        "the tokenizer's chat template decides; use `--sft-chat-template`",
-        "sft-tokenizer-prompt-format",
-    ),
-    (
-        "checkpoints are written while the step waits; leave it out",
-        "async-save use-persistent-ckpt-worker-process",
-    ),
-    (
-        "only checkpoints that stay are written; use `--save-interval` with `--keep-last`",
-        "non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir "
-        "non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication "
-        "replication-jump replication-factor most-recent-k",
-    ),
-    (
-        "steps are not run twice to find faulty hardware; use `--check-invariants`",
-        "rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename "
-        "check-for-spiky-loss check-for-large-grads",
-    ),
-    (
-        "multi-latent attention is not supported yet; use `--group-query-attention`",
-        "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim "
-        "v-head-dim rotary-scaling-factor mscale mscale-all-dim rope-type cache-mla-latents "
-        "original-max-position-embeddings beta-fast beta-slow",
-    ),
-    (
-        "fully sharded data parallelism is not supported; use `--use-distributed-optimizer`",
-        "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward "
-        "data-parallel-sharding-strategy outer-dp-sharding-strategy fsdp-double-buffer "
-        "fsdp-manual-registration no-gradient-reduce-div-fusion suggested-communication-unit-size "
-        "enable-full-sharding-in-hsdp init-model-with-meta-device strict-fsdp-dtensor-load "
-        "gradient-reduce-div-fusion nccl-ub use-nccl-ub disable-symmetric-registration",
-    ),
-    (
-        "parts of the optimizer are not moved to the CPU or kept in lower precision; use "
-        "`--use-distributed-optimizer`",
-        "optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload "
-        "overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params "
-        "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype "
-        "exp-avg-sq-dtype dump-param-to-param-group-map "
-        "overlap-param-gather-with-optimizer-step num-distributed-optimizer-instances",
-    ),
-    (
-        "the optimizer is not supported; use `--optimizer adam`",
-        "muon-momentum muon-no-split-qkv muon-use-nesterov muon-scale-mode "
-        "muon-fp32-matmul-prec muon-num-ns-steps muon-tp-mode muon-extra-scale-factor",
-    ),
-    (
-        "the pipeline is not supported in this form; use `--num-layers-per-virtual-pipeline-stage`",
-        "overlap-p2p-communication-warmup-flush "
-        "overlap-p2p-comm-warmup-flush defer-embedding-wgrad-compute wgrad-deferral-limit "
-        "delay-wgrad-compute num-microbatches-with-partial-activation-checkpoints "
-        "mtp-standalone pipeline-model-parallel-comm-backend use-ring-exchange-p2p",
-    ),
-    (
-        "context parallelism is not supported in this form; use `--cp-comm-type all_gather`",
-        "hybrid-context-parallel max-seqlen-per-dp-cp-rank",
-    ),
-    (
-        "Transformer Engine overlaps tensor-parallel communication in another way since its "
-        "version 1.6; use `--tp-comm-overlap`",
-        "tp-comm-split-ag tp-comm-split-rs tp-comm-atomic-ag tp-comm-atomic-rs "
-        "disable-tp-comm-split-ag disable-tp-comm-split-rs symmetric-ar-type",
-    ),
-    (
-        "graphs are those of whole transformer layers; use `--cuda-graph-impl local` alone",
-        "cuda-graph-scope "
-        "external-cuda-graph cuda-graph-use-single-mempool cuda-graph-retain-backward-graph "
-        "te-rng-tracker inference-rng-tracker rl-training-cuda-graphs "
-        "moe-pad-experts-for-cuda-graph-inference",
-    ),
-    (
-        "activations are not moved to the CPU; use `--recompute-granularity`",
-        "cpu-offloading-num-layers cpu-offloading cpu-offloading-activations "
-        "cpu-offloading-weights cpu-offloading-double-buffering fine-grained-activation-offloading "
-        "offload-modules min-offloaded-tensor-size",
-    ),
-    (
-        "the expert option is not supported; use `--moe-token-dispatcher-type alltoall` with "
-        "torch's experts",
-        "moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms "
-        "moe-use-legacy-grouped-gemm moe-shared-expert-overlap overlap-moe-expert-parallel-comm "
-        "ep-overlap-early-attn-memory-release moe-use-upcycling moe-upcycling-granularity "
-        "moe-latent-size moe-token-dropping moe-router-topk-limited-devices "
-        "moe-enable-routing-replay moe-per-layer-logging",
-    ),
-    (
-        "the layer option is not supported; use the standard transformer layer",
-        "attention-output-gate no-rope-freq qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold "
-        "log-max-attention-logit experimental-attention-variant linear-attention-freq "
-        "linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim linear-num-key-heads "
-        "linear-num-value-heads dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk "
-        "dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss glu-linear-offset "
-        "activation-func-clamp-value openai-gelu use-fused-weighted-squared-relu "
-        "fused-single-qkv-rope memory-efficient-layer-norm mrope-section "
-        "relative-attention-num-buckets relative-attention-max-distance softmax-scale "
-        "disable-bf16-reduced-precision-matmul batch-invariant-mode use-te-activation-func "
-        "use-kitchen use-kitchen-attention kitchen-attention-backend kitchen-config-file "
-        "kitchen-recipe-number quant-recipe clone-scatter-output-in-embedding enable-autocast "
-        "autocast-dtype yarn-rotary-scaling-factor",
-    ),
-    (
-        "layers of your own are given by a model provider; see examples/custom_model",
-        "spec heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json "
-        "heterogeneous-block-specs hetereogenous-dist-checkpoint use-legacy-models",
-    ),
-    (
-        "hybrid state-space models are not supported; use a transformer",
-        "hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern is-hybrid-model "
-        "mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads use-mamba-mem-eff-path "
-        "mlp-chunks-for-prefill",
-    ),
-    (
-        "training by reinforcement is not supported; use a framework for it",
-        "perform-rl-step rl-prompts-per-eval grpo-prompts-per-step grpo-group-size "
-        "grpo-iterations grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta "
-        "grpo-entropy-term-weight grpo-filter-groups-with-same-reward "
-        "langrl-inference-server-type langrl-inference-server-conversation-template "
-        "langrl-external-server langrl-env-config rl-default-temperature rl-default-top-p "
-        "rl-default-top-k rl-offload-optimizer-during-inference "
-        "rl-offload-kv-cache-during-training rl-remove-kv-cache-during-training "
-        "rl-reset-cuda-graphs rl-partial-rollouts rl-inference-logprobs-is-correction "
-        "rl-importance-sampling-truncation-coef rl-use-sequence-packing "
-        "no-rl-use-sequence-packing rl-sequence-packing-max-sequences-per-bin "
-        "rl-sequence-packing-algo rl-inference-tensor-model-parallel-size refit-method "
-        "rl-verify-model-weights-swap rl-inference-expert-model-parallel-size "
-        "rl-inference-expert-tensor-model-parallel-size rl-inference-model-unified-memory-level "
-        "rl-inference-pipeline-model-parallel-size rl-offload-inference-model-weights-when-idle "
-        "rl-parallel-generation-tasks rl-skip-bos-token",
-    ),
-    (
-        "serving is not supported; export the model to an inference server",
-        "inference-batch-times-seqlen-threshold max-tokens-to-oom use-legacy-static-engine "
-        "inference-max-requests inference-max-seq-length inference-max-batch-size "
-        "inference-dynamic-batching inference-dynamic-batching-buffer-size-gb "
-        "inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-block-size "
-        "inference-dynamic-batching-max-requests inference-dynamic-batching-max-tokens "
-        "inference-dynamic-batching-num-cuda-graphs "
-        "inference-dynamic-batching-track-paused-request-events decode-only-cuda-graphs "
-        "inference-dynamic-batching-unified-memory-level nccl-all-reduce-for-prefill "
-        "enable-chunked-prefill disable-chunked-prefill "
-        "inference-dynamic-batching-cuda-graph-max-tokens "
-        "inference-dynamic-batching-cuda-graph-mixed-prefill-count "
-        "inference-logging-step-interval inference-wandb-logging inference-coordinator-port "
-        "flash-decode inference-sampling-seed use-inference-optimized-layers "
-        "inference-fuse-tp-communication",
-    ),
-    (
-        "restarts are left to the launcher; use torchrun's `--max-restarts` with `--load`",
-        "inprocess-restart inprocess-max-iterations inprocess-monitor-thread-interval "
-        "inprocess-monitor-process-interval inprocess-progress-watchdog-interval "
-        "inprocess-heartbeat-interval inprocess-soft-timeout inprocess-hard-timeout "
-        "inprocess-heartbeat-timeout inprocess-barrier-timeout inprocess-completion-timeout "
-        "inprocess-last-call-wait inprocess-termination-grace-time inprocess-granularity "
-        "inprocess-active-world-size inprocess-empty-cuda-cache enable-ft-package "
-        "calc-ft-timeouts ft-num-warmup-iters adlr-autoresume adlr-autoresume-interval",
-    ),
-    (
-        "the monitoring tool is not supported; use `--profile` or metrics.jsonl",
-        "run-workload-inspector-server one-logger-project one-logger-run-name one-logger-async "
-        "enable-one-logger app-tag-run-name app-tag-run-version log-straggler "
-        "straggler-ctrlr-port straggler-minmax-count disable-straggler-on-startup log-energy "
-        "log-memory-interval log-device-memory-used record-memory-history memory-snapshot-path "
-        "use-pytorch-profiler config-logger-dir save-wgrads-interval save-dgrads-interval "
-        "train-sync-interval",
-    ),
-    (
-        "the communication option is not supported; leave it out",
-        "use-sharp sharp-enabled-group create-all-gather-group high-priority-stream-groups "
-        "nccl-communicator-config-path distributed-timeout-seconds-after-init "
-        "ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation "
-        "disable-gloo-process-groups fake-process-group",
-    ),
-    (
-        "the checkpoint option is not supported; use the default format and "
-        "`--use-checkpoint-args`",
-        "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format "
-        "load-main-params-from-ckpt use-mp-args-from-checkpoint-args "
-        "dist-ckpt-save-pre-mcore-014 distrib-optim-fully-reshardable-mem-efficient "
-        "save-tokenizer-assets",
-    ),
-    (
-        "the data option is not supported; use `--data-path`",
-        "phase-transition-iterations dataloader-fast-cache-load dataloader-defer-npy-index-mmap "
-        "object-storage-cache-path fim-data fim-rate fim-spm-rate fim-split-sample "
-        "fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token fim-suffix-token "
-        "fim-pad-token fim-eod-token iterations-to-skip sample-rate "
-        "manual-gc-eval no-weight-decay-cond-type",
-    ),
-    (
-        "models other than GPT are not supported; use the program made for them",
-        "output-bert-embeddings bert-embedder-type bert-no-binary-head mask-prob short-seq-prob "
-        "ict-head-size biencoder-projection-dim biencoder-shared-query-context-model ict-load "
-        "bert-load titles-data-path query-in-block-prob use-one-sent-docs evidence-data-path "
-        "retriever-report-topk-accuracies retriever-score-scaling block-data-path embedding-path "
-        "indexer-batch-size indexer-log-interval num-classes img-h img-w num-channels patch-dim "
-        "classes-fraction data-per-class-fraction head-lr-mult vision-pretraining "
-        "vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor "
-        "iter-per-epoch dino-local-img-size dino-local-crops-number dino-head-hidden-size "
-        "dino-bottleneck-size dino-freeze-last-layer dino-norm-last-layer "
-        "dino-warmup-teacher-temp dino-teacher-temp dino-warmup-teacher-temp-epochs",
-    ),
-    (
-        "it is a switch that newer versions give as a size; use `--expert-tensor-parallel-size`",
-        "moe-extended-tp",
-    ),
-    ("the file of flags is `--config`; it takes the same names", "yaml-cfg"),
-)
+_REFUSED = """
+it is an option of Transformer Engine's fp8 and fp4 that is not supported; use `--fp8-format` with
+one of `--fp8-recipe`:
+    fp8-param fp8-dot-product-attention fp8-multi-head-attention te-precision-config-file fp4-format
+    fp4-recipe fp4-param-gather fp4-param fp4-quantizer-factory keep-fp8-transpose-cache
+    disable-parameter-transpose-cache use-transformer-engine-op-fuser
+    activation-func-fp8-input-store
+the tokenizer's chat template decides; use `--sft-chat-template`:
+    sft-tokenizer-prompt-format
+checkpoints are written while the step waits; leave it out:
+    async-save use-persistent-ckpt-worker-process
+only checkpoints that stay are written; use `--save-interval` with `--keep-last`:
+    non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir
+    non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication replication-jump
+    replication-factor most-recent-k
+steps are not run twice to find faulty hardware; use `--check-invariants`:
+    rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename
+    check-for-spiky-loss check-for-large-grads
+multi-latent attention is not supported yet; use `--group-query-attention`:
+    multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+    rotary-scaling-factor mscale mscale-all-dim rope-type cache-mla-latents
+    original-max-position-embeddings beta-fast beta-slow
+fully sharded data parallelism is not supported; use `--use-distributed-optimizer`:
+    use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward
+    data-parallel-sharding-strategy outer-dp-sharding-strategy fsdp-double-buffer
+    fsdp-manual-registration no-gradient-reduce-div-fusion suggested-communication-unit-size
+    enable-full-sharding-in-hsdp init-model-with-meta-device strict-fsdp-dtensor-load
+    gradient-reduce-div-fusion nccl-ub use-nccl-ub disable-symmetric-registration
+parts of the optimizer are not moved to the CPU or kept in lower precision; use
+`--use-distributed-optimizer`:
+    optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload
+    overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params use-precision-aware-optimizer
+    main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype dump-param-to-param-group-map
+    overlap-param-gather-with-optimizer-step num-distributed-optimizer-instances
+the optimizer is not supported; use `--optimizer adam`:
+    muon-momentum muon-no-split-qkv muon-use-nesterov muon-scale-mode muon-fp32-matmul-prec
+    muon-num-ns-steps muon-tp-mode muon-extra-scale-factor
+the pipeline is not supported in this form; use `--num-layers-per-virtual-pipeline-stage`:
+    overlap-p2p-communication-warmup-flush overlap-p2p-comm-warmup-flush
+    defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute
+    num-microbatches-with-partial-activation-checkpoints mtp-standalone
+    pipeline-model-parallel-comm-backend use-ring-exchange-p2p
+context parallelism is not supported in this form; use `--cp-comm-type all_gather`:
+    hybrid-context-parallel max-seqlen-per-dp-cp-rank
+Transformer Engine overlaps tensor-parallel communication in another way since its version 1.6; use
+`--tp-comm-overlap`:
+    tp-comm-split-ag tp-comm-split-rs tp-comm-atomic-ag tp-comm-atomic-rs disable-tp-comm-split-ag
+    disable-tp-comm-split-rs symmetric-ar-type
+graphs are those of whole transformer layers; use `--cuda-graph-impl local` alone:
+    cuda-graph-scope external-cuda-graph cuda-graph-use-single-mempool
+    cuda-graph-retain-backward-graph te-rng-tracker inference-rng-tracker rl-training-cuda-graphs
+    moe-pad-experts-for-cuda-graph-inference
+activations are not moved to the CPU; use `--recompute-granularity`:
+    cpu-offloading-num-layers cpu-offloading cpu-offloading-activations cpu-offloading-weights
+    cpu-offloading-double-buffering fine-grained-activation-offloading offload-modules
+    min-offloaded-tensor-size
+the expert option is not supported; use `--moe-token-dispatcher-type alltoall` with torch's experts:
+    moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms
+    moe-use-legacy-grouped-gemm moe-shared-expert-overlap overlap-moe-expert-parallel-comm
+    ep-overlap-early-attn-memory-release moe-use-upcycling moe-upcycling-granularity moe-latent-size
+    moe-token-dropping moe-router-topk-limited-devices moe-enable-routing-replay
+    moe-per-layer-logging
+the layer option is not supported; use the standard transformer layer:
+    attention-output-gate no-rope-freq qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold
+    log-max-attention-logit experimental-attention-variant linear-attention-freq
+    linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim linear-num-key-heads
+    linear-num-value-heads dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk
+    dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss glu-linear-offset activation-func-clamp-value
+    openai-gelu use-fused-weighted-squared-relu fused-single-qkv-rope memory-efficient-layer-norm
+    mrope-section relative-attention-num-buckets relative-attention-max-distance softmax-scale
+    disable-bf16-reduced-precision-matmul batch-invariant-mode use-te-activation-func use-kitchen
+    use-kitchen-attention kitchen-attention-backend kitchen-config-file kitchen-recipe-number
+    quant-recipe clone-scatter-output-in-embedding enable-autocast autocast-dtype
+    yarn-rotary-scaling-factor
+layers of your own are given by a model provider; see examples/custom_model:
+    spec heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
+    heterogeneous-block-specs hetereogenous-dist-checkpoint use-legacy-models
+hybrid state-space models are not supported; use a transformer:
+    hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern is-hybrid-model mamba-state-dim
+    mamba-head-dim mamba-num-groups mamba-num-heads use-mamba-mem-eff-path mlp-chunks-for-prefill
+training by reinforcement is not supported; use a framework for it:
+    perform-rl-step rl-prompts-per-eval grpo-prompts-per-step grpo-group-size grpo-iterations
+    grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta grpo-entropy-term-weight
+    grpo-filter-groups-with-same-reward langrl-inference-server-type
+    langrl-inference-server-conversation-template langrl-external-server langrl-env-config
+    rl-default-temperature rl-default-top-p rl-default-top-k rl-offload-optimizer-during-inference
+    rl-offload-kv-cache-during-training rl-remove-kv-cache-during-training rl-reset-cuda-graphs
+    rl-partial-rollouts rl-inference-logprobs-is-correction rl-importance-sampling-truncation-coef
+    rl-use-sequence-packing no-rl-use-sequence-packing rl-sequence-packing-max-sequences-per-bin
+    rl-sequence-packing-algo rl-inference-tensor-model-parallel-size refit-method
+    rl-verify-model-weights-swap rl-inference-expert-model-parallel-size
+    rl-inference-expert-tensor-model-parallel-size rl-inference-model-unified-memory-level
+    rl-inference-pipeline-model-parallel-size rl-offload-inference-model-weights-when-idle
+    rl-parallel-generation-tasks rl-skip-bos-token
+serving is not supported; export the model to an inference server:
+    inference-batch-times-seqlen-threshold max-tokens-to-oom use-legacy-static-engine
+    inference-max-requests inference-max-seq-length inference-max-batch-size
+    inference-dynamic-batching inference-dynamic-batching-buffer-size-gb
+    inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-block-size
+    inference-dynamic-batching-max-requests inference-dynamic-batching-max-tokens
+    inference-dynamic-batching-num-cuda-graphs
+    inference-dynamic-batching-track-paused-request-events decode-only-cuda-graphs
+    inference-dynamic-batching-unified-memory-level nccl-all-reduce-for-prefill
+    enable-chunked-prefill disable-chunked-prefill inference-dynamic-batching-cuda-graph-max-tokens
+    inference-dynamic-batching-cuda-graph-mixed-prefill-count inference-logging-step-interval
+    inference-wandb-logging inference-coordinator-port flash-decode inference-sampling-seed
+    use-inference-optimized-layers inference-fuse-tp-communication
+restarts are left to the launcher; use torchrun's `--max-restarts` with `--load`:
+    inprocess-restart inprocess-max-iterations inprocess-monitor-thread-interval
+    inprocess-monitor-process-interval inprocess-progress-watchdog-interval
+    inprocess-heartbeat-interval inprocess-soft-timeout inprocess-hard-timeout
+    inprocess-heartbeat-timeout inprocess-barrier-timeout inprocess-completion-timeout
+    inprocess-last-call-wait inprocess-termination-grace-time inprocess-granularity
+    inprocess-active-world-size inprocess-empty-cuda-cache enable-ft-package calc-ft-timeouts
+    ft-num-warmup-iters adlr-autoresume adlr-autoresume-interval
+the monitoring tool is not supported; use `--profile` or metrics.jsonl:
+    run-workload-inspector-server one-logger-project one-logger-run-name one-logger-async
+    enable-one-logger app-tag-run-name app-tag-run-version log-straggler straggler-ctrlr-port
+    straggler-minmax-count disable-straggler-on-startup log-energy log-memory-interval
+    log-device-memory-used record-memory-history memory-snapshot-path use-pytorch-profiler
+    config-logger-dir save-wgrads-interval save-dgrads-interval train-sync-interval
+the communication option is not supported; leave it out:
+    use-sharp sharp-enabled-group create-all-gather-group high-priority-stream-groups
+    nccl-communicator-config-path distributed-timeout-seconds-after-init
+    ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation
+    disable-gloo-process-groups fake-process-group
+the checkpoint option is not supported; use the default format and `--use-checkpoint-args`:
+    ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format
+    load-main-params-from-ckpt use-mp-args-from-checkpoint-args dist-ckpt-save-pre-mcore-014
+    distrib-optim-fully-reshardable-mem-efficient save-tokenizer-assets
+the data option is not supported; use `--data-path`:
+    phase-transition-iterations dataloader-fast-cache-load dataloader-defer-npy-index-mmap
+    object-storage-cache-path fim-data fim-rate fim-spm-rate fim-split-sample fim-fragment-rate
+    fim-no-prefix fim-prefix-token fim-middle-token fim-suffix-token fim-pad-token fim-eod-token
+    iterations-to-skip sample-rate manual-gc-eval no-weight-decay-cond-type
+models other than GPT are not supported; use the program made for them:
+    output-bert-embeddings bert-embedder-type bert-no-binary-head mask-prob short-seq-prob
+    ict-head-size biencoder-projection-dim biencoder-shared-query-context-model ict-load bert-load
+    titles-data-path query-in-block-prob use-one-sent-docs evidence-data-path
+    retriever-report-topk-accuracies retriever-score-scaling block-data-path embedding-path
+    indexer-batch-size indexer-log-interval num-classes img-h img-w num-channels patch-dim
+    classes-fraction data-per-class-fraction head-lr-mult vision-pretraining vision-pretraining-type
+    vision-backbone-type swin-backbone-type mask-type mask-factor iter-per-epoch dino-local-img-size
+    dino-local-crops-number dino-head-hidden-size dino-bottleneck-size dino-freeze-last-layer
+    dino-norm-last-layer dino-warmup-teacher-temp dino-teacher-temp dino-warmup-teacher-temp-epochs
+it is a switch that newer versions give as a size; use `--expert-tensor-parallel-size`:
+    moe-extended-tp
+the file of flags is `--config`; it takes the same names:
+    yaml-cfg
+"""
+"""Reasons and what to use instead, and below each the flags that are refused for it."""
 
 UNSUPPORTED: dict[str, str] = {
-    f"--{name}": reason for reason, names in FAMILIES for name in names.split()
+    f"--{name}": " ".join(reason.split()).removesuffix(":")
+    for reason, names in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", _REFUSED, re.MULTILINE)
+    for name in names.split()
 }

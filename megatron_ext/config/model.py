@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_ext.config.flags import (
     BELOW_ONE,
@@ -13,113 +13,79 @@ from megatron_ext.config.flags import (
     RATE,
     SIZE,
     WEIGHT,
-    IfChanged,
+    Changeable,
     Range,
+    fixed_flag,
     flag,
+    resumed_flag,
+    said_flag,
 )
 
 FUSED = "a fused kernel of a GPU"
+REQUIRED = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Changeable):
     """Architecture of a GPT model; names and defaults are Megatron-LM's."""
 
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
-
     num_layers: int | None = flag(
-        None, "transformer layers", names=("--encoder-num-layers",), bounds=Range(1, 10_000)
+        None, "transformer layers", Range(1, 10_000), names=("--encoder-num-layers",)
     )
-    hidden_size: int | None = flag(None, "width of the residual stream h", bounds=SIZE)
+    hidden_size: int | None = flag(None, "width of the residual stream h", SIZE)
     ffn_hidden_size: int | None = flag(
-        None,
-        "width of the MLP; default 4 h, or 8/3 h rounded down to 64 with --swiglu",
-        bounds=SIZE,
+        None, "width of the MLP; default 4 h, or 8/3 h rounded down to 64 with --swiglu", SIZE
     )
-    num_attention_heads: int | None = flag(
-        None, "attention heads n", bounds=SIZE, if_changed="refuse"
+    num_attention_heads: int | None = fixed_flag(None, "attention heads n", SIZE)
+    kv_channels: int | None = fixed_flag(None, "size of one head d; default h / n", SIZE)
+    group_query_attention: bool = fixed_flag(False, "let groups of heads share keys and values")
+    num_query_groups: int | None = fixed_flag(
+        None, "groups with --group-query-attention; default 1", SIZE
     )
-    kv_channels: int | None = flag(
-        None, "size of one head d; default h / n", bounds=SIZE, if_changed="refuse"
-    )
-    group_query_attention: bool = flag(
-        False, "let groups of heads share keys and values", if_changed="refuse"
-    )
-    num_query_groups: int | None = flag(
-        None, "groups with --group-query-attention; default 1", bounds=SIZE, if_changed="refuse"
-    )
-    seq_length: int | None = flag(
-        None,
-        "sequence length s",
-        unit="tokens",
-        names=("--encoder-seq-length",),
-        bounds=COUNT,
-        if_changed="say",
+    seq_length: int | None = said_flag(
+        None, "sequence length s", COUNT, "tokens", names=("--encoder-seq-length",)
     )
     max_position_embeddings: int | None = flag(
-        None, "longest position that the model may see", unit="tokens", bounds=COUNT
+        None, "longest position that the model may see", COUNT, "tokens"
     )
-    position_embedding_type: str = flag(
+    position_embedding_type: str = fixed_flag(
         "learned_absolute",
         "kind of position embedding",
         choices=("learned_absolute", "rope", "none"),
-        if_changed="refuse",
     )
-    rotary_base: int = flag(
-        10000,
-        "base of the frequencies of rotary positions",
-        bounds=Range(1, 10**12),
-        if_changed="refuse_to_resume",
+    rotary_base: int = resumed_flag(
+        10000, "base of the frequencies of rotary positions", Range(1, 10**12)
     )
-    rotary_percent: float = flag(
-        1.0,
-        "share of each head that is rotated",
-        bounds=Range(0, 1, above=True),
-        if_changed="refuse",
+    rotary_percent: float = fixed_flag(
+        1.0, "share of each head that is rotated", Range(0, 1, above=True)
     )
-    rotary_interleaved: bool = flag(
-        False, "rotate neighbouring channels instead of halves", if_changed="refuse"
+    rotary_interleaved: bool = fixed_flag(False, "rotate neighbouring channels instead of halves")
+    rotary_seq_len_interpolation_factor: int | None = resumed_flag(
+        None, "divide rotary positions by this factor", SIZE
     )
-    rotary_seq_len_interpolation_factor: int | None = flag(
-        None, "divide rotary positions by this factor", bounds=SIZE, if_changed="refuse_to_resume"
-    )
-    use_rope_scaling: bool = flag(
-        False, "scale rotary frequencies as Llama 3.1 does", if_changed="refuse_to_resume"
-    )
-    rope_scaling_factor: float = flag(
-        8.0, "factor of --use-rope-scaling", bounds=FACTOR, if_changed="refuse_to_resume"
-    )
+    use_rope_scaling: bool = resumed_flag(False, "scale rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = resumed_flag(8.0, "factor of --use-rope-scaling", FACTOR)
     make_vocab_size_divisible_by: int = flag(
-        128,
-        "round the vocabulary up to a multiple of this times the tensor-parallel size",
-        bounds=SIZE,
+        128, "round the vocabulary up to a multiple of this times the tensor-parallel size", SIZE
     )
-    padded_vocab_size: int | None = flag(
+    padded_vocab_size: int | None = said_flag(
         None,
         "entries of the vocabulary with padding; default: computed from the vocabulary of the data",
-        unit="entries",
-        bounds=COUNT,
-        if_changed="say",
+        COUNT,
+        "entries",
     )
-    normalization: str = flag(
-        "LayerNorm",
-        "kind of normalization layer",
-        choices=("LayerNorm", "RMSNorm"),
-        if_changed="refuse",
+    normalization: str = fixed_flag(
+        "LayerNorm", "kind of normalization layer", choices=("LayerNorm", "RMSNorm")
     )
-    norm_epsilon: float = flag(
-        1e-5,
-        "epsilon of the norms",
-        names=("--layernorm-epsilon",),
-        bounds=Range(0, 1, above=True),
-        if_changed="refuse_to_resume",
+    norm_epsilon: float = resumed_flag(
+        1e-5, "epsilon of the norms", Range(0, 1, above=True), names=("--layernorm-epsilon",)
     )
-    apply_layernorm_1p: bool = flag(
-        False, "store the gain of a norm minus one", if_changed="refuse"
-    )
-    swiglu: bool = flag(False, "gated SiLU in the MLP", if_changed="refuse")
-    squared_relu: bool = flag(False, "squared ReLU in the MLP", if_changed="refuse")
-    quick_geglu: bool = flag(False, "gated quick GELU in the MLP", if_changed="refuse")
+    apply_layernorm_1p: bool = fixed_flag(False, "store the gain of a norm minus one")
+    swiglu: bool = fixed_flag(False, "gated SiLU in the MLP")
+    squared_relu: bool = fixed_flag(False, "squared ReLU in the MLP")
+    quick_geglu: bool = fixed_flag(False, "gated quick GELU in the MLP")
     add_bias_linear: bool = flag(
         True, "biases in all linear layers", negative=("--disable-bias-linear",)
     )
@@ -128,39 +94,26 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = flag(
         False, "give the output layer a weight of its own instead of the embedding's"
     )
-    attention_dropout: float = flag(
-        0.1, "dropout probability of attention weights", bounds=BELOW_ONE, if_changed="say"
+    attention_dropout: float = said_flag(0.1, "dropout probability of attention weights", BELOW_ONE)
+    hidden_dropout: float = said_flag(0.1, "dropout probability of hidden states", BELOW_ONE)
+    deterministic_dropout: bool = said_flag(
+        False, "masks that no layout changes, slower: drawn in full for each sample, then cut"
     )
-    hidden_dropout: float = flag(
-        0.1, "dropout probability of hidden states", bounds=BELOW_ONE, if_changed="say"
-    )
-    deterministic_dropout: bool = flag(
-        False,
-        "masks that no layout changes, slower: drawn in full for each sample, then cut",
-        if_changed="say",
-    )
-    init_method_std: float = flag(0.02, "standard deviation of initial weights", bounds=RATE)
+    init_method_std: float = flag(0.02, "standard deviation of initial weights", RATE)
     embedding_init_method_std: float | None = flag(
         None,
         "standard deviation of the embedding's initial weights; default: --init-method-std",
-        bounds=RATE,
+        RATE,
     )
     init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights")
-    window_size: tuple[int, int] | None = flag(
-        None,
-        "sliding window: tokens to the left and right, -1 unlimited",
-        nargs=2,
-        bounds=Range(-1),
-        if_changed="refuse_to_resume",
+    window_size: tuple[int, int] | None = resumed_flag(
+        None, "sliding window: tokens to the left and right, -1 unlimited", Range(-1), nargs=2
     )
-    window_attn_skip_freq: int | None = flag(
-        None, "full attention in every n-th layer", bounds=SIZE, if_changed="refuse_to_resume"
+    window_attn_skip_freq: int | None = resumed_flag(
+        None, "full attention in every n-th layer", SIZE
     )
-    softmax_type: str = flag(
-        "vanilla",
-        "kind of softmax in attention",
-        choices=("vanilla", "off-by-one", "learnable"),
-        if_changed="refuse",
+    softmax_type: str = fixed_flag(
+        "vanilla", "kind of softmax in attention", choices=("vanilla", "off-by-one", "learnable")
     )
     transformer_impl: str = flag(
         "auto",
@@ -178,20 +131,13 @@ class ModelConfig:
     # kernels do anyway; without it bf16 on a CPU would be less exact than on a GPU.
     attention_softmax_in_fp32: bool = flag(True, "softmax of attention in fp32")
     apply_query_key_layer_scaling: bool = flag(False, "scale scores by 1 / layer number")
-    apply_residual_connection_post_layernorm: bool = flag(
-        False, "take the residual after the norm, as BERT does", if_changed="refuse"
+    apply_residual_connection_post_layernorm: bool = fixed_flag(
+        False, "take the residual after the norm, as BERT does"
     )
-    fp32_residual_connection: bool = flag(
-        False, "keep the residual stream in fp32", if_changed="say"
-    )
-    mtp_num_layers: int | None = flag(
-        None, "depths of multi-token prediction", bounds=Range(0, 1000)
-    )
-    mtp_loss_scaling_factor: float = flag(
-        0.1,
-        "weight of the losses of all multi-token-prediction depths together",
-        bounds=WEIGHT,
-        if_changed="say",
+    fp32_residual_connection: bool = said_flag(False, "keep the residual stream in fp32")
+    mtp_num_layers: int | None = flag(None, "depths of multi-token prediction", Range(0, 1000))
+    mtp_loss_scaling_factor: float = said_flag(
+        0.1, "weight of the losses of all multi-token-prediction depths together", WEIGHT
     )
     use_cpu_initialization: bool = flag(False, "draw whole weights on the CPU, then cut them")
     perform_initialization: bool = flag(
@@ -213,7 +159,7 @@ class ModelConfig:
     recompute_num_layers: int | None = flag(
         None,
         "layers of a recomputed unit (uniform), or layers to recompute on each stage (block)",
-        bounds=SIZE,
+        SIZE,
     )
     recompute_modules: list[str] | None = flag(
         None, "what to recompute with selective granularity; default core_attn", nargs="+"
@@ -283,57 +229,48 @@ class ModelConfig:
             mtp_num_layers=self.mtp_num_layers or None,
         )
 
-    def errors(self) -> list[str]:
-        """Return a sentence for everything that cannot be built."""
+    def errors(self) -> Iterator[str]:
+        """Yield a sentence for everything that cannot be built."""
         if self.blocks_dealt_by_cost:
-            return self._recompute_errors()
-        found = [
-            f"`--{name.replace('_', '-')}` is missing; give the size of the model."
-            for name in (
-                "num_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "seq_length",
-                "max_position_embeddings",
-            )
-            if getattr(self, name) is None
-        ]
-        if found:
-            return found
+            yield from self._recompute_errors()
+            return
+        missing = [name for name in REQUIRED if getattr(self, name) is None]
+        for name in missing:
+            yield f"`--{name.replace('_', '-')}` is missing; give the size of the model."
+        if missing:
+            return
         h, n = self.hidden_size or 1, self.num_attention_heads or 1
         if h % n and self.kv_channels == h // n:
-            found.append(
+            yield (
                 f"`--hidden-size` ({h}) must be divisible by `--num-attention-heads` ({n}); use "
                 f"{-(-h // n) * n}, or give `--kv-channels`."
             )
         if (self.max_position_embeddings or 0) < (self.seq_length or 0):
-            found.append(
+            yield (
                 f"`--max-position-embeddings` ({self.max_position_embeddings}) must be at least "
                 f"`--seq-length` ({self.seq_length}); use {self.seq_length}."
             )
-        return [*found, *self._rotary_errors(), *self._layer_errors(n)]
+        if self.position_embedding_type == "rope" and self.kv_channels:
+            yield from self._rotary_errors(self.kv_channels)
+        yield from self._layer_errors(n)
+        yield from self._recompute_errors()
 
-    def _rotary_errors(self) -> list[str]:
-        """Return a sentence where channels of a head cannot be rotated in pairs."""
-        size = self.kv_channels or 0
-        if self.position_embedding_type != "rope" or not size:
-            return []
+    def _rotary_errors(self, size: int) -> Iterator[str]:
+        """Yield a sentence where channels of a head cannot be rotated in pairs."""
         if self.rotary_percent == 1 and size % 2:
-            return [
+            yield (
                 f"`--kv-channels` ({size}) must be even with `--position-embedding-type rope`, "
                 f"which rotates channels in pairs; use {size + 1}."
-            ]
-        if int(size * self.rotary_percent) < 1:
-            return [
+            )
+        elif int(size * self.rotary_percent) < 1:
+            yield (
                 f"`--rotary-percent` ({self.rotary_percent}) leaves no channel of a head of "
                 f"{size} to rotate; use {2 / size:g} or more."
-            ]
-        return []
+            )
 
-    def _layer_errors(self, heads: int) -> list[str]:
-        found = []
+    def _layer_errors(self, heads: int) -> Iterator[str]:
         if self.num_query_groups and heads % self.num_query_groups:
-            found.append(
+            yield (
                 f"`--num-attention-heads` ({heads}) must be divisible by `--num-query-groups` "
                 f"({self.num_query_groups}); use {heads // max(1, heads // self.num_query_groups)}"
                 " groups."
@@ -341,31 +278,28 @@ class ModelConfig:
         activations = [x for x in ("swiglu", "squared_relu", "quick_geglu") if getattr(self, x)]
         if len(activations) > 1:
             flags = " and ".join(f"`--{x.replace('_', '-')}`" for x in activations)
-            found.append(f"{flags} exclude each other; give one.")
+            yield f"{flags} exclude each other; give one."
         if self.deterministic_dropout and self.transformer_impl == "transformer_engine":
-            found.append(
+            yield (
                 "`--deterministic-dropout` needs our own layers, which `--transformer-impl "
                 "transformer_engine` replaces; use `--transformer-impl torch`."
             )
         if self.softmax_type != "vanilla" and self.transformer_impl == "torch":
-            found.append(
+            yield (
                 f"`--softmax-type` ({self.softmax_type}) needs Transformer Engine; use vanilla, "
                 "or `--transformer-impl transformer_engine`."
             )
-        return [*found, *self._recompute_errors()]
 
-    def _recompute_errors(self) -> list[str]:
-        found = []
+    def _recompute_errors(self) -> Iterator[str]:
         if self.recompute_granularity == "full" and self.recompute_method is None:
-            found.append(
+            yield (
                 "`--recompute-granularity full` needs `--recompute-method`; use uniform with "
                 "`--recompute-num-layers 1`."
             )
         if self.recompute_granularity == "full" and self.recompute_num_layers is None:
-            found.append("`--recompute-granularity full` needs `--recompute-num-layers`; use 1.")
+            yield "`--recompute-granularity full` needs `--recompute-num-layers`; use 1."
         if self.recompute_granularity == "selective" and self.recompute_method is not None:
-            found.append(
+            yield (
                 f"`--recompute-method` ({self.recompute_method}) goes with "
                 "`--recompute-granularity full`; leave it out."
             )
-        return found

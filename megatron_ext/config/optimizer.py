@@ -1,25 +1,26 @@
-"""Optimizer, learning-rate schedule, and data-parallel gradient reduction.
-
-The average of the weights that a run keeps beside them.
-"""
+"""Update rule, schedule, gradient reduction, average of the weights, and low-rank adapters."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_ext.config.flags import (
     BELOW_ONE,
     COUNT,
+    FACTOR,
     LONG_COUNT,
     LONG_NATURAL,
     NATURAL,
     NORM,
     RATE,
-    IfChanged,
+    SIZE,
+    Changeable,
     Range,
     flag,
+    resumed_flag,
+    said_flag,
 )
 
 DECAY = Range(0, 100)
@@ -27,18 +28,12 @@ OVERLAP = "communication on a CPU does not run beside computation"
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """Update rule and schedule; names and defaults are Megatron-LM's.
-
-    Attributes:
-        usual_warmup_iters: warm-up of a run that does not give one.
-    """
-
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
+class OptimizerConfig(Changeable):
+    """Update rule and schedule; names and defaults are Megatron-LM's."""
 
     optimizer: str = flag("adam", "rule that updates the weights", choices=("adam", "sgd"))
-    lr: float | None = flag(None, "largest learning rate", bounds=RATE)
-    min_lr: float = flag(0.0, "smallest learning rate after the warm-up", bounds=RATE)
+    lr: float | None = flag(None, "largest learning rate", RATE)
+    min_lr: float = flag(0.0, "smallest learning rate after the warm-up", RATE)
     lr_decay_style: str = flag(
         "linear",
         "shape of the learning rate's decay",
@@ -47,80 +42,63 @@ class OptimizerConfig:
     lr_decay_iters: int | None = flag(
         None,
         "step at which the learning rate's decay ends; default: the end of the run",
-        unit="steps",
-        bounds=COUNT,
+        COUNT,
+        "steps",
     )
     lr_decay_samples: int | None = flag(
         None,
         "sample at which the learning rate's decay ends; default: the end of the run",
-        unit="samples",
-        bounds=LONG_COUNT,
+        LONG_COUNT,
+        "samples",
     )
-    lr_wsd_decay_style: str = flag(
+    lr_wsd_decay_style: str = said_flag(
         "exponential",
         "shape of the last phase of --lr-decay-style WSD",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        if_changed="say",
     )
-    lr_wsd_decay_iters: int | None = flag(
-        None,
-        "steps of the last phase of --lr-decay-style WSD",
-        unit="steps",
-        bounds=COUNT,
-        if_changed="say",
+    lr_wsd_decay_iters: int | None = said_flag(
+        None, "steps of the last phase of --lr-decay-style WSD", COUNT, "steps"
     )
-    lr_wsd_decay_samples: int | None = flag(
-        None,
-        "samples of the last phase of --lr-decay-style WSD",
-        unit="samples",
-        bounds=LONG_COUNT,
-        if_changed="say",
+    lr_wsd_decay_samples: int | None = said_flag(
+        None, "samples of the last phase of --lr-decay-style WSD", LONG_COUNT, "samples"
     )
     lr_warmup_fraction: float | None = flag(
-        None, "share of the decay's length that warms the learning rate up", bounds=BELOW_ONE
+        None, "share of the decay's length that warms the learning rate up", BELOW_ONE
     )
     lr_warmup_iters: int | None = flag(
         None,
         "steps of the warm-up; default: 0, or the task's usual warm-up, at most a tenth of the run",
-        unit="steps",
+        NATURAL,
+        "steps",
         names=("--warmup",),
-        bounds=NATURAL,
     )
-    lr_warmup_samples: int = flag(0, "samples of the warm-up", unit="samples", bounds=LONG_NATURAL)
-    lr_warmup_init: float = flag(
-        0.0, "learning rate at the start of the warm-up", bounds=RATE, if_changed="say"
-    )
+    lr_warmup_samples: int = flag(0, "samples of the warm-up", LONG_NATURAL, "samples")
+    lr_warmup_init: float = said_flag(0.0, "learning rate at the start of the warm-up", RATE)
     decoupled_lr: float | None = flag(
-        None,
-        "largest learning rate of the embedding and the output layer; default: --lr",
-        bounds=RATE,
+        None, "largest learning rate of the embedding and the output layer; default: --lr", RATE
     )
     decoupled_min_lr: float | None = flag(
-        None, "smallest learning rate of the embedding and the output layer", bounds=RATE
+        None, "smallest learning rate of the embedding and the output layer", RATE
     )
-    weight_decay: float = flag(0.01, "decoupled weight decay", bounds=DECAY)
-    start_weight_decay: float | None = flag(None, "weight decay at the start", bounds=DECAY)
-    end_weight_decay: float | None = flag(None, "weight decay at the end", bounds=DECAY)
+    weight_decay: float = flag(0.01, "decoupled weight decay", DECAY)
+    start_weight_decay: float | None = flag(None, "weight decay at the start", DECAY)
+    end_weight_decay: float | None = flag(None, "weight decay at the end", DECAY)
     weight_decay_incr_style: str = flag(
         "constant",
         "shape of the weight decay between --start-weight-decay and --end-weight-decay",
         choices=("constant", "linear", "cosine"),
     )
-    clip_grad: float = flag(
-        1.0, "largest global gradient norm, 0 for no clipping", bounds=NORM, if_changed="say"
-    )
-    adam_beta1: float = flag(
-        0.9, "decay rate of Adam's first moment", bounds=BELOW_ONE, if_changed="keep"
-    )
+    clip_grad: float = said_flag(1.0, "largest global gradient norm, 0 for no clipping", NORM)
+    adam_beta1: float = flag(0.9, "decay rate of Adam's first moment", BELOW_ONE, if_changed="keep")
     adam_beta2: float = flag(
-        0.999, "decay rate of Adam's second moment", bounds=BELOW_ONE, if_changed="keep"
+        0.999, "decay rate of Adam's second moment", BELOW_ONE, if_changed="keep"
     )
     adam_eps: float = flag(
-        1e-8, "epsilon in Adam's denominator", bounds=Range(1e-30, 1), if_changed="keep"
+        1e-8, "epsilon in Adam's denominator", Range(1e-30, 1), if_changed="keep"
     )
-    sgd_momentum: float = flag(0.9, "momentum of SGD", bounds=BELOW_ONE, if_changed="keep")
-    apply_wd_to_qk_layernorm: bool = flag(
-        False, "decay the weights of the norms of queries and keys too", if_changed="say"
+    sgd_momentum: float = flag(0.9, "momentum of SGD", BELOW_ONE, if_changed="keep")
+    apply_wd_to_qk_layernorm: bool = said_flag(
+        False, "decay the weights of the norms of queries and keys too"
     )
     use_distributed_optimizer: bool = flag(False, "share optimizer state over replicas")
     overlap_grad_reduce: bool = flag(
@@ -136,11 +114,9 @@ class OptimizerConfig:
         True, "let all pipeline stages gather their parameters together", gpu_only=OVERLAP
     )
     ddp_bucket_size: int | None = flag(
-        None, "parameters of a gradient bucket", gpu_only=OVERLAP, bounds=COUNT
+        None, "parameters of a gradient bucket", COUNT, gpu_only=OVERLAP
     )
-    ddp_num_buckets: int | None = flag(
-        None, "number of gradient buckets", gpu_only=OVERLAP, bounds=COUNT
-    )
+    ddp_num_buckets: int | None = flag(None, "number of gradient buckets", COUNT, gpu_only=OVERLAP)
     ddp_average_in_collective: bool = flag(
         False, "average gradients inside of the collective", gpu_only="gloo cannot average"
     )
@@ -156,6 +132,7 @@ class OptimizerConfig:
         names=("--use-checkpoint-opt_param-scheduler",),
     )
     usual_warmup_iters: int = 0
+    """The warm-up of a run that does not give one."""
 
     def warmup_notes(self) -> list[str]:
         """Say that the usual warm-up was shortened; for runs that give none."""
@@ -175,20 +152,20 @@ class EmaConfig:
     ema_decay: float | None = flag(
         None,
         "keep an average of the weights that retains this share at each update, 0 for none",
-        bounds=BELOW_ONE,
+        BELOW_ONE,
         advice="use 0.9999",
     )
     ema_start: int | None = flag(
         None,
         "first step that is averaged, until then the average is the weights; default: 1, or as "
         "the task says",
-        bounds=COUNT,
+        COUNT,
     )
     ema_update_every: int = flag(
         1,
         "average only after each so-manyth step that trains the model, with an unchanged decay",
-        unit="steps",
-        bounds=COUNT,
+        COUNT,
+        "steps",
     )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too", if_changed="allow")
     for_sampling: bool = False
@@ -203,3 +180,54 @@ class EmaConfig:
     def keeps_average(self, *, trains: bool) -> bool:
         """Return whether the run holds averaged weights: to go on with, or only to evaluate."""
         return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling
+
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Linear layers of a GPT's blocks."""
+
+ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv")
+"""Linear layers that may have adapters: those of cross-attention are projected apart."""
+
+DEFAULT_ALPHA = 32.0
+
+
+@dataclass(frozen=True)
+class LoraConfig(Changeable):
+    """Low-rank adapters: ``y = W x + (alpha / rank) * B A dropout(x)`` with a frozen W."""
+
+    lora_rank: int | None = flag(
+        None, "rank of the adapters; without it all parameters train", SIZE
+    )
+    lora_alpha: float | None = resumed_flag(
+        None,
+        f"adapters are scaled by this over the rank; default {DEFAULT_ALPHA:g}",
+        FACTOR,
+        advice="use 32",
+    )
+    lora_dropout: float = said_flag(0.0, "dropout of the inputs of adapters", BELOW_ONE)
+    lora_target_modules: list[str] | None = flag(
+        None, "linear layers that get an adapter; default: all of a block", nargs="+"
+    )
+    lora_rslora: bool = resumed_flag(
+        False,
+        "scale adapters by --lora-alpha over the root of the rank, instead of the rank "
+        "(arXiv:2312.03732)",
+    )
+
+    saves_adapters_only: bool = False
+    """Checkpoints leave out the frozen weights, as where several networks share them."""
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of ``B A x``, for a configuration with a rank."""
+        assert self.lora_rank is not None
+        alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
+        return alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
+
+    def resolved(self) -> LoraConfig:
+        """Return the section with default alpha and layers, where there are adapters."""
+        if self.lora_rank is None:
+            return self
+        alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
+        targets = list(TARGETS) if self.lora_target_modules is None else self.lora_target_modules
+        return dataclasses.replace(self, lora_alpha=alpha, lora_target_modules=targets)

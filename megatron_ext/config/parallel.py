@@ -3,54 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from megatron_ext.config.flags import PROCESSES, SIZE, IfChanged, Range, flag
+from megatron_ext.config.flags import PROCESSES, SIZE, Changeable, Range, flag
 
 SCHEDULES = (
-    "no-pipelining",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-v",
-    "core-no-pipelining",
-    "core-1f1b",
-    "core-interleaved",
-)
+    "no-pipelining 1f1b interleaved zb-h1 zb-v core-no-pipelining core-1f1b core-interleaved"
+).split()
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Changeable):
     """Parallel sizes; the data-parallel size is what is left of the ranks."""
 
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
-
     tensor_model_parallel_size: int = flag(
-        1, "ranks that share each matrix (tensor parallelism)", unit="ranks", bounds=SIZE
+        1, "ranks that share each matrix (tensor parallelism)", SIZE, "ranks"
     )
     pipeline_model_parallel_size: int = flag(
-        1, "pipeline stages that the layers are cut into", unit="stages", bounds=SIZE
+        1, "pipeline stages that the layers are cut into", SIZE, "stages"
     )
     context_parallel_size: int = flag(
-        1, "ranks that share each sequence (context parallelism)", unit="ranks", bounds=SIZE
+        1, "ranks that share each sequence (context parallelism)", SIZE, "ranks"
     )
     expert_model_parallel_size: int = flag(
-        1, "ranks that share the experts (expert parallelism)", unit="ranks", bounds=SIZE
+        1, "ranks that share the experts (expert parallelism)", SIZE, "ranks"
     )
     expert_tensor_parallel_size: int | None = flag(
-        None,
-        "ranks that share each expert; default: the tensor-parallel size",
-        unit="ranks",
-        bounds=SIZE,
+        None, "ranks that share each expert; default: the tensor-parallel size", SIZE, "ranks"
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
         "layers of each virtual chunk; several chunks on each pipeline stage take turns",
-        unit="layers",
-        bounds=SIZE,
+        SIZE,
+        "layers",
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "virtual chunks on each pipeline stage, which take turns", unit="chunks", bounds=SIZE
+        None, "virtual chunks on each pipeline stage, which take turns", SIZE, "chunks"
     )
     pipeline_schedule: str | None = flag(
         None,
@@ -67,8 +54,8 @@ class ParallelConfig:
         None,
         "micro-batches that a virtual chunk handles before the next chunk; default: the pipeline"
         " size",
+        SIZE,
         names=("--microbatch-group-size-per-virtual-pipeline-stage",),
-        bounds=SIZE,
     )
     sequence_parallel: bool = flag(False, "share norms and dropout along the sequence too")
     cp_comm_type: list[str] = flag(
@@ -78,12 +65,8 @@ class ParallelConfig:
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
         nargs="+",
     )
-    decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first stage", bounds=SIZE
-    )
-    decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last stage", bounds=SIZE
-    )
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage", SIZE)
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage", SIZE)
     account_for_embedding_in_pipeline_split: bool = flag(
         False, "count the embedding as a layer when the stages are cut"
     )
@@ -97,12 +80,10 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(
         10,
         "longest duration of a collective; a run whose ranks wait longer ends",
-        unit="minutes",
-        bounds=Range(0.01, 1e6),
+        Range(0.01, 1e6),
+        "minutes",
     )
-    nproc_per_node: int = flag(
-        1, "ranks to start here, when torchrun did not", unit="ranks", bounds=PROCESSES
-    )
+    nproc_per_node: int = flag(1, "ranks to start here, when torchrun did not", PROCESSES, "ranks")
     virtual_pipeline_model_parallel_size: int | None = None
     world_size: int = 1
     data_parallel_size: int = 1

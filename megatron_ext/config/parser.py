@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,25 @@ from megatron_ext.config.megatron_flags import (
     OF_ENGINE,
     RENAMED,
     UNSUPPORTED,
-    Need,
 )
-from megatron_ext.config.program_flags import (
+from megatron_ext.config.run import Program, RunConfig, engine_sections
+from megatron_ext.config.sections import (
+    OWN_FLAGS,
     all_flags,
     canonical,
-    is_left_out,
-    known_names,
+    check_sections,
     left_out_flags,
+    print_help,
     reason_left_out,
     sections_of,
     spellings,
     value_of_entry,
     value_of_words,
 )
-from megatron_ext.config.run import Program, RunConfig, engine_sections
-from megatron_ext.config.sections import check_sections, print_help
 from megatron_ext.errors import ConfigError
+
+Values = dict[str, dict[str, Any]]
+"""Values of fields, by section."""
 
 
 @dataclass(frozen=True)
@@ -50,33 +52,15 @@ class ParsedArgs:
         config: the resolved configuration.
         task: what the flags choose of the program's tasks.
         notes: one line for each flag that has no effect or an old name.
+        given: fields of the flags on the command line.
         print_config: the user asked for the resolved configuration instead of a run.
     """
 
     config: RunConfig
     notes: list[str]
     task: Any
+    given: frozenset[str]
     print_config: bool = False
-
-
-@dataclass
-class _Reading:
-    """The words of a command line that have been read so far."""
-
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    given: list[Flag] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    config_files: list[str] = field(default_factory=list)
-    print_config: bool = False
-    no_position_embedding: bool = False
-    elsewhere: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    settled: list[tuple[str, str, Flag, Any]] = field(default_factory=list)
-
-    def put(self, flag: Flag, value: Any) -> None:
-        self.values.setdefault(flag.section, {})[flag.field] = value
-        self.given.append(flag)
 
 
 def parse_args(
@@ -110,7 +94,7 @@ def parse_args(
         print_help(all_flags(program))
         raise SystemExit(0)
     reading = read_words(argv, program, elsewhere)
-    given = [_read_yaml(path, reading, program) for path in reading.config_files]
+    given = [reading.read_yaml(path, program) for path in reading.config_files]
     given.append(reading.values)
     try:
         # The flags choose the task, whose defaults stand below them.
@@ -121,243 +105,232 @@ def parse_args(
             bare = RunConfig.from_dict(_joined([*layers, asked]), program.sections)
             layers.append(dict(task.stored_model(checkpoint_config, bare)))
         values = _joined([*layers, *given])
-        _settle_old_spellings(values, reading)
+        reading.settle_old_spellings(values)
         bare = RunConfig.from_dict(values, program.sections)
         config = finalize(bare, task, world_size, device)
     except ConfigError as error:
         raise ConfigError([*reading.errors, *error.messages]) from None
-    reading.errors += _left_out_errors(reading, config)
-    reading.errors += [
-        f"`{flag.shown}` has no effect {reason_left_out(task.left_out, flag)}; leave it out."
-        for flag in all_flags(program)
-        if is_left_out(task, flag.section, flag.field)
-        and asked.get(flag.section, {}).get(flag.field, flag.default)
-        not in (flag.default, task.defaults.get(flag.field, flag.default))
-    ]
+    reading.errors += reading.left_out_errors(config)
+    for flag in all_flags(program):
+        reason = reason_left_out(task.left_out, flag)
+        value = asked.get(flag.section, {}).get(flag.field, flag.default)
+        if reason and value not in (flag.default, task.defaults.get(flag.field, flag.default)):
+            reading.errors.append(f"`{flag.shown}` has no effect {reason}; leave it out.")
     if reading.errors:
         raise ConfigError(reading.errors)
-    notes = [
-        *reading.notes,
-        *_inert(reading, config, getattr(task, "needs", ())),
-        *(() if "lr_warmup_iters" in values["optimizer"] else config.optimizer.warmup_notes()),
-    ]
-    return ParsedArgs(config, notes, task, reading.print_config)
+    notes = [*reading.notes, *_inert(reading.given, config, task.needs)]
+    if "lr_warmup_iters" not in values["optimizer"]:
+        notes += config.optimizer.warmup_notes()
+    fields = frozenset(flag.field for flag in reading.given)
+    return ParsedArgs(config, notes, task, fields, reading.print_config)
 
 
-def _joined(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
     """Return values by section, of which later layers win."""
-    values: dict[str, dict[str, Any]] = {}
+    values: Values = {}
     for layer in layers:
         for section, entries in layer.items():
             values.setdefault(section, {}).update(entries)
     return values
 
 
-def _settle_old_spellings(values: dict[str, dict[str, Any]], reading: _Reading) -> None:
-    """Let flags that speak of another flag have their effect."""
-    precision = values.get("precision", {})
-    if "bf16" in precision or precision.get("fp16"):
-        precision["bf16_on_gpu"] = False
-    if reading.no_position_embedding:
-        _no_position_embedding(values.get("model", {}), reading)
-
-
-def read_words(
-    argv: Sequence[str], program: Program, elsewhere: Mapping[str, Sequence[type]] | None = None
-) -> _Reading:
-    """Turn words into values of fields, collecting errors on the way."""
-    reading, table = _Reading(), spellings(all_flags(program))
-    reading.elsewhere = {
-        name: program_name
-        for program_name, kinds in (elsewhere or {}).items()
-        for name in spellings([flag for kind in kinds for flag in flags_of("", kind)])
-    }
-    reading.left_out = {
-        name: reason_left_out(program.left_out, flag)
-        for flag in left_out_flags(program).values()
-        for name in spellings([flag])
-    }
-    words = _expand_old_spellings(_split_equals(argv), reading)
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
-        if not word.startswith("--"):
-            reading.errors.append(
-                f"`{word}` is no flag; flags start with two dashes, and a value follows its flag."
-            )
-            continue
-        values: list[str] = []
-        while position < len(words) and not words[position].startswith("--"):
-            values.append(words[position])
-            position += 1
-        _read_flag(word, values, table, reading)
-    return reading
-
-
-def _split_equals(argv: Sequence[str]) -> list[str]:
-    """Split ``--a=b`` into two words."""
-    words: list[str] = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        words.extend((name, value) if word.startswith("--") and equals else (word,))
-    return words
-
-
-def _expand_old_spellings(words: Sequence[str], reading: _Reading) -> list[str]:
-    expanded: list[str] = []
-    for word in words:
-        now = RENAMED.get(word) or RENAMED.get(canonical(word)) if word[:2] == "--" else None
-        if now is None:
-            expanded.append(word)
-            continue
-        reading.notes.append(f"`{word}` is spelled `{' '.join(now)}` now.")
-        expanded.extend(now)
-    return expanded
-
-
-def _read_flag(
-    word: str, values: list[str], table: dict[str, tuple[Flag, bool]], reading: _Reading
-) -> None:
-    name = canonical(word)
-    if name == "--print-config":
-        reading.print_config = True
-    elif name == "--config":
-        reading.config_files.extend(values)
-        if not values:
-            reading.errors.append(f"`{word}` takes a file, but got none.")
-    elif name == "--no-position-embedding":
-        reading.no_position_embedding = True
-    elif name in table:
-        flag, positive = table[name]
-        _read_value(flag, word, values, positive, reading)
-    elif word in NO_EFFECT or name in NO_EFFECT:
-        _, reason = NO_EFFECT.get(name) or NO_EFFECT[word]
-        reading.notes.append(f"`{word}` has no effect: {reason}.")
-    elif name in UNSUPPORTED or name.replace("--no-", "--", 1) in UNSUPPORTED:
-        reason = UNSUPPORTED.get(name) or UNSUPPORTED[name.replace("--no-", "--", 1)]
-        reading.errors.append(f"`{word}` is known from Megatron-LM but refused here: {reason}.")
-    elif name in reading.elsewhere:
-        reading.errors.append(
-            f"`{word}` is a flag of {reading.elsewhere[name]}, not of this program; leave it out."
-        )
-    elif name in reading.left_out:
-        reading.errors.append(f"`{word}` has no effect {reading.left_out[name]}; leave it out.")
-    else:
-        near = difflib.get_close_matches(name, known_names(table), n=3, cutoff=0.6)
-        advice = f"did you mean {' or '.join(f'`{x}`' for x in near)}?" if near else "see --help."
-        reading.errors.append(f"`{word}` is not a flag of this program; {advice}")
-
-
-def _read_value(
-    flag: Flag, word: str, values: list[str], positive: bool, reading: _Reading
-) -> None:
-    if flag.type is bool:
-        if values:
-            reading.errors.append(
-                f"`{word}` takes no value, but got {' '.join(values)}; leave it out."
-            )
-        reading.put(flag, positive)
-        return
-    try:
-        reading.put(flag, value_of_words(flag, word, values))
-    except ConfigError as error:
-        reading.errors += error.messages
-
-
-def _read_yaml(path: str, reading: _Reading, program: Program) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file whose entries may be nested by section or flat."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reading.errors.append(f"`--config` ({path}) cannot be read: {error}.")
-        return {}
-    if not isinstance(content, dict):
-        reading.errors.append(f"`--config` ({path}) must hold names and values.")
-        return {}
-    fields = {flag.field: flag for flag in all_flags(program)}
-    left_out = left_out_flags(program)
-    sections: dict[str, dict[str, Any]] = {}
-    flat = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            flat.update(value)
-        elif key != "device":
-            flat[key] = value
-    for key, value in flat.items():
-        name = str(key).lstrip("-").replace("-", "_")
-        if name in fields:
-            try:
-                read = value_of_entry(fields[name], f"{key}` in `{path}", value)
-            except ConfigError as error:
-                reading.errors += error.messages
-                continue
-            sections.setdefault(fields[name].section, {})[name] = read
-        elif name in left_out:
-            reading.settled.append((path, str(key), left_out[name], value))
-        elif name not in _derived(program):
-            near = difflib.get_close_matches(name, list(fields), n=2)
-            advice = f"did you mean {' or '.join(near)}?" if near else "see --help."
-            reading.errors.append(f"`{key}` in {path} is not a flag of this program; {advice}")
-    return sections
-
-
-def _left_out_errors(reading: _Reading, config: RunConfig) -> list[str]:
-    """Return a sentence for entries of files that contradict what the task has settled.
-
-    A stored configuration holds fields that the task decides; they may stand there as it does.
-    """
-    found = []
-    for path, key, flag, value in reading.settled:
-        has = getattr(getattr(config, flag.section), flag.field)
-        held = list(has) if isinstance(has, tuple) else has
-        if value not in (held, flag.default):
-            found.append(
-                f"`{key}` in {path} ({value}) has no effect here: "
-                f"{reading.left_out[flag.positive[0]]}; leave it out."
-            )
-    return found
-
-
-def _by_section(values: Mapping[str, Any], program: Program) -> dict[str, dict[str, Any]]:
+def _by_section(values: Mapping[str, Any], program: Program) -> Values:
     """Return values of fields, each in the section that has it."""
-    found: dict[str, dict[str, Any]] = {}
+    found: Values = {}
     for name, kind in sections_of(program).items():
         fields = {field.name for field in dataclasses.fields(kind)}
         found[name] = {k: v for k, v in values.items() if k in fields}
     return found
 
 
-def _derived(program: Program) -> set[str]:
-    """Return fields that follow from others; a printed configuration holds them too."""
-    return {
-        field.name
-        for kind in sections_of(program).values()
-        for field in dataclasses.fields(kind)
-        if "help" not in field.metadata
-    }
+def read_words(
+    argv: Sequence[str], program: Program, elsewhere: Mapping[str, Sequence[type]] | None = None
+) -> _Reading:
+    """Turn words into values of fields, collecting errors on the way."""
+    reading = _Reading(
+        table=spellings(all_flags(program)),
+        elsewhere={
+            name: program_name
+            for program_name, kinds in (elsewhere or {}).items()
+            for name in spellings([flag for kind in kinds for flag in flags_of("", kind)])
+        },
+        left_out={
+            name: reason_left_out(program.left_out, flag)
+            for flag in left_out_flags(program).values()
+            for name in spellings([flag])
+        },
+    )
+    entries: list[tuple[str, list[str]]] = []
+    for word in reading.words(argv):
+        if word.startswith("--"):
+            entries.append((word, []))
+        elif entries:
+            entries[-1][1].append(word)
+        else:
+            reading.errors.append(
+                f"`{word}` is no flag; flags start with two dashes, and a value follows its flag."
+            )
+    for word, values in entries:
+        reading.read_flag(word, canonical(word), values)
+    return reading
 
 
-def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
-    """Answer the old way to say "no learned table": needless beside rope or none, else refused."""
-    kind = model.get("position_embedding_type", "learned_absolute")
-    if kind in ("rope", "none"):
-        reading.notes.append(
-            f"`--no-position-embedding` has no effect: `--position-embedding-type {kind}` has no "
-            "learned table."
-        )
-    else:
-        reading.errors.append(
-            f"`--no-position-embedding` contradicts `--position-embedding-type` ({kind}); use "
-            "`--position-embedding-type none`."
-        )
+@dataclass
+class _Reading:
+    """A command line that is read: the flags that may stand there, and what has been found.
+
+    Attributes:
+        table: the program's flags by spelling, each with whether the spelling sets True or a value.
+        elsewhere: names of other programs by the spellings of their flags.
+        left_out: reasons why the program lacks flags of the engine, by spelling.
+        settled: entries of files that name such flags: file, key, flag and value.
+    """
+
+    table: dict[str, tuple[Flag, bool]]
+    elsewhere: dict[str, str]
+    left_out: dict[str, str | None]
+    values: Values = field(default_factory=dict)
+    given: list[Flag] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    config_files: list[str] = field(default_factory=list)
+    print_config: bool = False
+    no_position_embedding: bool = False
+    settled: list[tuple[str, str, Flag, Any]] = field(default_factory=list)
+
+    def words(self, argv: Sequence[str]) -> Iterator[str]:
+        """Yield ``--a=b`` as two words, and today's names in the place of old ones."""
+        for word in argv:
+            name, equals, value = word.partition("=") if word[:2] == "--" else (word, "", "")
+            now = RENAMED.get(name) or RENAMED.get(canonical(name)) if word[:2] == "--" else None
+            if now is not None:
+                self.notes.append(f"`{name}` is spelled `{' '.join(now)}` now.")
+            yield from now or (name,)
+            if equals:
+                yield value
+
+    def read_flag(self, word: str, name: str, values: list[str]) -> None:
+        """Give a flag one of the four answers; ``name`` is its canonical spelling."""
+        if name == "--print-config":
+            self.print_config = True
+        elif name == "--config":
+            self.config_files.extend(values)
+            if not values:
+                self.errors.append(f"`{word}` takes a file, but got none.")
+        elif name == "--no-position-embedding":
+            self.no_position_embedding = True
+        elif name in self.table:
+            self._read_value(word, values, *self.table[name])
+        elif word in NO_EFFECT or name in NO_EFFECT:
+            reason = NO_EFFECT.get(name) or NO_EFFECT[word]
+            self.notes.append(f"`{word}` has no effect: {reason}.")
+        elif name in UNSUPPORTED or name.replace("--no-", "--", 1) in UNSUPPORTED:
+            why = UNSUPPORTED.get(name) or UNSUPPORTED[name.replace("--no-", "--", 1)]
+            self.errors.append(f"`{word}` is known from Megatron-LM but refused here: {why}.")
+        elif name in self.elsewhere:
+            other = self.elsewhere[name]
+            self.errors.append(f"`{word}` is a flag of {other}, not of this program; leave it out.")
+        elif name in self.left_out:
+            self.errors.append(f"`{word}` has no effect {self.left_out[name]}; leave it out.")
+        else:
+            answered = (canonical(name) for name in NO_EFFECT)
+            known = [*self.table, *answered, *RENAMED, *UNSUPPORTED, *OWN_FLAGS]
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+            self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
+
+    def _read_value(self, word: str, values: list[str], flag: Flag, positive: bool) -> None:
+        value: Any = positive
+        if flag.type is bool and values:
+            given = " ".join(values)
+            self.errors.append(f"`{word}` takes no value, but got {given}; leave it out.")
+        if flag.type is not bool:
+            try:
+                value = value_of_words(flag, word, values)
+            except ConfigError as error:
+                self.errors += error.messages
+                return
+        self.values.setdefault(flag.section, {})[flag.field] = value
+        self.given.append(flag)
+
+    def read_yaml(self, path: str, program: Program) -> Values:
+        """Return the sections of a file whose entries may be nested by section or flat."""
+        import yaml
+
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            self.errors.append(f"`--config` ({path}) cannot be read: {error}.")
+            return {}
+        if not isinstance(content, dict):
+            self.errors.append(f"`--config` ({path}) must hold names and values.")
+            return {}
+        fields = {flag.field: flag for flag in all_flags(program)}
+        left_out = left_out_flags(program)
+        # A printed configuration holds fields that follow from others too.
+        derived = {
+            field.name
+            for kind in sections_of(program).values()
+            for field in dataclasses.fields(kind)
+            if "help" not in field.metadata
+        }
+        flat = {}
+        for key, value in content.items():
+            if key != "device":
+                flat.update(value if isinstance(value, dict) else {key: value})
+        sections: Values = {}
+        for key, value in flat.items():
+            name = str(key).lstrip("-").replace("-", "_")
+            if name in fields:
+                try:
+                    read = value_of_entry(fields[name], f"{key}` in `{path}", value)
+                    sections.setdefault(fields[name].section, {})[name] = read
+                except ConfigError as error:
+                    self.errors += error.messages
+            elif name in left_out:
+                self.settled.append((path, str(key), left_out[name], value))
+            elif name not in derived:
+                near = difflib.get_close_matches(name, list(fields), n=2)
+                self.errors.append(_unknown(f"`{key}` in {path}", near))
+        return sections
+
+    def left_out_errors(self, config: RunConfig) -> Iterator[str]:
+        """Yield a sentence for entries of files that contradict what the task has settled.
+
+        A stored configuration holds fields that the task decides; they may stand there as it does.
+        """
+        for path, key, flag, value in self.settled:
+            has = getattr(getattr(config, flag.section), flag.field)
+            if value not in (list(has) if isinstance(has, tuple) else has, flag.default):
+                why = self.left_out[flag.positive[0]]
+                yield f"`{key}` in {path} ({value}) has no effect {why}; leave it out."
+
+    def settle_old_spellings(self, values: Values) -> None:
+        """Let flags that speak of another flag have their effect."""
+        precision = values.get("precision", {})
+        if "bf16" in precision or precision.get("fp16"):
+            precision["bf16_on_gpu"] = False
+        if not self.no_position_embedding:
+            return
+        kind = values.get("model", {}).get("position_embedding_type", "learned_absolute")
+        if kind in ("rope", "none"):
+            self.notes.append(
+                f"`--no-position-embedding` has no effect: `--position-embedding-type {kind}` has "
+                "no learned table."
+            )
+        else:
+            self.errors.append(
+                f"`--no-position-embedding` contradicts `--position-embedding-type` ({kind}); use "
+                "`--position-embedding-type none`."
+            )
 
 
-def _inert(reading: _Reading, config: RunConfig, needs: Sequence[Need]) -> list[str]:
+def _unknown(named: str, near: list[str]) -> str:
+    advice = f"did you mean {' or '.join(near)}?" if near else "see --help."
+    return f"{named} is not a flag of this program; {advice}"
+
+
+def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -> list[str]:
     """Return notes on flags that were given and do nothing, at all, on this device or here."""
-    given = reading.given
     reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
     if config.device == "cpu":
         reasons += [(flag, flag.gpu_only, " on a CPU") for flag in given]
@@ -369,13 +342,12 @@ def _inert(reading: _Reading, config: RunConfig, needs: Sequence[Need]) -> list[
         without = " without Transformer Engine"
         told = [flag for flag in given if config.device != "cpu" or flag.gpu_only is None]
         reasons += [(flag, OF_ENGINE.get(flag.field), without) for flag in told]
-    notes = [
-        f"`{flag.shown}` has no effect{where}: {reason}."
-        for flag, reason, where in reasons
-        if reason
-    ]
-    for names, needed, has in (*NEEDS, *needs):
+    notes = [f"`{flag.shown}` has no effect{where}: {why}." for flag, why, where in reasons if why]
+    values = {k: v for section in config.by_name().values() for k, v in vars(section).items()}
+    for needed, names in {**NEEDS, **needs}.items():
+        name, _, wanted = needed.removeprefix("--").partition(" ")
+        value = values[name.replace("-", "_")]
         idle = [flag for flag in given if flag.field in names.split()]
-        if idle and not has(config):
+        if (str(value) != wanted) if wanted else value in (None, False):
             notes += [f"`{flag.shown}` has no effect without `{needed}`." for flag in idle]
     return notes

@@ -1,76 +1,54 @@
-"""Number formats of parameters, gradients and losses; products in 8 bits (arXiv:2209.05433)."""
+"""Number formats of parameters, gradients and losses, and options that speed layers up on GPUs.
+
+Products in 8 bits (arXiv:2209.05433), Transformer Engine's overlaps, and CUDA graphs. Names,
+meanings and defaults are Megatron-LM's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
-from megatron_ext.config.flags import COUNT, NATURAL, SIZE, IfChanged, Range, flag
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag, said_flag
 
 TE_RECIPES = ("blockwise", "mxfp8", "custom")
-
-
 TORCH_RECIPES = ("rowwise",)
 SCALE = Range(0, 2.0**64, above=True)
 """A loss scale."""
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
-    """fp32 unless ``--bf16`` or ``--fp16``.
+class PrecisionConfig(Changeable):
+    """fp32 unless ``--bf16`` or ``--fp16``."""
 
-    Attributes:
-        bf16_on_gpu: ``--bf16`` is the default on a GPU.
-    """
-
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
-
-    bf16: bool = flag(
+    bf16: bool = said_flag(
         False,
         "parameters and activations in bfloat16; where a task takes it by default on a GPU, "
         "--no-bf16 is fp32",
-        if_changed="say",
     )
-    fp16: bool = flag(
-        False, "parameters and activations in float16, with loss scaling", if_changed="say"
-    )
-    loss_scale: float | None = flag(
-        None, "fixed loss scale of fp16; default: dynamic", bounds=SCALE
-    )
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", bounds=SCALE)
-    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", bounds=SCALE)
+    fp16: bool = said_flag(False, "parameters and activations in float16, with loss scaling")
+    loss_scale: float | None = flag(None, "fixed loss scale of fp16; default: dynamic", SCALE)
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", SCALE)
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", SCALE)
     loss_scale_window: float = flag(
-        1000,
-        "steps without overflow before the dynamic loss scale doubles",
-        unit="steps",
-        bounds=Range(1, 1e9),
+        1000, "steps without overflow before the dynamic loss scale doubles", Range(1, 1e9), "steps"
     )
-    hysteresis: int = flag(2, "overflows before the dynamic loss scale halves", bounds=COUNT)
-    accumulate_allreduce_grads_in_fp32: bool = flag(
-        False,
-        "sum gradients in fp32; always on with --bf16 unless --grad-reduce-in-bf16",
-        if_changed="say",
+    hysteresis: int = flag(2, "overflows before the dynamic loss scale halves", COUNT)
+    accumulate_allreduce_grads_in_fp32: bool = said_flag(
+        False, "sum gradients in fp32; always on with --bf16 unless --grad-reduce-in-bf16"
     )
-    grad_reduce_in_bf16: bool = flag(False, "sum gradients in bf16", if_changed="say")
+    grad_reduce_in_bf16: bool = said_flag(False, "sum gradients in bf16")
     bf16_on_gpu: bool = False
+    """``--bf16`` is the default on a GPU."""
 
     def resolved(self, device: str) -> PrecisionConfig:
         """Return the section with the format of parameters and gradients settled."""
         bf16 = self.bf16 or (self.bf16_on_gpu and device == "cuda")
         in_fp32 = self.accumulate_allreduce_grads_in_fp32
-        if bf16:
-            in_fp32 = not self.grad_reduce_in_bf16
+        in_fp32 = not self.grad_reduce_in_bf16 if bf16 else in_fp32
         return dataclasses.replace(
             self, bf16=bf16, bf16_on_gpu=False, accumulate_allreduce_grads_in_fp32=in_fp32
         )
-
-    def errors(self) -> list[str]:
-        """Return a sentence for everything that cannot be run."""
-        found = []
-        if self.bf16 and self.fp16:
-            found.append("`--bf16` and `--fp16` exclude each other; give one.")
-        return found
 
 
 @dataclass(frozen=True)
@@ -90,10 +68,10 @@ class Fp8Config:
         choices=("delayed", "tensorwise", *TORCH_RECIPES, *TE_RECIPES),
     )
     fp8_margin: int = flag(
-        0, "headroom: a scale of the delayed recipe is divided by 2^margin", bounds=Range(0, 64)
+        0, "headroom: a scale of the delayed recipe is divided by 2^margin", Range(0, 64)
     )
     fp8_amax_history_len: int = flag(
-        1, "steps whose largest magnitudes the delayed recipe remembers", unit="steps", bounds=SIZE
+        1, "steps whose largest magnitudes the delayed recipe remembers", SIZE, "steps"
     )
     fp8_amax_compute_algo: str = flag(
         "most_recent",
@@ -128,10 +106,10 @@ class Fp8Config:
     )
     first_last_layers_bf16: bool = flag(False, "keep the first and the last layers in bf16")
     num_layers_at_start_in_bf16: int = flag(
-        1, "first layers to keep with --first-last-layers-bf16", unit="layers", bounds=NATURAL
+        1, "first layers to keep with --first-last-layers-bf16", NATURAL, "layers"
     )
     num_layers_at_end_in_bf16: int = flag(
-        1, "last layers to keep with --first-last-layers-bf16", unit="layers", bounds=NATURAL
+        1, "last layers to keep with --first-last-layers-bf16", NATURAL, "layers"
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
@@ -141,13 +119,81 @@ class Fp8Config:
         return dataclasses.replace(self, fp8_param_gather=False)
 
     def keeps_bf16(self, layer_number: int, num_layers: int) -> bool:
-        """Return whether a layer is computed in bf16.
-
-        Args:
-            layer_number: from 1, along the whole model.
-            num_layers: of the whole model.
-        """
+        """Return whether a layer, by its number from 1 in the whole model, is computed in bf16."""
         if not self.first_last_layers_bf16:
             return False
         after = num_layers - self.num_layers_at_end_in_bf16
         return not self.num_layers_at_start_in_bf16 < layer_number <= after
+
+
+TE_IMPL = "transformer_engine"
+LAUNCHES = "the launches of kernels that graphs save are a GPU's"
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class TransformerEngineConfig(Changeable):
+    """Overlap of matrix products with the communication of tensor parallelism."""
+
+    tp_comm_overlap: bool = flag(
+        False, "overlap products with tensor-parallel communication, in Transformer Engine's layers"
+    )
+    tp_comm_overlap_cfg: str | None = flag(
+        None, "YAML file that says how each product of --tp-comm-overlap overlaps"
+    )
+    tp_comm_overlap_ag: bool = flag(
+        True,
+        "with --tp-comm-overlap, overlap the all-gather with the product after it",
+        negative=("--disable-tp-comm-overlap-ag",),
+    )
+    tp_comm_overlap_rs: bool = flag(
+        True,
+        "with --tp-comm-overlap, overlap the reduce-scatter with the product before it",
+        negative=("--disable-tp-comm-overlap-rs",),
+    )
+    tp_comm_overlap_rs_dgrad: bool = flag(
+        False, "with --tp-comm-overlap, overlap the reduce-scatter with the gradient of the input"
+    )
+    tp_comm_bulk_dgrad: bool = flag(
+        True,
+        "with --tp-comm-overlap, overlap the whole all-gather with the gradient of the input",
+        negative=("--disable-tp-comm-bulk-dgrad",),
+    )
+    tp_comm_bulk_wgrad: bool = flag(
+        True,
+        "with --tp-comm-overlap, overlap the whole reduce-scatter with the gradient of the weight",
+        negative=("--disable-tp-comm-bulk-wgrad",),
+    )
+    tp_comm_overlap_disable_qkv: bool = flag(
+        False, "with --tp-comm-overlap, overlap nothing in the QKV projection"
+    )
+    tp_comm_overlap_disable_fc1: bool = flag(
+        False, "with --tp-comm-overlap, overlap nothing in the first layer of the MLP"
+    )
+    tp_comm_bootstrap_backend: str = flag(
+        "nccl",
+        "backend over which the buffers of --tp-comm-overlap are set up",
+        choices=("nccl", "mpi", "gloo"),
+    )
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        None,
+        "--context-parallel-size as a product, for --cp-comm-type a2a+p2p: ranks that exchange "
+        "heads, and groups of them that pass keys and values on",
+        SIZE,
+        nargs="+",
+    )
+
+
+@dataclass(frozen=True)
+class CudaGraphConfig(Changeable):
+    """No graphs unless ``--cuda-graph-impl``; names and defaults are Megatron-LM's."""
+
+    cuda_graph_impl: str = flag(
+        "none",
+        "launch the kernels of each transformer layer at once, recorded by torch (local)",
+        choices=("none", "local", "transformer_engine"),
+        gpu_only=LAUNCHES,
+    )
+    cuda_graph_warmup_steps: int = flag(
+        WARMUP_STEPS, "runs of a layer before it is recorded", SIZE, "runs", gpu_only=LAUNCHES
+    )

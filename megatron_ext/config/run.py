@@ -1,27 +1,32 @@
 """The configuration of a run: one frozen section for each concern, as plain data.
 
-`finalize.finalize` fills in what follows from other values and checks all of it.
+`finalize.finalize` fills in what follows from other values and checks all of it;
+`transformer_fields` gives the fields of megatron-core's TransformerConfig.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeVar
 
-from megatron_ext.config.acceleration import CudaGraphConfig, TransformerEngineConfig
-from megatron_ext.config.checkpoint import CheckpointConfig
-from megatron_ext.config.lora import LoraConfig
-from megatron_ext.config.loss import LossConfig
+import yaml
+
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
-from megatron_ext.config.optimizer import EmaConfig, OptimizerConfig
+from megatron_ext.config.optimizer import EmaConfig, LoraConfig, OptimizerConfig
+from megatron_ext.config.output import CheckpointConfig, LoggingConfig, PlanningConfig
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.precision import Fp8Config, PrecisionConfig
-from megatron_ext.config.reporting import LoggingConfig, PlanningConfig
-from megatron_ext.config.sections import named, section_name
-from megatron_ext.config.training import TrainingConfig
+from megatron_ext.config.precision import (
+    CudaGraphConfig,
+    Fp8Config,
+    PrecisionConfig,
+    TransformerEngineConfig,
+)
+from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError
 
 Section = TypeVar("Section")
@@ -89,13 +94,13 @@ class RunConfig:
         values = {name: dataclasses.asdict(section) for name, section in self.by_name().items()}
         return _plain({**values, "device": self.device})  # type: ignore[no-any-return]
 
+    def to_yaml(self) -> str:
+        """Return the whole configuration as ``--config`` reads it."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], sections: Sequence[type] = ()) -> RunConfig:
-        """Read back what `to_dict` gave; fields that this version lacks are left out.
-
-        Args:
-            values: fields by section.
-            sections: classes of the task's sections.
+        """Read back what `to_dict` gave, with the task's sections; unknown fields are left out.
 
         Raises:
             ConfigError: a section whose values contradict each other.
@@ -115,13 +120,26 @@ class RunConfig:
         return cls(**found, device=values.get("device", "cpu"), sections=own)
 
 
+def section_name(kind: type) -> str:
+    """Return a section's name in files: ``my_flags`` for ``MyFlags``, or its ``SECTION``."""
+    named = getattr(kind, "SECTION", None)
+    plain = kind.__name__.removesuffix("Config")
+    return str(named or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower())
+
+
+def named(sections: Sequence[type]) -> dict[str, type]:
+    """Return sections by their names."""
+    return {section_name(kind): kind for kind in sections}
+
+
 def engine_sections() -> dict[str, type]:
     """Return the classes of the sections that every run has, by name."""
     kinds: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}
     return {name: kind for name, kind in kinds.items() if hasattr(kind, "__dataclass_fields__")}
 
 
-class TaskFlags(Protocol):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TaskFlags:
     """The part of a configuration that a task adds to the engine's.
 
     Attributes:
@@ -129,6 +147,8 @@ class TaskFlags(Protocol):
         left_out: flags of the engine that the task has no use for, by section and field (``"*"``
             is every field), with the reason. A program does not know what all its tasks leave out.
         defaults: values of flags in the place of their usual defaults, by field.
+        needs: flags of its sections that do nothing without another one, as in
+            `megatron_flags.NEEDS`.
         resolve: returns the configuration with what the task's own sections decide, before the
             engine derives the rest.
         rules: ``(given, resolved)`` to a sentence for everything that cannot be run. ``given`` is
@@ -137,18 +157,15 @@ class TaskFlags(Protocol):
             describe its weights (``--use-checkpoint-args``), by section.
     """
 
-    @property
-    def sections(self) -> tuple[type, ...]: ...
-    @property
-    def left_out(self) -> LeftOut: ...
-    @property
-    def defaults(self) -> Mapping[str, Any]: ...
-    @property
-    def resolve(self) -> Callable[[RunConfig], RunConfig]: ...
-    @property
-    def rules(self) -> Callable[[RunConfig, RunConfig], list[str]]: ...
-    @property
-    def stored_model(self) -> Callable[[Mapping[str, Any], RunConfig], Mapping[str, Any]]: ...
+    sections: tuple[type, ...] = ()
+    left_out: LeftOut = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict)
+    resolve: Callable[[RunConfig], RunConfig] = lambda config: config
+    rules: Callable[[RunConfig, RunConfig], list[str]] = lambda given, run: []
+    stored_model: Callable[[Mapping[str, Any], RunConfig], Mapping[str, Any]] = (
+        lambda stored, given: {"model": stored["model"]}
+    )
 
 
 class Program(Protocol):
@@ -167,3 +184,117 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+SAME_NAME = {
+    "model": (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
+        "normalization add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout "
+        "init_method_std embedding_init_method_std rotary_interleaved window_size "
+        "window_attn_skip_freq softmax_type attention_softmax_in_fp32 "
+        "apply_query_key_layer_scaling "
+        "apply_residual_connection_post_layernorm fp32_residual_connection mtp_num_layers "
+        "mtp_loss_scaling_factor use_cpu_initialization perform_initialization "
+        "recompute_granularity recompute_method recompute_num_layers recompute_modules "
+        "distribute_saved_activations variable_seq_lengths"
+    ),
+    "parallel": (
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
+        "virtual_pipeline_model_parallel_size account_for_embedding_in_pipeline_split "
+        "account_for_loss_in_pipeline_split"
+    ),
+    "precision": "fp16 bf16",
+    "training": "calculate_per_token_loss deterministic_mode",
+}
+
+APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
+
+FUSIONS = (
+    "masked_softmax_fusion bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion "
+    "persist_layer_norm cross_entropy_loss_fusion"
+)
+MOE_FUSIONS = "moe_grouped_gemm moe_permute_fusion moe_router_fusion"
+
+
+def transformer_fields(run: RunConfig) -> dict[str, object]:
+    """Return values of TransformerConfig fields; dtypes and activations by name.
+
+    Fused kernels are asked for only where they exist: on a GPU, and those of Transformer Engine
+    with its layers; with ours, `layers.pointwise` compiles the same parts.
+    """
+    fields: dict[str, object] = {
+        name: getattr(getattr(run, section), name)
+        for section, names in SAME_NAME.items()
+        for name in names.split()
+    }
+    model, parallel = run.model, run.parallel
+    kinds = parallel.cp_comm_type
+    named = {"silu": model.swiglu, "squared_relu": model.squared_relu}
+    named["quick_gelu"] = model.quick_geglu
+    activation = next((name for name, given in named.items() if given), "gelu")
+    fields.update(
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        gated_linear_unit=model.gated,
+        activation_func=activation,
+        num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
+        cp_comm_type=kinds[0] if len(kinds) == 1 else kinds,
+        attention_backend=model.attention_backend,
+        **_fusions(run),
+    )
+    if parallel.microbatch_group_size_per_vp_stage is not None:
+        fields["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
+    if model.transformer_impl == "transformer_engine":
+        fields |= dataclasses.asdict(run.engine)
+        del fields["tp_comm_overlap_cfg"]
+    if model.transformer_impl == "transformer_engine" and run.fp8.fp8_format is not None:
+        fields |= dataclasses.asdict(run.fp8)
+        fields.update(fp8=fields.pop("fp8_format"), fp8_param=fields.pop("fp8_param_gather"))
+        del fields["reuse_grad_buf_for_mxfp8_param_ag"]
+    if run.moe.num_experts is not None:
+        fields |= _moe_fields(run.moe, te=_with_engine(model, run.planning))
+    return fields
+
+
+def _moe_fields(moe: MoEConfig, *, te: bool) -> dict[str, object]:
+    fields = {k: v for k, v in dataclasses.asdict(moe).items() if k.startswith("moe_")}
+    kinds, weights = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    fields.update(
+        num_moe_experts=moe.num_experts,
+        moe_layer_freq=moe.layer_pattern(),
+        moe_router_load_balancing_type=kinds[0] if len(kinds) == 1 else kinds,
+        moe_aux_loss_coeff=weights[0] if len(weights) == 1 else weights,
+        **{name: fields[name] and te for name in MOE_FUSIONS.split()},
+    )
+    return fields
+
+
+def _fusions(run: RunConfig) -> dict[str, object]:
+    model, gpu = run.model, run.device == "cuda"
+    te = _with_engine(model, run.planning)
+    wanted = {name: bool(getattr(model, name)) and te for name in FUSIONS.split()}
+    # The output head is megatron-core's own layer, whose kernel is apex's.
+    wanted["gradient_accumulation_fusion"] &= find_spec(APEX_KERNEL) is not None
+    wanted["bias_activation_fusion"] = gpu and te and _fuses_activation(model, run.moe)
+    wanted["bias_dropout_fusion"] = model.bias_dropout_fusion and (gpu or not te)
+    impl = run.loss.cross_entropy_impl
+    native = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "native"
+    wanted["cross_entropy_loss_fusion"] = gpu and (impl == "te" or (impl == "eager" and native))
+    return {**wanted, "cross_entropy_fusion_impl": "te" if impl == "te" else "native"}
+
+
+def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:
+    """Return whether Transformer Engine computes; a plan needs no installed one."""
+    te = model.transformer_impl == "transformer_engine"
+    return te and (not planning.dry_run or find_spec("transformer_engine") is not None)
+
+
+def _fuses_activation(model: ModelConfig, moe: MoEConfig) -> bool:
+    """Return whether megatron-core's MLP has compiled this activation with or without a bias."""
+    has_experts = moe.num_experts is not None
+    if model.swiglu:
+        return model.bias_swiglu_fusion and not (has_experts and model.add_bias_linear)
+    is_gelu = not (model.squared_relu or model.quick_geglu)
+    return model.bias_gelu_fusion and is_gelu and model.add_bias_linear and not has_experts

@@ -10,51 +10,32 @@ resolved configuration, in ``--config`` files and in checkpoints, beside the eng
         )
 
 ``config.section(MyFlags).hidden_cap`` reads them; a number outside of its `bounds` is refused, NaN
-and infinity included. A section may have a method
-``errors(config) -> list[str]``, which gives a sentence for each value that cannot be run.
-
-``--help``: flags grouped by concern, with default, unit and meaning.
-
-Megatron-LM's ``extra_args_provider``: arguments of argparse as a section of flags.
+and infinity included. A section may have a method ``errors(config) -> list[str]``, which gives a
+sentence for each value that cannot be run. Arguments of argparse become a section too, as in
+Megatron-LM's ``extra_args_provider``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from megatron_ext.config.flags import Flag, flag, flags_of
 from megatron_ext.config.megatron_flags import RENAMED
+from megatron_ext.config.run import LeftOut, Program, engine_sections, named, section_name
 from megatron_ext.errors import ConfigError
 
 OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
 """Flags that the parser answers itself."""
 
 
-def section_name(kind: type) -> str:
-    """Return a section's name in files: ``my_flags`` for ``MyFlags``, or its ``SECTION``."""
-    named = getattr(kind, "SECTION", None)
-    plain = kind.__name__.removesuffix("Config")
-    return str(named or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower())
-
-
-def named(sections: Sequence[type]) -> dict[str, type]:
-    """Return sections by their names."""
-    return {section_name(kind): kind for kind in sections}
-
-
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
-    """Check that a user's sections can stand beside the engine's.
-
-    Args:
-        sections: the user's.
-        engine: the engine's, by name.
+    """Check that a user's sections can stand beside the engine's, which come by name.
 
     Raises:
         ConfigError: a section that is no frozen dataclass of flags, or a name that is taken.
@@ -65,28 +46,23 @@ def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None
         taken |= dict.fromkeys(_names(name, kind), f"the section `{name}`")
     for kind in sections:
         wrong = list(_shape_errors(kind))
-        if not wrong:
-            names = _names(section_name(kind), kind)
-            wrong = [
-                f"The section `{kind.__name__}` has the name `{name}`, which is that of "
-                f"{taken[name]}; choose another."
-                for name in names
-                if name in taken
-            ]
-            taken |= dict.fromkeys(names, f"the section `{section_name(kind)}`")
         errors += wrong
+        names = [] if wrong else _names(section_name(kind), kind)
+        errors += [
+            f"The section `{kind.__name__}` has the name `{name}`, which is that of "
+            f"{taken[name]}; choose another."
+            for name in names
+            if name in taken
+        ]
+        taken |= dict.fromkeys(names, f"the section `{section_name(kind)}`")
     if errors:
         raise ConfigError(errors)
 
 
 def _names(name: str, kind: Any) -> list[str]:
     """Return the names that a section takes: its own, its fields' and their flags'."""
-    flags = flags_of(name, kind)
-    return [
-        name,
-        *(field.name for field in dataclasses.fields(kind)),
-        *(spelling for flag in flags for spelling in (*flag.positive, *flag.negative)),
-    ]
+    spelled = [(*flag.positive, *flag.negative) for flag in flags_of(name, kind)]
+    return [name, *(field.name for field in dataclasses.fields(kind)), *chain(*spelled)]
 
 
 def _shape_errors(kind: Any) -> Iterator[str]:
@@ -112,15 +88,9 @@ def _shape_errors(kind: Any) -> Iterator[str]:
             )
 
 
-def describe(flag: Flag) -> str:
-    """Describe a flag as two columns' worth of text: spelling and values, then meaning."""
-    value = ""
-    if flag.type is not bool:
-        value = f" {{{','.join(map(str, flag.choices))}}}" if flag.choices else f" {_metavar(flag)}"
-    return f"{flag.shown}{value}"
-
-
 def _metavar(flag: Flag) -> str:
+    if flag.choices:
+        return f"{{{','.join(map(str, flag.choices))}}}"
     name = (flag.unit or {int: "N", float: "X", str: "TEXT"}[flag.type]).upper()
     if isinstance(flag.nargs, int):
         return " ".join([name] * flag.nargs)
@@ -128,15 +98,11 @@ def _metavar(flag: Flag) -> str:
 
 
 def _meaning(flag: Flag) -> str:
-    default = ""
-    if flag.type is not bool and flag.default is not None and flag.default != "":
-        shown = (
-            flag.default if not isinstance(flag.default, list) else " ".join(map(str, flag.default))
-        )
-        default = f" [{shown}]"
-    if flag.type is bool and flag.default is True:
-        return f"switch off: {flag.help}"
-    return f"{flag.help}{default}"
+    if flag.type is bool:
+        return f"switch off: {flag.help}" if flag.default is True else flag.help
+    default = flag.default
+    shown = " ".join(map(str, default)) if isinstance(default, list) else default
+    return flag.help if default is None or default == "" else f"{flag.help} [{shown}]"
 
 
 def print_help(flags: Sequence[Flag]) -> None:
@@ -148,7 +114,7 @@ def print_help(flags: Sequence[Flag]) -> None:
     for section, members in groupby(flags, key=lambda flag: flag.section):
         print(f"{section}:")
         for member in members:
-            print(f"  {describe(member)}")
+            print(f"  {member.shown}" + ("" if member.type is bool else f" {_metavar(member)}"))
             print(textwrap.fill(_meaning(member), width, initial_indent=" " * 8,
                                 subsequent_indent=" " * 8))  # fmt: skip
         print()
@@ -160,22 +126,15 @@ _TRUE, _FALSE = argparse._StoreTrueAction, argparse._StoreFalseAction
 
 
 def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
-    """Return a section whose flags are the arguments that a provider adds to a parser.
-
-    Args:
-        provider: takes a parser and adds arguments to it.
-        name: of the class.
+    """Return a section class of this name whose flags are the arguments that a provider adds.
 
     Raises:
         ConfigError: an argument that no flag can stand for.
     """
     parser = argparse.ArgumentParser(add_help=False)
     provider(parser)
-    fields, required = [], []
-    for action in parser._actions:
-        fields.append(_field(action))
-        if action.required:
-            required.append(action.dest)
+    fields = [_field(action) for action in parser._actions]
+    required = [action.dest for action in parser._actions if action.required]
 
     def errors(self: Any, config: Any) -> list[str]:
         missing = [name for name in required if getattr(self, name) is None]
@@ -197,18 +156,18 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
             "that stores True, False, or values of int, float or str; declare it as a field of a "
             "section (see megatron_ext.config.sections)."
         )
+    meaning = action.help or "an argument of the program's own"
     if isinstance(action, (_TRUE, _FALSE)):
-        stored = isinstance(action, _TRUE)
-        names, negative = (options, ()) if stored else ((), options)
+        names, negative = (options, ()) if isinstance(action, _TRUE) else ((), options)
         default = bool(action.default)
-        return action.dest, bool, flag(default, _help(action), names=names, negative=negative)
+        return action.dest, bool, flag(default, meaning, names=names, negative=negative)
     kind: Any = action.type or str
     nargs = "+" if action.nargs == "*" else action.nargs
     if nargs is not None:
         kind = list[kind]
     field = flag(
         action.default,
-        _help(action),
+        meaning,
         choices=None if action.choices is None else list(action.choices),
         nargs=nargs,
         names=options,
@@ -216,5 +175,80 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
     return action.dest, kind | None, field
 
 
-def _help(action: argparse.Action) -> str:
-    return action.help or "an argument of the program's own"
+def sections_of(program: Program) -> dict[str, type]:
+    """Return the sections that a program knows by name, the task's last."""
+    return engine_sections() | named(program.sections)
+
+
+def all_flags(program: Program) -> list[Flag]:
+    """Return every flag of a program, by section; those of its task come last."""
+    flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]
+    return [flag for flag in flags if reason_left_out(program.left_out, flag) is None]
+
+
+def left_out_flags(program: Program) -> dict[str, Flag]:
+    """Return the engine's flags that the program does not know, by field."""
+    flags = [flag for name, kind in engine_sections().items() for flag in flags_of(name, kind)]
+    return {x.field: x for x in flags if reason_left_out(program.left_out, x) is not None}
+
+
+def reason_left_out(left_out: LeftOut, flag: Flag) -> str | None:
+    """Return why a flag is left out; None where it is not."""
+    fields = left_out.get(flag.section, {})
+    return fields.get(flag.field) or fields.get("*")
+
+
+def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
+    """Map every canonical spelling to its flag and whether it sets True (or a value)."""
+    table: dict[str, tuple[Flag, bool]] = {}
+    for each in flags:
+        table.update({canonical(name): (each, False) for name in each.negative})
+        table.update({canonical(name): (each, True) for name in each.positive})
+    return table
+
+
+def canonical(name: str) -> str:
+    """Return a spelling with two dashes before it and dashes within."""
+    return "--" + name.lstrip("-").replace("_", "-")
+
+
+def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
+    """Return what words say for a flag that is no switch.
+
+    Raises:
+        ConfigError: too many words or too few, no numbers, or none of the choices.
+    """
+    wanted = flag.nargs or 1
+    if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
+        number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
+        raise ConfigError(f"`{named}` takes {number}, but got {len(words)}.")
+    try:
+        # Megatron-LM's scripts write "(-1,0)" for windows and "1_000" for counts.
+        bare = [w.strip("(),").replace("_", "") if flag.type is int else w for w in words]
+        converted = [flag.type(word) for word in bare]
+    except ValueError:
+        kind = {int: "an integer", float: "a number"}[flag.type]
+        raise ConfigError(f"`{named}` ({' '.join(words)}) must be {kind}.") from None
+    wrong = [value for value in converted if flag.choices and value not in flag.choices]
+    if wrong:
+        allowed = ", ".join(str(choice) for choice in flag.choices or ())
+        raise ConfigError(f"`{named}` ({wrong[0]}) must be one of {allowed}.")
+    return converted if flag.nargs else converted[0]
+
+
+def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
+    """Return an entry of a file as the flag's type; YAML reads 1e-4 as text, and any name as any.
+
+    Raises:
+        ConfigError: an entry of another type, or see `value_of_words`.
+    """
+    if value == flag.default or (value is None and flag.optional):
+        return value
+    if flag.type is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"`{named}` ({value}) must be true or false.")
+        return value
+    if value is None or isinstance(value, Mapping):
+        raise ConfigError(f"`{named}` ({value}) must be a value or a list of values.")
+    words = value if isinstance(value, (list, tuple)) else [value]
+    return value_of_words(flag, named, [str(word) for word in words])

@@ -1,143 +1,117 @@
-"""Length of the run, batches, evaluation, and how it ends."""
+"""Length of the run, batches, evaluation, how the run ends, and the loss that it minimizes."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 from megatron_ext.config.flags import (
+    BELOW_ONE,
     COUNT,
     LONG_COUNT,
     LONG_NATURAL,
     NATURAL,
     SIZE,
-    IfChanged,
+    WEIGHT,
+    Changeable,
     Range,
     flag,
+    said_flag,
 )
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Changeable):
     """The training loop; names and defaults are Megatron-LM's unless said."""
 
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
-
     micro_batch_size: int | None = flag(
-        None, "sequences of one forward pass on one rank", names=("--batch-size",), bounds=SIZE
+        None, "sequences of one forward pass on one rank", SIZE, names=("--batch-size",)
     )
-    global_batch_size: int | None = flag(
-        None,
-        "sequences of one step; default: micro-batch size × data-parallel size",
-        bounds=SIZE,
-        if_changed="say",
+    global_batch_size: int | None = said_flag(
+        None, "sequences of one step; default: micro-batch size × data-parallel size", SIZE
     )
-    rampup_batch_size: list[int] | None = flag(
-        None,
-        "start, increment and samples of a growing global batch",
-        nargs=3,
-        bounds=LONG_NATURAL,
-        if_changed="say",
+    rampup_batch_size: list[int] | None = said_flag(
+        None, "start, increment and samples of a growing global batch", LONG_NATURAL, nargs=3
     )
-    step_batch_size_schedule: str | None = flag(
-        None, 'batch sizes from token counts on, such as "0:768 250B:1536"', if_changed="say"
+    step_batch_size_schedule: str | None = said_flag(
+        None, 'batch sizes from token counts on, such as "0:768 250B:1536"'
     )
     decrease_batch_size_if_needed: bool = flag(
         False, "round a batch down to what the ranks can share"
     )
-    train_iters: int | None = flag(None, "length of the run in steps", unit="steps", bounds=COUNT)
-    train_samples: int | None = flag(
-        None, "length of the run in samples", unit="samples", bounds=LONG_COUNT
-    )
+    train_iters: int | None = flag(None, "length of the run in steps", COUNT, "steps")
+    train_samples: int | None = flag(None, "length of the run in samples", LONG_COUNT, "samples")
     train_epochs: int | None = flag(
         None,
         "length of the run in passes through the data, where the task's data has epochs",
-        unit="epochs",
-        bounds=COUNT,
+        COUNT,
+        "epochs",
     )
     exit_interval: int | None = flag(
-        None, "end the run after each multiple of this many steps", unit="steps", bounds=COUNT
+        None, "end the run after each multiple of this many steps", COUNT, "steps"
     )
     exit_duration_in_mins: float | None = flag(
-        None,
-        "save and end the run after this duration",
-        unit="minutes",
-        bounds=Range(0, 1e9, above=True),
+        None, "save and end the run after this duration", Range(0, 1e9, above=True), "minutes"
     )
     exit_signal_handler: bool = flag(False, "save and stop at the exit signal")
     exit_signal: str = flag("SIGTERM", "the signal of --exit-signal-handler")
     skip_train: bool = flag(False, "only evaluate, without training")
-    seed: int = flag(
-        1234, "seed of weights, dropout and data order", bounds=COUNT, if_changed="say"
-    )
-    data_parallel_random_init: bool = flag(
-        False, "draw different weights on each replica", if_changed="say"
-    )
+    seed: int = said_flag(1234, "seed of weights, dropout and data order", COUNT)
+    data_parallel_random_init: bool = said_flag(False, "draw different weights on each replica")
     deterministic_mode: bool = flag(False, "refuse operations that are not repeatable")
-    calculate_per_token_loss: bool = flag(
+    calculate_per_token_loss: bool = said_flag(
         True,
         "divide by the tokens of the global batch (the default here); "
         "--no-calculate-per-token-loss takes the mean of micro-batch means, as Megatron-LM does",
-        if_changed="say",
     )
     check_invariants: int | None = flag(
         None,
         "compare what ranks must share, and look for stale gradients, after each multiple of "
         "this many steps",
-        unit="iterations",
+        COUNT,
+        "iterations",
         names=("--check-weight-hash-across-dp-replicas-interval",),
-        bounds=COUNT,
     )
     manual_gc: bool = flag(False, "collect Python's garbage at the same steps on all ranks")
     manual_gc_interval: int = flag(
-        0,
-        "with --manual-gc, steps between collections; 0 never collects",
-        unit="steps",
-        bounds=NATURAL,
+        0, "with --manual-gc, steps between collections; 0 never collects", NATURAL, "steps"
     )
     manual_gc_eval: bool = flag(True, "with --manual-gc, also collect around each evaluation")
     empty_unused_memory_level: int = flag(
         0,
         "give cached memory back: 1 after each step, 2 also before the update",
+        NATURAL,
         choices=(0, 1, 2),
         gpu_only="a CPU keeps no memory cache",
-        bounds=NATURAL,
     )
-    eval_iters: int = flag(100, "batches of one evaluation", unit="steps", bounds=NATURAL)
+    eval_iters: int = flag(100, "batches of one evaluation", NATURAL, "steps")
     eval_interval: int = flag(
-        1000, "evaluate after each multiple of this many steps", unit="steps", bounds=COUNT
+        1000, "evaluate after each multiple of this many steps", COUNT, "steps"
     )
     full_validation: bool = flag(False, "evaluate the whole validation split")
     early_stop_patience: int | None = flag(
         None,
         "stop after so many evaluations in a row whose validation loss is no lower",
-        unit="evaluations",
-        bounds=COUNT,
+        COUNT,
+        "evaluations",
     )
     early_stop_min_delta: float = flag(
         0.0,
         "the least decrease of the validation loss that counts for --early-stop-patience",
-        bounds=Range(0, 1e9),
+        Range(0, 1e9),
     )
     profile: bool = flag(False, "record some steps with torch's profiler")
-    profile_step_start: int = flag(10, "with --profile, the first recorded step", bounds=NATURAL)
-    profile_step_end: int = flag(
-        12, "with --profile, the step after the last recorded one", bounds=COUNT
-    )
+    profile_step_start: int = flag(10, "with --profile, the first recorded step", NATURAL)
+    profile_step_end: int = flag(12, "with --profile, the step after the last recorded one", COUNT)
     profile_ranks: list[int] = flag(
-        [0], "with --profile, the ranks that record", nargs="+", bounds=NATURAL
+        [0], "with --profile, the ranks that record", NATURAL, nargs="+"
     )
     num_workers: int = flag(
-        2, "processes that load data", unit="processes", bounds=Range(0, 256), if_changed="allow"
+        2, "processes that load data", Range(0, 256), "processes", if_changed="allow"
     )
-
-    @property
-    def exit_signal_number(self) -> int:
-        """Return the number of `exit_signal`."""
-        return int(signal.Signals[self.exit_signal])
 
     @property
     def evaluates(self) -> bool:
@@ -147,8 +121,7 @@ class TrainingConfig:
     @property
     def batch_sizes(self) -> tuple[int, int]:
         """Return micro-batch size and global batch size, for a configuration without errors."""
-        assert self.micro_batch_size is not None
-        assert self.global_batch_size is not None
+        assert self.micro_batch_size is not None and self.global_batch_size is not None
         return self.micro_batch_size, self.global_batch_size
 
     def resolved(self, data_parallel_size: int) -> TrainingConfig:
@@ -179,47 +152,32 @@ class TrainingConfig:
             sizes |= set(range(start, batch, increment))
         return sorted({size // (micro * replicas) for size in sizes})
 
-    def errors(self, data_parallel_size: int) -> list[str]:
-        """Return a sentence for everything that cannot be run."""
-        found = [*self._length_errors(), *self._batch_errors(data_parallel_size)]
-        found += [*self._early_stop_errors(), *self._garbage_errors()]
-        if self.exit_signal not in signal.Signals.__members__:
-            found.append(f"`--exit-signal` ({self.exit_signal}) is no signal; use SIGTERM.")
-        elif self.exit_signal in ("SIGKILL", "SIGSTOP"):
-            found.append(
-                f"`--exit-signal` ({self.exit_signal}) must be one that a process can catch; use "
-                "SIGTERM."
-            )
-        return found
-
-    def _garbage_errors(self) -> list[str]:
-        interval = self.manual_gc_interval
-        if self.manual_gc:
-            return []
-        found = []
-        if interval:
-            found.append(f"`--manual-gc-interval` ({interval}) needs `--manual-gc`; give both.")
-        if not self.manual_gc_eval:
-            found.append("`--no-manual-gc-eval` needs `--manual-gc`; give both.")
-        return found
-
-    def _early_stop_errors(self) -> list[str]:
+    def errors(self, data_parallel_size: int) -> Iterator[str]:
+        """Yield a sentence for everything that cannot be run."""
+        yield from self._length_errors()
+        yield from self._batch_errors(data_parallel_size)
         patience, delta = self.early_stop_patience, self.early_stop_min_delta
-        if patience is None:
-            if delta:
-                return [
-                    f"`--early-stop-min-delta` ({delta}) needs `--early-stop-patience`; give both."
-                ]
-            return []
-        found = []
-        if not self.evaluates:
-            found.append(
+        if patience is None and delta:
+            yield f"`--early-stop-min-delta` ({delta}) needs `--early-stop-patience`; give both."
+        if patience is not None and not self.evaluates:
+            yield (
                 f"`--early-stop-patience` ({patience}) needs evaluation, but `--eval-iters` is 0; "
                 "give a number of batches, or `--full-validation`."
             )
-        return found
+        interval = self.manual_gc_interval
+        if interval and not self.manual_gc:
+            yield f"`--manual-gc-interval` ({interval}) needs `--manual-gc`; give both."
+        if not self.manual_gc_eval and not self.manual_gc:
+            yield "`--no-manual-gc-eval` needs `--manual-gc`; give both."
+        if self.exit_signal not in signal.Signals.__members__:
+            yield f"`--exit-signal` ({self.exit_signal}) is no signal; use SIGTERM."
+        elif self.exit_signal in ("SIGKILL", "SIGSTOP"):
+            yield (
+                f"`--exit-signal` ({self.exit_signal}) must be one that a process can catch; use "
+                "SIGTERM."
+            )
 
-    def _length_errors(self) -> list[str]:
+    def _length_errors(self) -> Iterator[str]:
         lengths = {
             "--train-iters": self.train_iters,
             "--train-samples": self.train_samples,
@@ -227,63 +185,60 @@ class TrainingConfig:
         }
         given = [f"`{name}` ({value})" for name, value in lengths.items() if value is not None]
         if len(given) > 1:
-            return [f"{' and '.join(given)} exclude each other; give one."]
+            yield f"{' and '.join(given)} exclude each other; give one."
         if not given and not self.skip_train:
-            return ["`--train-iters` is missing; give it or `--train-samples`."]
-        return []
+            yield "`--train-iters` is missing; give it or `--train-samples`."
 
-    def _batch_errors(self, replicas: int) -> list[str]:
+    def _batch_errors(self, replicas: int) -> Iterator[str]:
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is None:
-            return ["`--micro-batch-size` is missing; 1 always works."]
+            yield "`--micro-batch-size` is missing; 1 always works."
+            return
         share = micro * replicas
         if batch is not None and batch % share and not self.decrease_batch_size_if_needed:
             lower, upper = batch // share * share, -(-batch // share) * share
-            advice = f"{lower} or {upper}" if lower else f"{upper}"
-            return [
+            yield (
                 f"`--global-batch-size` ({batch}) must be divisible by micro-batch size × "
-                f"data-parallel size ({micro} × {replicas} = {share}); use {advice}."
-            ]
-        if self.step_batch_size_schedule is not None:
-            return self._schedule_errors()
-        if self.rampup_batch_size is not None and batch is not None:
-            return self._rampup_errors(batch)
-        return []
+                f"data-parallel size ({micro} × {replicas} = {share}); use "
+                f"{f'{lower} or ' if lower else ''}{upper}."
+            )
+        elif self.step_batch_size_schedule is not None:
+            yield from self._schedule_errors()
+        elif self.rampup_batch_size is not None and batch is not None:
+            yield from self._rampup_errors(batch)
 
-    def _schedule_errors(self) -> list[str]:
-        text = self.step_batch_size_schedule
+    def _schedule_errors(self) -> Iterator[str]:
+        text, batch = self.step_batch_size_schedule, self.global_batch_size
         steps = _schedule_or_none(text)
         if self.rampup_batch_size is not None:
-            return [
+            yield (
                 "`--step-batch-size-schedule` and `--rampup-batch-size` exclude each other; give "
                 "one."
-            ]
-        if steps is None:
-            return [
+            )
+        elif steps is None:
+            yield (
                 f"`--step-batch-size-schedule` ({text}) must list TOKENS:BATCH_SIZE with rising "
                 'tokens from 0 on; use "0:768 250B:1536".'
-            ]
-        if self.global_batch_size != steps[-1][1]:
-            return [
-                f"`--global-batch-size` ({self.global_batch_size}) must be the last batch size of "
+            )
+        elif batch != steps[-1][1]:
+            yield (
+                f"`--global-batch-size` ({batch}) must be the last batch size of "
                 f"`--step-batch-size-schedule` ({steps[-1][1]}); leave it out."
-            ]
-        return []
+            )
 
-    def _rampup_errors(self, batch: int) -> list[str]:
+    def _rampup_errors(self, batch: int) -> Iterator[str]:
         start, increment, samples = self.rampup_batch_size or (0, 0, 0)
+        given = f"`--rampup-batch-size` ({start} {increment} {samples})"
         if start < 1 or increment < 1 or samples < 0 or start > batch:
-            return [
-                f"`--rampup-batch-size` ({start} {increment} {samples}) must start between 1 and "
-                f"`--global-batch-size` ({batch}) and grow by at least 1."
-            ]
-        if start == batch or (batch - start) % increment:
-            return [
-                f"`--rampup-batch-size` ({start} {increment} {samples}) must reach "
-                f"`--global-batch-size` ({batch}) in whole increments; use an increment that "
-                f"divides {batch - start or batch}."
-            ]
-        return []
+            yield (
+                f"{given} must start between 1 and `--global-batch-size` ({batch}) and grow by at "
+                "least 1."
+            )
+        elif start == batch or (batch - start) % increment:
+            yield (
+                f"{given} must reach `--global-batch-size` ({batch}) in whole increments; use an "
+                f"increment that divides {batch - start or batch}."
+            )
 
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -300,12 +255,8 @@ def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
         scale = _SUFFIXES.get(word[-1:].upper())
         return int(float(word[:-1]) * scale) if scale else int(float(word))
 
-    steps = []
-    for entry in text.replace(",", " ").split():
-        tokens, colon, batch = entry.partition(":")
-        if not colon:
-            raise ValueError(entry)
-        steps.append((number(tokens), number(batch)))
+    pairs = [entry.split(":", 1) for entry in text.replace(",", " ").split()]
+    steps = [(number(tokens), number(batch)) for tokens, batch in pairs]
     tokens_rise = all(a[0] < b[0] for a, b in pairwise(steps))
     if not steps or steps[0][0] != 0 or not tokens_rise or min(b for _, b in steps) < 1:
         raise ValueError(text)
@@ -317,3 +268,97 @@ def _schedule_or_none(text: str | None) -> list[tuple[int, int]] | None:
         return None if text is None else parse_batch_schedule(text)
     except (ValueError, OverflowError):
         return None
+
+
+REDUCTIONS = ("token", "sample", "square")
+CROSS_ENTROPY = "cross-entropy"
+"""The value of ``--loss`` that asks for no loss of the user's own."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Cross-entropy, its reduction, or a loss of the user's own."""
+
+    cross_entropy_impl: str | None = flag(
+        None,
+        "chunked never holds the logits of more than a chunk of tokens (the default); eager holds "
+        "all of them, as Megatron-LM does; te is Transformer Engine's kernel over all of them",
+        choices=("chunked", "eager", "te"),
+        if_changed="allow",
+    )
+    cross_entropy_chunk_size: int | None = flag(
+        None,
+        "tokens of a chunk; by default an eighth of a micro-batch's, 1024 at most, and for "
+        "cross-entropy of 16-bit logits on a GPU a quarter, 4096 or twice the hidden size at most",
+        COUNT,
+        "tokens",
+        if_changed="allow",
+    )
+    ignore_index: int = flag(
+        -100,
+        "labels that equal this id weigh nothing in the loss, in training and evaluation",
+        Range(-100),
+    )
+    loss_reduction: str = flag(
+        "token",
+        "what weighs alike in the global batch: each token, each sample, or each sample by the "
+        "square root of its tokens",
+        choices=REDUCTIONS,
+    )
+    label_smoothing: float = flag(0.0, "share of each target spread over the vocabulary", BELOW_ONE)
+    z_loss_coeff: float = flag(
+        0.0, "weight of the squared log-sum-exp of the logits (PaLM's z-loss)", WEIGHT
+    )
+    loss: str | None = flag(
+        None,
+        "a loss of your own: module:LossConfigClass or file.py:LossConfigClass; cross-entropy in a "
+        "program that has another by default",
+    )
+    loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
+
+    def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
+        """Return the section with its implementation; loss fusion takes whole logits."""
+        loss = None if self.loss == CROSS_ENTROPY else self.loss
+        impl = self.cross_entropy_impl or "chunked"
+        if self.cross_entropy_impl is None and fused and loss is None:
+            impl = "te" if fusion_impl == "te" else "eager"
+        return dataclasses.replace(self, cross_entropy_impl=impl, loss=loss)
+
+    def errors(self, *, per_token: bool, has_te: bool) -> Iterator[str]:
+        """Yield a sentence for everything that cannot be run."""
+        if self.ignore_index < 0 and self.ignore_index != -100:
+            yield (
+                f"`--ignore-index` ({self.ignore_index}) must be a token id, 0 or more, or -100 "
+                "for none; give the id whose labels are to weigh nothing."
+            )
+        if self.loss_reduction != "token" and not per_token:
+            yield (
+                f"`--loss-reduction {self.loss_reduction}` is calibrated over the global batch, "
+                "which `--no-calculate-per-token-loss` gives up; leave one of them out."
+            )
+        if self.loss_args and self.loss is None:
+            yield "`--loss-args` needs `--loss`; name the loss that takes them."
+        impl, instead = self.cross_entropy_impl, f"or give `--loss {CROSS_ENTROPY}`"
+        parts = {"--label-smoothing": self.label_smoothing, "--z-loss-coeff": self.z_loss_coeff}
+        for name, value in parts.items():
+            if value and self.loss is not None:
+                yield (
+                    f"`{name}` ({value}) is a part of cross-entropy, which `--loss` ({self.loss}) "
+                    f"replaces; leave it out, {instead}."
+                )
+        if impl == "te" and not has_te:
+            yield (
+                "`--cross-entropy-impl te` needs Transformer Engine and a GPU, and one of them was "
+                "not found; use chunked."
+            )
+        given = {
+            "--cross-entropy-chunk-size": self.cross_entropy_chunk_size is not None,
+            **parts,
+            "--loss": self.loss is not None,
+        }
+        for name in (name for name, value in given.items() if value and impl != "chunked"):
+            yield (
+                f"`{name}` needs `--cross-entropy-impl chunked`, but it is {impl}; leave out "
+                f"`--cross-entropy-impl` and `--cross-entropy-loss-fusion`"
+                f"{f', {instead}' if name == '--loss' else ''}."
+            )

@@ -1,6 +1,8 @@
-"""A micro-batch as a rank sees it: documents, targets, loss weights, and a slice of the sequence.
+"""The batches of one training step on one rank: documents, targets, loss weights, slices.
 
-Each context-parallel rank keeps two slices of ``2 * cp``, mirrored, as megatron-core cuts it.
+The first tensor-parallel rank of a pipeline stage reads the samples of a step, and all its
+tensor-parallel peers receive them by one broadcast. Each context-parallel rank keeps two slices of
+``2 * cp``, mirrored, as megatron-core cuts it.
 
 The reduction of a loss decides what weighs alike. With w_t the weight that the data gives a token
 (1 at a target, 0 elsewhere) and n_i the sum of w_t over the sample i that it belongs to, a token
@@ -17,13 +19,17 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
-from torch import Tensor, where
+from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_ext.device import to_device
+from megatron_ext.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,7 @@ class Batch:
         loss_weights: weight of each label, ``[b, s/c]`` float32.
         position_ids: ``[b, s/c]`` int64.
         attention_mask: True where attention is forbidden, ``[b, 1, s/c, s]``; None means causal.
-        mtp_labels: per multi-token-prediction depth, ``[b, s/c]`` int64.
-        mtp_loss_weights: per depth, ``[b, s/c]`` float32.
+        mtp_labels, mtp_loss_weights: the same for each multi-token-prediction depth.
         sample_ids: number in the dataset of the sample that each position belongs to, -1 in
             padding, ``[b, s/c]`` int64; None where the dataset does not give them.
         loss_inputs: what a loss of the user's own has prepared for this micro-batch.
@@ -85,12 +90,9 @@ def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
     """Shift values by a position; 0 where the sequence, or its document, has no next position.
 
     Args:
-        tensor: ``[b, s]``.
+        tensor: ``[b, s]``, like the result.
         documents: number of each position's document, negative in padding, ``[b, s]`` or
             ``[1, s]``; None means that documents do not end.
-
-    Returns:
-        ``[b, s]``.
     """
     shifted = torch.roll(tensor, -1, dims=1)
     shifted[:, -1] = 0
@@ -112,40 +114,27 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
         batch: ``[b, s]``, not yet cut.
         documents: see `shift_left`; None rolls through the documents of a sample.
     """
-    labels, masks = [], []
-    label, mask = batch.labels, batch.loss_weights
+    labels, weights = [batch.labels], [batch.loss_weights]
     for _ in range(depths):
-        label, mask = shift_left(label, documents), shift_left(mask, documents)
-        labels.append(label)
-        masks.append(mask)
-    return replace(batch, mtp_labels=tuple(labels), mtp_loss_weights=tuple(masks))
+        labels.append(shift_left(labels[-1], documents))
+        weights.append(shift_left(weights[-1], documents))
+    return replace(batch, mtp_labels=tuple(labels[1:]), mtp_loss_weights=tuple(weights[1:]))
 
 
 def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
     """Keep this context-parallel rank's part of the sequence."""
     if cp_group.size() == 1:
         return batch
-    named: dict[str, Tensor | None] = {
-        "tokens": batch.tokens,
-        "labels": batch.labels,
-        "loss_mask": batch.loss_weights,
-        "position_ids": batch.position_ids,
-        "attention_mask": batch.attention_mask,
-        "sample_ids": batch.sample_ids,
-    }
-    named.update({f"mtp_labels_{i}": t for i, t in enumerate(batch.mtp_labels)})
-    named.update({f"mtp_masks_{i}": t for i, t in enumerate(batch.mtp_loss_weights)})
+    plain = ("tokens", "labels", "loss_weights", "position_ids", "attention_mask", "sample_ids")
+    named: dict[str, Tensor | None] = {name: getattr(batch, name) for name in plain}
+    named |= {f"mtp_labels_{i}": t for i, t in enumerate(batch.mtp_labels)}
+    named |= {f"mtp_weights_{i}": t for i, t in enumerate(batch.mtp_loss_weights)}
     cut = get_batch_on_this_cp_rank(named, cp_group=cp_group)
     depths = range(len(batch.mtp_labels))
     return Batch(
-        tokens=cut["tokens"],
-        labels=cut["labels"],
-        loss_weights=cut["loss_mask"],
-        position_ids=cut["position_ids"],
-        attention_mask=cut["attention_mask"],
+        **{name: cut[name] for name in plain},
         mtp_labels=tuple(cut[f"mtp_labels_{i}"] for i in depths),
-        mtp_loss_weights=tuple(cut[f"mtp_masks_{i}"] for i in depths),
-        sample_ids=cut["sample_ids"],
+        mtp_loss_weights=tuple(cut[f"mtp_weights_{i}"] for i in depths),
     )
 
 
@@ -153,16 +142,13 @@ EXPONENTS = {"token": 0.0, "sample": 1.0, "square": 0.5}
 
 
 def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -> Tensor:
-    """Return the weights of the tokens under a reduction.
+    """Return the weights of the tokens under a reduction, ``[b, s]`` float32.
 
     Args:
         weights: w_t of whole rows, ``[b, s]`` float32, not negative.
         documents: number of each position's sample in its row, -1 in padding, ``[b, s]`` or
             ``[1, s]``; None means that a row is one sample.
         reduction: a key of `EXPONENTS`.
-
-    Returns:
-        ``[b, s]`` float32.
     """
     exponent = EXPONENTS[reduction]
     if not exponent:
@@ -173,7 +159,7 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
         index = (documents + 1).expand_as(weights)
         sums = weights.new_zeros(weights.size(0), weights.size(1) + 1)
         totals = sums.scatter_add_(1, index, weights).gather(1, index)
-    return where(totals > 0, weights / totals.clamp(min=1e-30) ** exponent, 0.0)
+    return torch.where(totals > 0, weights / totals.clamp(min=1e-30) ** exponent, 0.0)
 
 
 def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str) -> Batch:
@@ -185,3 +171,139 @@ def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str)
             reduced_weights(mask, documents, reduction) for mask in batch.mtp_loss_weights
         ),
     )
+
+
+@dataclass
+class StepLoader:
+    """The loader of the micro-batches that this rank's pipeline stage needs, step by step.
+
+    Attributes:
+        samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
+            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks
+            other than the first, which receive by broadcast.
+        shape: ``(micro_batch_size, seq_length)``.
+        mask_documents_at: end-of-document id where neither attention nor multi-token prediction
+            may cross documents.
+        documents_by_position: neither may cross from one document into the next, and a document
+            begins wherever a position is 0.
+        with_sample_ids: the samples have ``sample_ids`` too.
+        reduction: what weighs alike in the loss.
+        ignore_index: the label of positions that weigh nothing.
+    """
+
+    samples: Iterator[dict[str, Tensor]] | None
+    context: ParallelContext
+    shape: tuple[int, int]
+    device: torch.device
+    mask_documents_at: int | None = None
+    documents_by_position: bool = False
+    mtp_depths: int = 0
+    with_sample_ids: bool = False
+    reduction: str = "token"
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        self._keys = ("tokens", "labels", "position_ids", "sample_ids")[: 3 + self.with_sample_ids]
+
+    def next_step(self, num_microbatches: int) -> list[Batch]:
+        """Return the micro-batches of the next step, in order.
+
+        Raises:
+            StopIteration: the data is at its end.
+        """
+        ids, masks = self._receive(num_microbatches)
+        batches = []
+        for stacked, mask in zip(ids.unbind(0), masks.unbind(0), strict=True):
+            named = dict(zip(self._keys, stacked.unbind(0), strict=True))
+            batch = Batch(
+                tokens=named["tokens"],
+                labels=named["labels"],
+                loss_weights=mask.masked_fill(named["labels"] == self.ignore_index, 0.0),
+                position_ids=named["position_ids"],
+                sample_ids=named.get("sample_ids"),
+            )
+            documents = None
+            if self.documents_by_position:
+                documents = documents_of_positions(batch.position_ids)
+            elif self.mask_documents_at is not None:
+                documents = documents_of_tokens(batch.tokens, self.mask_documents_at)
+            if documents is not None:
+                batch = replace(batch, attention_mask=document_attention_mask(documents))
+            batch = with_mtp_targets(batch, self.mtp_depths, documents)
+            batch = with_reduced_weights(batch, documents, self.reduction)
+            batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))
+        return batches
+
+    def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
+        """Return ids ``[m, keys, b, s]`` and masks ``[m, b, s]`` on the device, after broadcast."""
+        if self.samples is not None:
+            drawn: list[tuple[Tensor, Tensor]] = []
+            for _ in range(num_microbatches):
+                sample = next(self.samples)
+                # Copies, since what a loader's process has sent keeps a file open for each tensor.
+                parts = torch.stack([sample[key] for key in self._keys])
+                drawn.append((parts, sample["loss_mask"].clone()))
+            ids = to_device(torch.stack([parts for parts, _ in drawn]), self.device)
+            masks = to_device(torch.stack([mask for _, mask in drawn]).float(), self.device)
+        else:
+            shape = (num_microbatches, len(self._keys), *self.shape)
+            ids = torch.empty(shape, dtype=torch.int64, device=self.device)
+            masks = torch.empty((num_microbatches, *self.shape), device=self.device)
+        group = self.context.pgs.tp
+        if group.size() > 1:
+            for tensor in (ids, masks):
+                torch.distributed.broadcast(tensor, group=group, group_src=0)
+        return ids, masks
+
+
+class Sample(dict[str, Any]):
+    """A micro-batch under the names that its dataset gives, not cut for context parallelism."""
+
+    mtp_loss_weights: tuple[Tensor, ...] = ()
+
+    def __init__(self, values: Mapping[str, Any], context: ParallelContext) -> None:
+        super().__init__(values)
+        self._share = context.pgs.cp.size(), context.pgs.cp.rank()
+
+    @property
+    def loss_weights(self) -> Tensor:
+        """Return ``loss_mask`` ``[b, s/c]``, by which a step counts its targets, or 1 for a row."""
+        mask = self.get("loss_mask")
+        if not isinstance(mask, Tensor):
+            first = next(x for x in self.values() if isinstance(x, Tensor))
+            return torch.ones(len(first), device=first.device)
+        parts, part = self._share
+        share: Tensor = mask.chunk(parts, dim=1)[part]
+        return share
+
+
+@dataclass
+class MappingLoader:
+    """The loader of micro-batches as a dataset's own mappings; see `StepLoader`.
+
+    All tensor-parallel ranks get the same mappings.
+    """
+
+    samples: Iterator[dict[str, Any]] | None
+    context: ParallelContext
+    device: torch.device
+
+    def next_step(self, num_microbatches: int) -> list[Sample]:
+        """Return the micro-batches of the next step, in order.
+
+        Raises:
+            StopIteration: the data is at its end.
+        """
+        drawn: list[Any] = [None] * num_microbatches
+        if self.samples is not None:
+            drawn = [next(self.samples) for _ in range(num_microbatches)]
+        if self.context.pgs.tp.size() > 1:
+            torch.distributed.broadcast_object_list(drawn, group=self.context.pgs.tp, group_src=0)
+
+        def moved(value: Any) -> Any:
+            return to_device(value, self.device) if isinstance(value, Tensor) else value
+
+        return [
+            Sample({name: moved(value) for name, value in sample.items()}, self.context)
+            for sample in drawn
+        ]

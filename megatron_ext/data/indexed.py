@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER_BYTES = 34
 CODE_OF_DTYPE: dict[str, int] = {
-    "uint8": 1,
-    "int8": 2,
-    "int16": 3,
-    "int32": 4,
-    "int64": 5,
-    "float64": 6,
-    "float32": 7,
-    "uint16": 8,
+    name: code
+    for code, name in enumerate("uint8 int8 int16 int32 int64 float64 float32 uint16".split(), 1)
 }
 DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {c: np.dtype(n) for n, c in CODE_OF_DTYPE.items()}
 SCAN_ITEMS = 1 << 20
@@ -107,8 +102,9 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
         DataError: the file is missing, cannot be read, is no index, has another version or dtype
             code, or its size does not follow from its counts.
     """
-    with readable(idx_path(prefix)):
-        return _read_index(idx_path(prefix))
+    path = idx_path(prefix)
+    with readable(path):
+        return _read_index(path)
 
 
 @contextmanager
@@ -175,7 +171,7 @@ def _map_arrays(
         at += array.nbytes
         return array
 
-    lengths, offsets, documents = take(sequences, "<i4"), take(sequences, "<i8"), None
+    lengths, offsets = take(sequences, "<i4"), take(sequences, "<i8")
     documents = take(boundaries, "<i8")
     modes = take(sequences, "i1") if sequences and size == plain + sequences else None
     return Index(dtype, lengths, offsets, documents, modes)
@@ -204,14 +200,8 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
             f"{itemsize} bytes ({tokens * itemsize} bytes); copy or make the pair again."
         )
     _check_documents(prefix, index)
-    return IndexInfo(
-        prefix=os.fspath(prefix),
-        dtype=index.dtype,
-        num_sequences=len(index.lengths),
-        num_documents=len(index.documents) - 1,
-        num_tokens=tokens,
-        multimodal=index.modes is not None,
-    )
+    counts = (len(index.lengths), len(index.documents) - 1, tokens)
+    return IndexInfo(os.fspath(prefix), index.dtype, *counts, index.modes is not None)
 
 
 def _check_sequences(prefix: str | os.PathLike[str], index: Index) -> int:
@@ -250,3 +240,58 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
             f"from 0 to the number of sequences ({len(index.lengths)}); the index is damaged, "
             "make it again."
         )
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Return why files could not be written to a folder that need not exist yet, None if they can.
+
+    The answer comes from writing a file without a name to the nearest folder that exists:
+    permissions say nothing of a read-only mount, of a full disk or of the superuser.
+    """
+    nearest = folder.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    try:
+        with tempfile.TemporaryFile(dir=nearest, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, name: str) -> None:
+    """Check the folders that indices are read from and written to.
+
+    megatron-core lets numpy unpickle a file that is no array, and a stranger's data set may bring
+    such a file in its cache; on rank 0 it fails where it cannot write.
+
+    Args:
+        data_cache_path: ``--data-cache-path``; None means a folder beside each data set.
+        name: the class of data set, after which these folders are named.
+
+    Raises:
+        DataError: a file that is no array, or a folder that can neither be written nor be used as
+            it is.
+    """
+    folders = [Path(prefix) / "cache" / f"{name}_indices" for prefix in prefixes]
+    for folder in sorted(set(folders)) if data_cache_path is None else [Path(data_cache_path)]:
+        files = sorted(folder.glob("*.npy")) if folder.is_dir() else []
+        for path in files:
+            with path.open("rb") as file:
+                start = file.read(6)
+            # An empty file is left by a run that was killed; megatron-core cannot unpickle it.
+            if start and start != b"\x93NUMPY":
+                raise DataError(
+                    f"{path} is no array of numpy, though its name says so, and could run code; "
+                    "remove it if you do not trust where the data comes from, or give another "
+                    "`--data-cache-path`."
+                )
+        reason = why_not_writable(folder)
+        # A cache that was filled before may lie where nobody writes.
+        if reason is not None and not files:
+            raise DataError(
+                f"The indices of samples cannot be written to {folder} ({reason}); give a folder "
+                "that can with `--data-cache-path`."
+            )

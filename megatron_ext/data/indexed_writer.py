@@ -104,12 +104,10 @@ def append_file(
 
 
 def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
-    copy = getattr(os, "copy_file_range", None)
-    if copy is not None:
-        try:
-            return int(copy(source, target, count, offset_src=at))
-        except OSError:
-            pass  # not between these file systems: sendfile or plain reads do it
+    try:
+        return int(os.copy_file_range(source, target, count, offset_src=at))
+    except (OSError, AttributeError):
+        pass  # not between these file systems: sendfile or plain reads do it
     try:
         return os.sendfile(target, source, at, count)
     except OSError:
@@ -152,13 +150,13 @@ def merge_indexed(
             f"There is nothing to merge into {os.fspath(output_prefix)}; give datasets."
         )
     infos = [check_indexed_dataset(prefix) for prefix in prefixes]
-    for info in infos[1:]:
-        if info.dtype != infos[0].dtype:
-            raise DataError(
-                f"{info.prefix} holds {info.dtype.name} tokens, but {infos[0].prefix} holds "
-                f"{infos[0].dtype.name}; merge only datasets made with the same vocabulary."
-            )
+    first = infos[0]
     for info in infos:
+        if info.dtype != first.dtype:
+            raise DataError(
+                f"{info.prefix} holds {info.dtype.name} tokens, but {first.prefix} holds "
+                f"{first.dtype.name}; merge only datasets made with the same vocabulary."
+            )
         if multimodal != info.multimodal and info.num_sequences:
             has, flag = ("no", "without") if multimodal else ("a", "with")
             raise DataError(
@@ -174,9 +172,10 @@ def merge_indexed(
             os.fsync(out.fileno())
         write_index(
             idx_path(temporary),
-            infos[0].dtype,
+            first.dtype,
             lambda: _pieces(index.lengths for index in indices),
-            lambda: (np.diff(piece) for piece in _overlapping(i.documents for i in indices)),
+            # Neighbours share a boundary, so that their differences lose none.
+            lambda: map(np.diff, _pieces((i.documents for i in indices), shared=1)),
             (lambda: _pieces(i.modes for i in indices if i.modes is not None))
             if multimodal
             else None,
@@ -193,17 +192,11 @@ def merge_indexed(
     return check_indexed_dataset(output_prefix)
 
 
-def _pieces(arrays: Iterable[Array]) -> Iterator[Array]:
+def _pieces(arrays: Iterable[Array], shared: int = 0) -> Iterator[Array]:
+    """Yield pieces that share as many numbers with the next."""
     for array in arrays:
-        for start in range(0, len(array), SCAN_ITEMS):
-            yield array[start : start + SCAN_ITEMS]
-
-
-def _overlapping(arrays: Iterable[Array]) -> Iterator[Array]:
-    """Yield pieces that share a boundary with the next, so that their differences lose none."""
-    for array in arrays:
-        for start in range(0, len(array) - 1, SCAN_ITEMS):
-            yield array[start : start + SCAN_ITEMS + 1]
+        for start in range(0, len(array) - shared, SCAN_ITEMS):
+            yield array[start : start + SCAN_ITEMS + shared]
 
 
 class IndexedWriter:
@@ -216,12 +209,10 @@ class IndexedWriter:
     def __init__(
         self, prefix: str | os.PathLike[str], dtype: np.dtype[Any], *, multimodal: bool = False
     ) -> None:
-        self._prefix = Path(os.fspath(prefix))
+        self._prefix = Path(prefix)
         self._temporary = Path(f"{os.fspath(prefix)}.writing.{os.getpid()}")
         self._dtype, self._multimodal = dtype, multimodal
-        self._lengths: list[int] = []
-        self._documents: list[int] = []
-        self._modes: list[int] = []
+        self._lengths, self._documents, self._modes = list[int](), list[int](), list[int]()
         self._bin = open(bin_path(self._temporary), "wb")
 
     def __enter__(self) -> IndexedWriter:

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import TrainingConfig
+from megatron_ext.data.batch import MappingLoader, StepLoader
 from megatron_ext.data.samplers import RandomSampler, SequentialSampler, StepPlan, StepSampler
-from megatron_ext.data.step_loader import MappingLoader, StepLoader
 from megatron_ext.errors import DataError, loader_ends_with_parent
-from megatron_ext.parallel.context import mtp_rank
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext, mtp_rank
 
 
-def stage_reads_data(config: RunConfig, context: ParallelContext) -> bool:
+def stage_reads_data(
+    model: ModelConfig, parallel: ParallelConfig, context: ParallelContext
+) -> bool:
     """Tell whether this pipeline stage needs batches.
 
     The first stage needs the ids, the last one the labels, and multi-token prediction both; the
     others need them only where attention stops at document ends, whose mask is made from the ids.
     """
-    if context.is_first_stage or context.is_last_stage or config.model.document_masks:
+    if context.is_first_stage or context.is_last_stage or model.document_masks:
         return True
-    return context.pp_rank == mtp_rank(config.model, config.parallel)
+    return context.pp_rank == mtp_rank(model, parallel)
 
 
-def reads_dataset(config: RunConfig, context: ParallelContext) -> bool:
+def reads_dataset(model: ModelConfig, parallel: ParallelConfig, context: ParallelContext) -> bool:
     """Tell whether this rank opens the dataset; its tensor-parallel peers receive from it."""
-    return stage_reads_data(config, context) and context.tp_rank == 0
+    return stage_reads_data(model, parallel, context) and context.tp_rank == 0
 
 
 class BatchSource:
@@ -57,10 +59,8 @@ class BatchSource:
         *,
         whole_epochs: bool = False,
     ) -> None:
-        self.loader = loader
-        self.num_samples = num_samples
-        self.plan = plan
-        self.whole_epochs = whole_epochs
+        self.loader, self.plan = loader, plan
+        self.num_samples, self.whole_epochs = num_samples, whole_epochs
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
@@ -114,24 +114,26 @@ def build_source(
         as_mappings: give micro-batches as the dataset does, see `MappingLoader`.
     """
     plan: StepPlan | None = getattr(dataset, "plan", None)
-    first_step = 0 if plan is None else _steps_done(config, consumed_samples)
+    first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
     packs = plan is not None and plan.packs_documents
-    if not packs and not stage_reads_data(config, context):
+    if not packs and not stage_reads_data(config.model, config.parallel, context):
         return BatchSource(None, None, plan, first_step, whole_epochs=full_epoch)
     if not full_epoch:
-        _draw_as_loaders_do()
+        # Megatron-LM's loaders take this number from torch's generator when they start, so its
+        # dropout on a CPU follows from it. Ours have a generator of their own, since only one of
+        # the tensor-parallel ranks, which must drop alike, has a loader.
+        torch.empty((), dtype=torch.int64).random_()
     samples: Iterator[dict[str, Tensor]] | None = None
     length = None
     if dataset is not None and context.tp_rank == 0:
         length = len(dataset)  # type: ignore[arg-type]
         if plan is not None:
             sampler = StepSampler(plan, context.dp_rank, first_step)
-            samples = iter(_loader(dataset, sampler, config, device))
+            samples = iter(_loader(dataset, sampler, config.training, device))
         else:
             samples = _samples(
                 dataset,
-                length,
-                config,
+                config.training,
                 context,
                 device,
                 consumed_samples,
@@ -158,18 +160,9 @@ def build_source(
     return BatchSource(loader, length, plan, first_step, whole_epochs=full_epoch)
 
 
-def _draw_as_loaders_do() -> None:
-    """Take from torch's generator the number that a data loader takes when it starts.
-
-    Megatron-LM's loaders take it, so its dropout on a CPU follows from it. Ours have a generator of
-    their own, since only one of the tensor-parallel ranks, which must drop alike, has a loader.
-    """
-    torch.empty((), dtype=torch.int64).random_()
-
-
-def _steps_done(config: RunConfig, consumed_samples: int) -> int:
+def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
     """Return the number of steps that these samples were, each a global batch."""
-    _, batch = config.training.batch_sizes
+    _, batch = training.batch_sizes
     if consumed_samples % batch:
         raise DataError(
             f"The run has consumed {consumed_samples} samples, which is no whole number of steps "
@@ -184,25 +177,20 @@ class FilledUp(Dataset[dict[str, Any]]):
 
     They are copies of the first sample without its loss mask, so that they cost no more and every
     rank has the same number of micro-batches.
-
-    Args:
-        length: number of samples of the dataset.
-        multiple: global batch size.
     """
 
-    def __init__(self, dataset: Dataset[Any], length: int, multiple: int) -> None:
+    def __init__(self, dataset: Dataset[Any], global_batch_size: int) -> None:
         self._dataset = dataset
-        self._length = length
-        self._filled = -(-length // multiple) * multiple
+        self._length: int = len(dataset)  # type: ignore[arg-type]
+        self._filled = -(-self._length // global_batch_size) * global_batch_size
 
     def __len__(self) -> int:
         return self._filled
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        sample: dict[str, Any] = self._dataset[index if index < self._length else 0]
         if index < self._length:
-            sample: dict[str, Any] = self._dataset[index]
             return sample
-        sample = dict(self._dataset[0])
         if "loss_mask" not in sample:
             raise DataError(
                 "`--full-validation` fills up the last batch with samples whose `loss_mask` is 0, "
@@ -214,8 +202,7 @@ class FilledUp(Dataset[dict[str, Any]]):
 
 def _samples(
     dataset: Dataset[Any],
-    length: int,
-    config: RunConfig,
+    training: TrainingConfig,
     context: ParallelContext,
     device: torch.device,
     consumed_samples: int,
@@ -224,31 +211,36 @@ def _samples(
     sharded: bool | None,
 ) -> Iterator[dict[str, Tensor]]:
     """Return the samples that this rank draws from a dataset without a plan."""
-    micro_batch_size, global_batch_size = config.training.batch_sizes
-    share = (micro_batch_size, context.dp_rank, context.layout.data_parallel_size)
-    sampler: SequentialSampler | RandomSampler
+    micro_batch_size, global_batch_size = training.batch_sizes
     if full_epoch:
         # Whole global batches, so that every pass over the split starts at its beginning.
-        dataset = FilledUp(dataset, length, global_batch_size)
-        length = len(dataset)
+        dataset = FilledUp(dataset, global_batch_size)
+    length: int = len(dataset)  # type: ignore[arg-type]
+    share = (
+        length,
+        consumed_samples,
+        micro_batch_size,
+        context.dp_rank,
+        context.layout.data_parallel_size,
+    )
+    sampler: SequentialSampler | RandomSampler
     if sharded is not None and not full_epoch:
-        sampler = RandomSampler(length, consumed_samples, *share, data_sharding=sharded)
+        sampler = RandomSampler(*share, data_sharding=sharded)
     else:
-        sampler = SequentialSampler(length, consumed_samples, *share)
-    loader = _loader(dataset, sampler, config, device)
+        sampler = SequentialSampler(*share)
+    loader = _loader(dataset, sampler, training, device)
     return itertools.chain.from_iterable(itertools.repeat(loader)) if full_epoch else iter(loader)
 
 
 def _loader(
-    dataset: Dataset[Any], sampler: Sampler[Any], config: RunConfig, device: torch.device
+    dataset: Dataset[Any], sampler: Sampler[Any], training: TrainingConfig, device: torch.device
 ) -> DataLoader[Any]:
-    workers = config.training.num_workers
     return DataLoader(
         dataset,
         batch_sampler=sampler,
-        num_workers=workers,
+        num_workers=training.num_workers,
         pin_memory=device.type == "cuda",
-        persistent_workers=workers > 0,
+        persistent_workers=training.num_workers > 0,
         generator=torch.Generator(),
         worker_init_fn=loader_ends_with_parent(),
     )

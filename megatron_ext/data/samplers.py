@@ -28,7 +28,6 @@ class SequentialSampler(Sampler[list[int]]):
     """Micro-batches in the order of the (already shuffled) dataset, ``--dataloader-type single``.
 
     Attributes:
-        total_samples: length of the dataset.
         consumed_samples: samples already used by all data-parallel ranks together.
         micro_batch_size: samples of one micro-batch on one rank.
 
@@ -91,14 +90,12 @@ class RandomSampler(Sampler[list[int]]):
 
     def _epoch_order(self, epoch: int, offset: int) -> list[int]:
         """Return what this rank has left in an epoch after ``offset`` samples on all ranks."""
-        generator = torch.Generator().manual_seed(epoch)
+        unit = self._stride if self.data_sharding else self.micro_batch_size
+        size = self.total_samples // unit * self.micro_batch_size
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
         if self.data_sharding:
-            size = (self.total_samples // self._stride) * self.micro_batch_size
-            order = torch.randperm(size, generator=generator)[offset // self.dp_size :]
-            return (order + self.dp_rank * size).tolist()
-        size = (self.total_samples // self.micro_batch_size) * self.micro_batch_size
-        order = torch.randperm(size, generator=generator)[offset:]
-        return order[self.dp_rank :: self.dp_size].tolist()
+            return (order[offset // self.dp_size :] + self.dp_rank * size).tolist()
+        return order[offset:][self.dp_rank :: self.dp_size].tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
         per_epoch = self.total_samples - self.total_samples % self._stride

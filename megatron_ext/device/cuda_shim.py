@@ -24,29 +24,32 @@ from megatron_ext.errors import ConfigError, DeviceNotSupported
 CPU = torch.device("cpu")
 
 
-class CpuStream:
-    """A CUDA stream on a CPU: all streams are the same one, and their work is done already."""
+class _Done:
+    """Work of a device on a CPU: it is done already."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        """Take a device, a priority and other options, as CUDA's streams and events do."""
+
+    def synchronize(self, *_awaited: Any) -> None:
+        """Return at once, since nothing is outstanding."""
+
+    def query(self) -> bool:
+        """Return True, since all work is done."""
+        return True
+
+
+class CpuStream(_Done):
+    """A CUDA stream on a CPU: all streams are the same one."""
 
     cuda_stream = 0
     stream_id = 0
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Take a device and a priority, as CUDA's does."""
+    wait_stream = wait_event = _Done.synchronize
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CpuStream)
 
     def __hash__(self) -> int:
         return hash(CpuStream)
-
-    def synchronize(self, *_awaited: Any) -> None:
-        """Return at once, since nothing is outstanding."""
-
-    wait_stream = wait_event = synchronize
-
-    def query(self) -> bool:
-        """Return True, since all work is done."""
-        return True
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         """Return an event that has happened already."""
@@ -59,20 +62,10 @@ class CpuStream:
         return None
 
 
-class CpuEvent:
+class CpuEvent(_Done):
     """A CUDA event on a CPU: it has happened, but when is not known."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Take timing and blocking options, as CUDA's does."""
-
-    def synchronize(self, *_stream: Any) -> None:
-        """Return at once, since nothing is outstanding."""
-
-    record = wait = synchronize
-
-    def query(self) -> bool:
-        """Return True, since the event has happened."""
-        return True
+    record = wait = _Done.synchronize
 
     def elapsed_time(self, end_event: CpuEvent) -> float:
         """Refuse what would be an invented measurement.
@@ -88,15 +81,10 @@ class CpuEvent:
 
 def as_cpu(device: Any) -> Any:
     """Return the CPU for a CUDA device (an integer names one), else the argument itself."""
-    if isinstance(device, bool):
-        return device
-    if isinstance(device, int):
+    is_index = isinstance(device, int) and not isinstance(device, bool)
+    if is_index or (isinstance(device, str) and device.split(":")[0] == "cuda"):
         return CPU
-    if isinstance(device, str) and device.split(":")[0] == "cuda":
-        return CPU
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return CPU
-    return device
+    return CPU if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +151,6 @@ class Row:
     """One name and its answer.
 
     Attributes:
-        owner: the module or class that holds the name.
         needed_by: the place that asks, relative to ``megatron/core/``.
         make: a function from the original attribute to its stand-in.
     """
@@ -179,10 +166,7 @@ def _answer(value: Any) -> Callable[[Any], Any]:
     """Return the maker of a function that gives the same answer whatever it is asked."""
 
     def make(original: Any) -> Any:
-        def answer(*_args: Any, **_kwargs: Any) -> Any:
-            return value
-
-        return _named_like(original, answer)
+        return functools.wraps(original)(lambda *_args, **_kwargs: value)
 
     return make
 
@@ -191,49 +175,31 @@ def _instead(replacement: Any) -> Callable[[Any], Any]:
     return lambda original: replacement
 
 
-def _named_like(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__ = getattr(original, "__name__", function.__name__)
-    function.__doc__ = getattr(original, "__doc__", None)
-    return function
-
-
 def _denied(original: Any) -> Any:
-    name = f"torch.cuda.{original.__name__}"
-
+    @functools.wraps(original)
     def deny(*_args: Any, **_kwargs: Any) -> Any:
         raise DeviceNotSupported(
-            f"`{name}` measures a GPU, but this run is on a CPU; print `n/a` instead."
+            f"`torch.cuda.{original.__name__}` measures a GPU, but this run is on a CPU; print "
+            "`n/a` instead."
         )
 
-    return _named_like(original, deny)
+    return deny
 
 
 def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """Return the state of the CPU's generator, which is the only one."""
     return torch.default_generator.get_state()
 
 
 def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    """Set the state of the CPU's generator."""
     torch.default_generator.set_state(new_state)
 
 
 def _manual_seed(seed: int) -> None:
-    """Seed the CPU's generator."""
     torch.default_generator.manual_seed(int(seed))
 
 
-@contextlib.contextmanager
-def _stream(stream: Any) -> Any:
-    """Do nothing, since all streams are the same one."""
-    yield
-
-
-def _run_at_once(original: Any) -> Any:
-    def run(callback: Callable[[], Any], **_kwargs: Any) -> None:
-        callback()
-
-    return _named_like(original, run)
+def _run_at_once(callback: Callable[[], Any], **_kwargs: Any) -> None:
+    callback()
 
 
 cuda = torch.cuda
@@ -247,10 +213,10 @@ _STATE = [
     Row(cuda, "empty_cache", TRUE, "optimizer/optimizer.py:362", _answer(None)),
     Row(cuda, "is_initialized", TRUE, "tensor_parallel/random.py:111", _answer(True)),
     Row(cuda, "_lazy_init", TRUE, "tensor_parallel/random.py:57", _answer(None)),
-    Row(cuda, "_lazy_call", TRUE, "tensor_parallel/random.py:111", _run_at_once),
+    Row(cuda, "_lazy_call", TRUE, "tensor_parallel/random.py:111", _instead(_run_at_once)),
     Row(cuda, "Stream", TRUE, "pipeline_parallel/utils.py:157", _instead(CpuStream)),
     Row(cuda, "Event", TRUE, "utils.py:1347", _instead(CpuEvent)),
-    Row(cuda, "stream", TRUE, "pipeline_parallel/utils.py:213", _instead(_stream)),
+    Row(cuda, "stream", TRUE, "pipeline_parallel/utils.py:213", _instead(contextlib.nullcontext)),
     Row(cuda, "current_stream", TRUE, "pipeline_parallel/utils.py:332", _answer(CpuStream())),
     Row(cuda, "default_stream", TRUE, "distributed/param_and_grad_buffer.py:422",
         _answer(CpuStream())),
@@ -298,42 +264,24 @@ _TENSORS = [
 _MEASUREMENTS = [
     Row(cuda, name, Heading.DENIED, "would invent a measurement", _denied)
     for name in (
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-        "memory_stats",
-        "memory_summary",
-        "mem_get_info",
-        "reset_peak_memory_stats",
-        "get_device_properties",
-        "get_device_name",
-        "get_device_capability",
-        "utilization",
-        "temperature",
-        "power_draw",
-        "clock_rate",
+        *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+        *("memory_stats", "memory_summary", "mem_get_info", "reset_peak_memory_stats"),
+        *("get_device_properties", "get_device_name", "get_device_capability"),
+        *("utilization", "temperature", "power_draw", "clock_rate"),
     )
 ]
 
 TABLE: tuple[Row, ...] = (*_STATE, *_RANDOM, *_TENSORS, *_MEASUREMENTS)
 
-
 logger = logging.getLogger(__name__)
-
+_random_logger = logging.getLogger("megatron.core.tensor_parallel.random")
 _MISSING = object()
 _saved: list[tuple[Any, str, Any]] = []
 
 
-class _OneGenerator(logging.Filter):
-    """A filter of core's warning that the CPU's random state moved: it is the device's own."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
-
-
-_filter = _OneGenerator()
-_random_logger = logging.getLogger("megatron.core.tensor_parallel.random")
+def _filter(record: logging.LogRecord) -> bool:
+    """Leave out core's warning that the CPU's random state moved: it is the device's own."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def install() -> None:
@@ -373,8 +321,3 @@ def uninstall() -> None:
             setattr(owner, name, original)
     torch.compiler.set_stance("default")
     _random_logger.removeFilter(_filter)
-
-
-def is_installed() -> bool:
-    """Tell whether the answers are in place."""
-    return bool(_saved)

@@ -1,4 +1,4 @@
-"""Kinds of GPUs by NVIDIA's datasheets: rates, memory and links.
+"""Kinds of GPUs: rates, memory and links by NVIDIA's datasheets, and measured rates.
 
 Rates are dense (datasheets quote twice as much with sparsity). Links are bytes a second in one
 direction: NVLink's datasheet figure counts both, so it is halved here. Between nodes the table
@@ -9,15 +9,25 @@ Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-
 NVIDIA H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX
 B200 datasheets (a system's figures divided by its eight GPUs), NVIDIA L40S Datasheet.
 
-What a run reaches of these rates is in no datasheet: `device.rates` measures it, and
-`planning.hardware` says what a plan assumes.
+What a run reaches of these rates is in no datasheet: `rates` measures it, and `planning.hardware`
+says what a plan assumes. ``python -m megatron_ext.device.gpus --index 0`` prints the rates of a GPU
+as JSON, in a process of its own, so that a broken driver ends that process only.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from megatron_ext.errors import ConfigError
+import torch
+
+from megatron_ext.errors import ConfigError, DeviceNotSupported
 
 GB = 10**9
 TFLOPS = 10**12
@@ -45,15 +55,11 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        name: short name, as the table has it.
         bf16: dense bfloat16 rate, operations a second.
         fp8: dense fp8 rate; None on GPUs without it.
         fp32: rate of float32 products without TensorFloat.
-        memory: bytes.
-        memory_bandwidth: bytes a second.
-        link: bytes a second in one direction to another GPU of the node.
-        network: the same to a GPU of another node.
-        per_node: GPUs of a node.
+        memory, memory_bandwidth: bytes, and bytes a second.
+        link, network: bytes a second in one direction to a GPU of the node, and of another node.
         hopper: Hopper or newer, whose matrix library takes more memory.
         measured: rates measured on this very machine; None for the datasheet alone.
     """
@@ -85,41 +91,26 @@ class Gpu:
         return rate
 
 
-def _gpu(
-    name: str,
-    rates: tuple[float, float | None, float],
-    memory: tuple[int, float],
-    links: tuple[float, float],
-    *,
-    hopper: bool = False,
-) -> Gpu:
+def _gpu(name: str, bf16: float, fp8: float | None, fp32: float, memory: int, *rates: float) -> Gpu:
     """Return a kind, given its figures in TFLOP/s, GB and GB/s."""
-    bf16, fp8, fp32 = rates
-    return Gpu(
-        name=name,
-        bf16=bf16 * TFLOPS,
-        fp8=None if fp8 is None else fp8 * TFLOPS,
-        fp32=fp32 * TFLOPS,
-        memory=memory[0] * GB,
-        memory_bandwidth=memory[1] * GB,
-        link=links[0] * GB,
-        network=links[1] * GB,
-        hopper=hopper,
-    )
+    eight = None if fp8 is None else fp8 * TFLOPS
+    bandwidth, link, network = (rate * GB for rate in rates)
+    numbers = (bf16 * TFLOPS, eight, fp32 * TFLOPS, memory * GB, bandwidth, link, network)
+    return Gpu(name, *numbers, hopper=name in ("H100", "H200", "B200"))
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("A100-40GB", (312, None, 19.5), (40, 1555), (300, 25)),
-        _gpu("A100", (312, None, 19.5), (80, 2039), (300, 25)),
-        _gpu("L40S", (362, 733, 91.6), (48, 864), (32, 25)),
-        _gpu("H100", (989, 1979, 67), (80, 3350), (450, 50), hopper=True),
-        _gpu("H200", (989, 1979, 67), (141, 4800), (450, 50), hopper=True),
-        _gpu("B200", (2250, 4500, 80), (180, 8000), (900, 50), hopper=True),
+        _gpu("A100-40GB", 312, None, 19.5, 40, 1555, 300, 25),
+        _gpu("A100", 312, None, 19.5, 80, 2039, 300, 25),
+        _gpu("L40S", 362, 733, 91.6, 48, 864, 32, 25),
+        _gpu("H100", 989, 1979, 67, 80, 3350, 450, 50),
+        _gpu("H200", 989, 1979, 67, 141, 4800, 450, 50),
+        _gpu("B200", 2250, 4500, 80, 180, 8000, 900, 50),
     )
 }
-"""The kinds that a run can be planned for (`config.reporting.GPU_NAMES`)."""
+"""The kinds that a run can be planned for (`config.output.GPU_NAMES`)."""
 
 PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
     "H100 PCIe": 756e12,
@@ -139,3 +130,141 @@ def peak_flops(device_name: str | None) -> float | None:
         return None
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]
     return PEAK_FLOPS_BF16[max(matches, key=len)] if matches else None
+
+
+Capability = tuple[int, int]
+
+FP8: Capability = (8, 9)
+"""The capability of the first GPUs with 8-bit products, Ada; Hopper and newer have them too."""
+
+FIRST: dict[str, Capability] = {
+    "delayed": FP8,
+    "tensorwise": FP8,
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+}
+"""The first capability with the products of each recipe of Transformer Engine."""
+
+CONSUMER_BLACKWELL: Capability = (12, 0)
+"""The first capability without MXFP8 again."""
+
+
+def engine_recipes(capability: Capability) -> tuple[str, ...]:
+    """Return the recipes of Transformer Engine that a GPU has the products for.
+
+    The rules are those of ``transformer_engine/pytorch/quantization.py`` 2.9: its blocks of 128
+    are made for Hopper, and MXFP8 for Blackwell of data centres (10.0 and 10.3).
+    """
+    return tuple(
+        recipe
+        for recipe, first in FIRST.items()
+        if first <= capability and not (recipe == "mxfp8" and capability >= CONSUMER_BLACKWELL)
+    )
+
+
+MATRIX = 8192
+COPIED = 2**30
+
+
+def seconds_of(
+    work: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3
+) -> float:
+    """Return the median seconds of some work, by CUDA's events on a GPU and the clock on a CPU.
+
+    Args:
+        repeats: measured calls, each by itself, after the warm-ups.
+    """
+    for _ in range(warm_ups):
+        work()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+    mark = partial(torch.cuda.Event, enable_timing=True)
+    marks = [(mark(), mark()) for _ in range(repeats)]
+    torch.cuda.synchronize(device)
+    for start, end in marks:
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize(device)
+    milliseconds: float = statistics.median(start.elapsed_time(end) for start, end in marks)
+    return milliseconds / 1e3
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Tell whether the device multiplies 8-bit floats: Ada (sm_89), Hopper and newer do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8
+
+
+def matrix_rate(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int = MATRIX
+) -> float:
+    """Return the operations per second of a square product of normal random numbers.
+
+    Zeros would flatter the device, which then takes less power and clocks higher. A product of m,
+    n and k counts 2 m n k operations.
+
+    Args:
+        dtype: dtype of both factors; products of ``float8_e4m3fn`` are scaled, and give bfloat16.
+
+    Raises:
+        DeviceNotSupported: the device multiplies no 8-bit floats.
+    """
+    eight = dtype == torch.float8_e4m3fn
+    if eight and not has_fp8(device):
+        raise DeviceNotSupported(
+            f"The matrix rate of 8-bit floats was asked for, but {device} has no unit for them; it "
+            "takes an NVIDIA GPU of compute capability 8.9 or newer."
+        )
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16).to(dtype)
+    b = torch.randn(size, size, device=device, dtype=torch.bfloat16).to(dtype)
+    if eight:
+        one = torch.ones((), device=device)
+        scaled = partial(torch._scaled_mm, scale_a=one, scale_b=one, use_fast_accum=True)
+        # The second factor must lie column by column.
+        seconds = seconds_of(lambda: scaled(a, b.t(), out_dtype=torch.bfloat16), device)
+    else:
+        out = torch.empty_like(a)
+        seconds = seconds_of(lambda: torch.mm(a, b, out=out), device)
+    return 2 * size**3 / seconds
+
+
+def copy_rate(device: torch.device, size: int = COPIED) -> float:
+    """Return the bytes per second, read and written, of a copy within the device's memory.
+
+    The block of ``size`` bytes should be far more than the caches hold.
+    """
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds_of(lambda: target.copy_(source), device)
+
+
+def rates(
+    device: torch.device, size: int = MATRIX, copied: int = COPIED
+) -> dict[str, float | None]:
+    """Return the rates ``bf16``, ``fp8`` (None without a unit for it) and ``copy``."""
+    eight = matrix_rate(device, torch.float8_e4m3fn, size) if has_fp8(device) else None
+    half = matrix_rate(device, torch.bfloat16, size)
+    return {"bf16": half, "fp8": eight, "copy": copy_rate(device, copied)}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the rates of one GPU."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--index", type=int, required=True, help="of the GPU, as torch counts")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("torch can use no GPU here", file=sys.stderr)
+        return 1
+    device = torch.device("cuda", args.index)
+    torch.cuda.set_device(device)
+    print(json.dumps(rates(device)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

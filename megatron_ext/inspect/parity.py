@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -25,13 +25,10 @@ from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.launch import fork_ranks
-from megatron_ext.train.main import pretrain
-from megatron_ext.train.preflight import preflight
+from megatron_ext.train.main import preflight, pretrain
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
+from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice, check_step_flags
-
-if TYPE_CHECKING:
-    from megatron_ext.train.run import Run
 
 SIZES = {
     "tp": "--tensor-model-parallel-size",
@@ -58,13 +55,7 @@ _TOKEN = re.compile(f"({'|'.join(sorted(SIZES, key=len, reverse=True))})(\\d+)|(
 
 @dataclass(frozen=True)
 class NamedLayout:
-    """A layout to compare.
-
-    Attributes:
-        name: the name, as given.
-        ranks: number of ranks that it takes.
-        flags: flags that it adds to the command line.
-    """
+    """A layout to compare, with the flags that it adds to the command line."""
 
     name: str
     ranks: int
@@ -107,19 +98,12 @@ def parse_layout(name: str) -> NamedLayout:
 
 
 class GradientRecorder:
-    """Writes the gradients of each step, of the parameters whose main copy this rank holds.
-
-    Args:
-        folder: folder for the files.
-        run: the parts of this rank's run.
-    """
+    """Writes the gradients of each step, of the parameters whose main copy this rank holds."""
 
     def __init__(self, folder: Path, run: Run) -> None:
-        self.folder = folder
-        self.run = run
+        self.folder, self.run = folder, run
 
     def __call__(self) -> None:
-        """Write the gradients of the step that has just been computed."""
         parts = [
             (shard.name, shard.full_shape, shard.offset, shard.tensor.clone())
             for chunk in unwrap_model(self.run.chunks)
@@ -148,7 +132,6 @@ class Recording:
     Attributes:
         folder: folder with the gradients of each step.
         rows: one for each step, with ``grad_norm`` and every loss by name.
-        padded_vocab_size: size of the vocabulary after padding.
         failure: what went wrong, None when all went well.
     """
 
@@ -167,24 +150,12 @@ def record(
     folder: Path,
     device: Device,
 ) -> Recording:
-    """Train ``steps`` steps in a layout.
-
-    Args:
-        program: the task to train, or the tasks of which the flags choose one.
-        words: the flags of the run, without its layout.
-        layout: adds its own flags.
-        steps: training steps.
-        folder: folder for the record.
-        device: the device that the ranks run on.
-    """
+    """Train ``steps`` steps of a program in a layout, by flags without it, into a new folder."""
     folder.mkdir(parents=True)
     fixed = f"--train-iters {steps} --log-interval 1 --eval-iters 0 --nproc-per-node {layout.ranks}"
     try:
         parsed = parse_args(
-            [*words, *layout.flags, *fixed.split()],
-            program,
-            world_size=0,
-            device=device.kind,
+            [*words, *layout.flags, *fixed.split()], program, world_size=0, device=device.kind
         )
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
@@ -216,12 +187,9 @@ NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative differences that pass.
+    """The largest relative differences of losses and gradient norm, and of gradients, that pass.
 
-    Attributes:
-        loss: limit for each loss and for the gradient norm.
-        gradient: limit for each parameter's gradient: L2 norm of the difference over that of the
-            truth.
+    A gradient's is the L2 norm of the difference over that of the truth.
     """
 
     loss: float = 1e-6
@@ -230,8 +198,6 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that was compared, and its relative difference."""
-
     step: int
     name: str
     size: float
@@ -242,7 +208,6 @@ class Parity:
     """The result for one layout.
 
     Attributes:
-        recording: the record of the layout.
         loss, grad_norm, gradient: the largest difference of each kind, None where none was seen.
         first: the worst value of the first step that is out of tolerance.
         problem: why the layout could not be compared.
@@ -281,7 +246,6 @@ def gradient_difference(mine: Tensor, truth: Tensor) -> float:
 
 
 def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity:
-    """Compare all steps of a layout with those of the truth."""
     problem = mine.failure
     if problem is None and len(mine.rows) != len(truth.rows):
         problem = f"{len(mine.rows)} steps instead of {len(truth.rows)}"
@@ -299,7 +263,11 @@ def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity
             size = relative(row[key], want[key]) if key in row else math.inf
             losses.append(Difference(step, key, size))
         norms.append(Difference(step, "grad_norm", relative(row["grad_norm"], want["grad_norm"])))
-        gradients += _gradients(mine, truth, step)
+        ours, theirs = (read_gradients(x.folder, step) for x in (mine, truth))
+        for name in sorted(ours.keys() | theirs.keys()):
+            both = name in ours and name in theirs
+            size = gradient_difference(ours[name], theirs[name]) if both else math.inf
+            gradients.append(Difference(step, name, size))
     out = [found for found in (*losses, *norms) if found.size > tolerances.loss]
     out += [found for found in gradients if found.size > tolerances.gradient]
     first_step = min((found.step for found in out), default=None)
@@ -312,28 +280,17 @@ def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity
     )
 
 
-def _gradients(mine: Recording, truth: Recording, step: int) -> Iterator[Difference]:
-    ours, theirs = (read_gradients(x.folder, step) for x in (mine, truth))
-    for name in sorted(ours.keys() | theirs.keys()):
-        both = name in ours and name in theirs
-        size = gradient_difference(ours[name], theirs[name]) if both else math.inf
-        yield Difference(step, name, size)
-
-
 def _worst(differences: Sequence[Difference]) -> Difference | None:
     return max(differences, key=lambda d: d.size, default=None)
 
 
 def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -> Table:
-    """Return the table of all layouts, one on a line."""
     columns = ("layout", "ranks", "loss", "grad norm", "gradient", "of", "", "first divergence")
-    shown = Table(
-        *columns,
-        title=(
-            f"largest relative difference to {truth.layout.name} over {len(truth.rows)} steps "
-            f"(limits: {tolerances.loss:g}, gradients {tolerances.gradient:g})"
-        ),
+    title = (
+        f"largest relative difference to {truth.layout.name} over {len(truth.rows)} steps "
+        f"(limits: {tolerances.loss:g}, gradients {tolerances.gradient:g})"
     )
+    shown = Table(*columns, title=title)
     for result in results:
         sizes = [
             "-" if difference is None else f"{difference.size:.1e}"
@@ -342,12 +299,7 @@ def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -
         first = result.problem or ""
         if result.first is not None:
             first = f"step {result.first.step}: {result.first.name} ({result.first.size:.1e})"
-        shown.add_row(
-            result.recording.layout.name,
-            str(result.recording.layout.ranks),
-            *sizes,
-            result.gradient.name if result.gradient is not None else "",
-            "[green]PASS" if result.passed else "[red]FAIL",
-            first,
-        )
+        layout, worst = result.recording.layout, result.gradient.name if result.gradient else ""
+        verdict = "[green]PASS" if result.passed else "[red]FAIL"
+        shown.add_row(layout.name, str(layout.ranks), *sizes, worst, verdict, first)
     return shown

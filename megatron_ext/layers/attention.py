@@ -80,13 +80,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         )
         self.window_size: tuple[int, int] | None = config.window_size if windowed else None
         self.backend = AttnBackend(config.attention_backend)
-        self._check_options(config)
-
-    def _check_options(self, transformer_config: TransformerConfig) -> None:
-        if transformer_config.softmax_type != "vanilla":
+        if config.softmax_type != "vanilla":
             raise ConfigError(
-                f"`--softmax-type` ({transformer_config.softmax_type}) must be vanilla with the "
-                "torch layers; use `--transformer-impl transformer_engine`."
+                f"`--softmax-type` ({config.softmax_type}) must be vanilla with the torch layers; "
+                "use `--transformer-impl transformer_engine`."
             )
         if self.cp_group.size() > 1 and self.cp_comm_type not in (*GATHER, "a2a"):
             raise ConfigError(
@@ -108,8 +105,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
         Args:
             query: ``[s/c, b, n, d]``.
-            key: ``[s/c, b, g, d]``, g query groups.
-            value: ``[s/c, b, g, d]``.
+            key, value: ``[s/c, b, g, d]``, g query groups.
             attention_mask: True where forbidden, ``[b, 1, s/c, s]``; None means causal.
         """
         if attention_bias is not None or packed_seq_params is not None:
@@ -171,19 +167,19 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend without communication, and return ``[q, b, n, d]``.
 
-        Args:
-            query: ``[q, b, n, d]``.
-            key: ``[k, b, g, d]``.
-            value: ``[k, b, g, d]``.
-            mask: True where forbidden, ``[b, 1, q, k]``.
-            first_query: position of the first query in the sequence; the keys start at 0.
+        The arguments are ``[q, b, n, d]``, ``[k, b, g, d]`` and ``[k, b, g, d]``, the mask True
+        where forbidden, ``[b, 1, q, k]``. The first query stands at ``first_query``, the first key
+        at 0.
         """
         if self._follows_core(query):
             if self.window_size is not None:
                 mask = self._with_window(mask, query, key, first_query)
             return self._attend_eagerly(query, key, value, mask, first_query)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if self._skips_blocks(q, mask):
+        dropout = self.dropout if self.training else 0.0
+        masked = mask is not None or self.window_size is not None
+        if masked and self.backend == AttnBackend.auto and sdpa.flex_fits(q, dropout):
+            # Blocks of keys that a mask or window hides are left out.
             # A mask says what is causal itself.
             causal = self.causal and (mask is None or self.window_size is not None)
             span = Span(first_query, causal, self.window_size)
@@ -197,25 +193,13 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             bias = ~mask
         elif self.causal and q.size(2) != k.size(2):
             bias = causal_lower_right(q.size(2), k.size(2))
-        dropout = self.dropout if self.training else 0.0
         with _random_state(self.config, dropout):
+            causal = self.causal and bias is None
             context = sdpa.attend(
-                q,
-                k,
-                v,
-                mask=bias,
-                causal=self.causal and bias is None,
-                dropout=dropout,
-                scale=self.softmax_scale,
-                backend=self.backend,
-            )
+                q, k, v, mask=bias, causal=causal, dropout=dropout,
+                scale=self.softmax_scale, backend=self.backend,
+            )  # fmt: skip
         return context.permute(2, 0, 1, 3)
-
-    def _skips_blocks(self, q: Tensor, mask: Tensor | None) -> bool:
-        """Return whether to leave out the blocks of keys that a mask or window hides from ``q``."""
-        masked = mask is not None or self.window_size is not None
-        dropout = self.dropout if self.training else 0.0
-        return masked and self.backend == AttnBackend.auto and sdpa.flex_fits(q, dropout)
 
     def _with_window(
         self, mask: Tensor | None, query: Tensor, key: Tensor, first_query: int

@@ -1,18 +1,25 @@
-"""How an auxiliary loss joins the graph: the loss auto-scaler.
+"""How an auxiliary loss joins the graph, and the losses of multi-token prediction that do so.
 
 An identity on the activations carries the loss; its backward pass hands the activations' gradient
 on and starts the gradient of the attached loss with the loss scale (Switch Transformer's trick, as
 megatron-core uses it for experts and multi-token prediction). Scale and normalization come from the
 step, so that the log and the gradients do not depend on the layout.
+
+In multi-token prediction depth k of K predicts the token k+1 positions ahead (DeepSeek-V3,
+arXiv:2412.19437, section 2.2). megatron-core's MTP block computes the hidden states; the losses are
+attached with the weights that the caller gives, so the same model serves per-token normalization
+and the mean of micro-batch means.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @dataclass
@@ -47,14 +54,7 @@ def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Add ``loss.sum()`` to what the backward pass through ``carrier`` differentiates.
 
     The step divides all gradients by its number of targets; multiply a loss that is to be divided
-    by something else before.
-
-    Args:
-        carrier: activations that the main loss depends on.
-        loss: a tensor of any shape.
-
-    Returns:
-        The carrier; the loss is lost if it is not used.
+    by something else before. The carrier is returned; the loss is lost if it is not used.
     """
     attached: Tensor = _Attach.apply(carrier, loss, transformer_config)  # type: ignore[no-untyped-call]
     return attached
@@ -69,3 +69,64 @@ def attach_microbatch_loss(carrier: Tensor, loss: Tensor, transformer_config: An
     """
     scale: AuxiliaryScale | None = getattr(transformer_config, "auxiliary_scale", None)
     return attach(carrier, loss if scale is None else loss * scale.value, transformer_config)
+
+
+@dataclass
+class MTPTargets:
+    """The targets of a micro-batch's multi-token-prediction depths, and what came out.
+
+    Attributes:
+        labels: per depth, ids ``[b, s/c]``.
+        masks: per depth, 0 or 1 ``[b, s/c]`` float32.
+        weights: per depth, the gradient weight of each position's loss ``[b, s/c]`` float32.
+        reports: per depth, filled by the forward pass: ``[sum, count]`` of the masked losses.
+    """
+
+    labels: Sequence[Tensor]
+    masks: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    reports: list[Tensor] = field(default_factory=list)
+
+    def record(self, depth: int, losses: Tensor) -> None:
+        """Keep sum and count of one depth's losses ``[b, s/c]`` for the log; depths start at 0."""
+        mask = self.masks[depth]
+        with torch.no_grad():
+            self.reports.append(torch.stack([(losses.float() * mask).sum(), mask.sum()]))
+
+
+def per_token_weights(
+    masks: Sequence[Tensor], scaling_factor: float, main_count: Tensor, depth_counts: Tensor
+) -> list[Tensor]:
+    """Return the weights of the depths' losses under per-token normalization.
+
+    The gradients of a step are divided by the number N of its main targets, so depth k, with D_k
+    targets in the step, is weighted by N / D_k: its share of the loss is then exactly
+    ``scaling_factor / K`` times its own mean over the global batch. A depth without any target
+    contributes nothing. N and D_k ``[K]`` count the whole step; the masks are ``[b, s/c]``.
+    """
+    coefficient = scaling_factor / len(masks)
+    ratios = main_count / depth_counts.clamp(min=1)
+    return [mask * (coefficient * ratio) for mask, ratio in zip(masks, ratios, strict=True)]
+
+
+def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> list[Tensor]:
+    """Return the weights where each micro-batch is averaged by itself, Megatron-LM's default.
+
+    ``scaling_factor`` is ``--mtp-loss-scaling-factor`` over the number of micro-batches.
+    """
+    coefficient = scaling_factor / len(masks)
+    return [mask * (coefficient / mask.sum().clamp(min=1)) for mask in masks]
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """This rank's part ``[v/tp, h]`` of an output head, from token ``rank * v/tp`` on.
+
+    The bias is ``[v/tp]``, in the weight's type. Hidden states may come cut along the sequence.
+    """
+
+    weight: Tensor
+    tp_group: ProcessGroup
+    sequence_parallel: bool
+    config: Any
+    bias: Tensor | None = None

@@ -11,7 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule, float16_to_fp32
 
-from megatron_ext.config.acceleration import TE_IMPL
+from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.precision import TE_IMPL, Fp8Config, PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.fp8.attach import attach_fp8
@@ -33,16 +34,26 @@ def build_chunks(
     """Build the bare chunks of this rank, one for each virtual stage.
 
     Args:
-        build: the task's model provider, called as ``build(config, transformer_config, context,
-            pre_process=..., post_process=..., vp_stage=...)``.
+        build: the task's model provider, see `Task.model_chunk`.
         vocab_size: entries of the vocabulary, before padding.
     """
-    if config.model.use_cpu_initialization:
-        chunks = _build_all(build, config, transformer_config, context)
-    else:
-        random_state = torch.get_rng_state()
+    placement, parallel = context.placement, config.parallel
+    tied = not config.model.untie_embeddings_and_output_weights
+    by_name, random_state = not config.model.use_cpu_initialization, torch.get_rng_state()
+    if by_name:
         mark_methods(transformer_config)
-        chunks = _build_all(build, config, transformer_config, context)
+    chunks = []
+    for index in range(placement.num_chunks):
+        position = placement.stage_of(context.pp_rank, index)
+        stage = None if parallel.virtual_pipeline_model_parallel_size is None else index
+        chunk = build(
+            config, transformer_config, context, pre_process=position == 0,
+            post_process=position == placement.num_stages - 1, vp_stage=stage,
+        )  # fmt: skip
+        check_chunk(chunk, tied_stages=tied and parallel.pipeline_model_parallel_size > 1)
+        chunk.vp_stage = stage
+        chunks.append(chunk)
+    if by_name:
         initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size)
         unmark_methods(transformer_config)
         # What a rank draws later must not depend on which modules it builds.
@@ -65,33 +76,6 @@ def build_chunks(
     return chunks
 
 
-def _build_all(
-    build: ModelChunk,
-    config: RunConfig,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-) -> list[MegatronModule]:
-    placement = context.placement
-    interleaves = config.parallel.virtual_pipeline_model_parallel_size is not None
-    chunks = []
-    for index in range(placement.num_chunks):
-        position = placement.stage_of(context.pp_rank, index)
-        stage = index if interleaves else None
-        chunk = build(
-            config,
-            transformer_config,
-            context,
-            pre_process=position == 0,
-            post_process=position == placement.num_stages - 1,
-            vp_stage=stage,
-        )
-        tied = not config.model.untie_embeddings_and_output_weights
-        check_chunk(chunk, tied_stages=tied and config.parallel.pipeline_model_parallel_size > 1)
-        chunk.vp_stage = stage
-        chunks.append(chunk)
-    return chunks
-
-
 _TIED = (
     "the first and the last pipeline stage sum the gradients of a shared embedding; set it in "
     "`__init__` (False where nothing is shared), or give `--untie-embeddings-and-output-weights`"
@@ -111,10 +95,6 @@ _REQUIRED = {
 def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
     """Check that a model has what megatron-core's schedules and checkpoints ask of it.
 
-    Args:
-        chunk: what the task's model provider built.
-        tied_stages: stages share an embedding, as the flags say.
-
     Raises:
         ConfigError: one sentence for each attribute that is missing.
     """
@@ -132,16 +112,19 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
 
 
 def _ddp_config(
-    config: RunConfig, context: ParallelContext, num_parameters: int
+    optimizer: OptimizerConfig,
+    precision: PrecisionConfig,
+    fp8: Fp8Config,
+    context: ParallelContext,
+    num_parameters: int,
 ) -> DistributedDataParallelConfig:
-    optimizer = config.optimizer
     bucket_size = optimizer.ddp_bucket_size
     if optimizer.ddp_num_buckets is not None:
         bucket_size = num_parameters // optimizer.ddp_num_buckets
     if bucket_size is None:
         bucket_size = max(40_000_000, 1_000_000 * context.pgs.dp_cp.size())
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+        grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
         overlap_param_gather=optimizer.overlap_param_gather,
         align_param_gather=optimizer.overlap_param_gather and optimizer.align_param_gather,
@@ -150,8 +133,8 @@ def _ddp_config(
         check_for_nan_in_grad=False,
         bucket_size=bucket_size if optimizer.overlap_grad_reduce else None,
         average_in_collective=optimizer.ddp_average_in_collective,
-        fp8_param_gather=config.fp8.fp8_param_gather,
-        reuse_grad_buf_for_mxfp8_param_ag=config.fp8.reuse_grad_buf_for_mxfp8_param_ag,
+        fp8_param_gather=fp8.fp8_param_gather,
+        reuse_grad_buf_for_mxfp8_param_ag=fp8.reuse_grad_buf_for_mxfp8_param_ag,
     )
 
 
@@ -180,18 +163,17 @@ def wrap_chunks(
     """Move the chunks to the device, cast them, and wrap them for data parallelism."""
     wrapped: list[Any] = [chunk.to(device) for chunk in chunks]
     if config.precision.bf16 or config.precision.fp16:
-        last = context.placement.num_stages - 1
+        placement = context.placement
+        stages = [placement.stage_of(context.pp_rank, index) for index in range(len(chunks))]
         wrapped = [
-            _In16Bits(
-                transformer_config,
-                chunk,
-                is_last=context.placement.stage_of(context.pp_rank, index) == last,
-            )
-            for index, chunk in enumerate(wrapped)
+            _In16Bits(transformer_config, chunk, is_last=stage == placement.num_stages - 1)
+            for stage, chunk in zip(stages, wrapped, strict=True)
         ]
     trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     num_parameters = sum(parameter.numel() for parameter in trained)
-    ddp_config = _ddp_config(config, context, num_parameters)
+    ddp_config = _ddp_config(
+        config.optimizer, config.precision, config.fp8, context, num_parameters
+    )
     ddp = [
         DistributedDataParallel(
             config=transformer_config,

@@ -36,18 +36,10 @@ Backend = str | Callable[..., Any]
 MAX_VARIANTS = 64
 """The most signatures of one function that are compiled; more are a fault of its caller."""
 
-EAGERLY = "the pointwise parts of the model run kernel by kernel"
-
 
 @dataclass
 class _Compiler:
-    """The settings with which this process compiles.
-
-    Attributes:
-        backend: backend of `torch.compile`; None runs everything as written.
-        strict: raise the compiler's errors instead of running the function as written.
-        checked: whether the machine has been searched for what the backend needs.
-    """
+    """The settings of compilation; the backend None runs everything as written."""
 
     backend: Backend | None = "inductor"
     on_cpu: bool = False
@@ -59,9 +51,7 @@ _compiler = _Compiler()
 
 
 def compile_nothing() -> None:
-    """Run everything as written from now on, other people's functions included
-    (``--no-compile``).
-    """
+    """Run everything as written from now on, functions of others too (``--no-compile``)."""
     _compiler.backend = None
     torch.compiler.set_stance("force_eager")
 
@@ -70,9 +60,8 @@ def compile_nothing() -> None:
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
     """Compile functions of CPU tensors inside the block, as tests and traffic counts do.
 
-    Args:
-        backend: backend of `torch.compile`; ``aot_eager`` makes graphs and runs them op by op.
-        strict: raise the compiler's errors instead of running the function as written.
+    The backend ``aot_eager`` makes graphs and runs them op by op. ``strict`` raises the compiler's
+    errors instead of running the function as written.
     """
     before = dict(vars(_compiler))
     vars(_compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
@@ -84,23 +73,20 @@ def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> I
 
 
 def compiles(x: Tensor) -> bool:
-    """Return whether functions of this tensor are compiled: it has elements, and a compiler
-    works.
-    """
+    """Return whether functions of this tensor are compiled: it has elements, a compiler works."""
     if _compiler.backend is None or not (x.is_cuda or _compiler.on_cpu):
         return False
     if not _compiler.checked:
-        _check_compiler()
+        _compiler.checked = True
+        missing = _missing()
+        if missing is not None:
+            _compiler.backend = None
+            logger.warning(
+                "`torch.compile` needs %s; without it the pointwise parts of the model run kernel "
+                "by kernel.",
+                missing,
+            )
     return _compiler.backend is not None and x.numel() > 0
-
-
-def _check_compiler() -> None:
-    """Switch compilation off, and say so, where the compiler lacks what it calls."""
-    _compiler.checked = True
-    missing = _missing()
-    if missing is not None:
-        _compiler.backend = None
-        logger.warning("`torch.compile` needs %s; without it %s.", missing, EAGERLY)
 
 
 def _missing() -> str | None:
@@ -114,18 +100,13 @@ def _missing() -> str | None:
     return None
 
 
-def _signature(arg: Any) -> Any:
-    """Return what of an argument is fixed in one compilation."""
+def _signature(arg: Any, by_shape: bool) -> Any:
+    """Return what of an argument is fixed in one compilation; ``by_shape`` fixes every length."""
     if not isinstance(arg, Tensor):
         return int if type(arg) is int else arg
     widths = arg.shape[2:] if arg.dim() > 2 else arg.shape[-1:]
-    return arg.dtype, arg.dim(), arg.requires_grad, tuple(widths)
-
-
-def _signature_with_shape(arg: Any) -> Any:
-    """Return what `_signature` returns, and every length."""
-    known = _signature(arg)
-    return (*known, tuple(arg.shape), arg.stride()) if isinstance(arg, Tensor) else known
+    known = arg.dtype, arg.dim(), arg.requires_grad, tuple(widths)
+    return (*known, tuple(arg.shape), arg.stride()) if by_shape else known
 
 
 class Compiled(Generic[R]):
@@ -138,7 +119,7 @@ class Compiled(Generic[R]):
     def __init__(self, function: Callable[..., R], *, by_shape: bool = False) -> None:
         functools.update_wrapper(self, function)
         self.eager = function
-        self._signature = _signature_with_shape if by_shape else _signature
+        self._by_shape = by_shape
         self._variants: dict[Any, Callable[..., R]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -147,8 +128,8 @@ class Compiled(Generic[R]):
         assert isinstance(first, Tensor)
         if torch.compiler.is_compiling() or not compiles(first):
             return self.eager(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        key = (_compiler.backend, torch.is_grad_enabled(), *map(self._signature, given))
+        given = [_signature(arg, self._by_shape) for arg in (*args, *kwargs.values())]
+        key = (_compiler.backend, torch.is_grad_enabled(), *given)
         variant = self._variants.get(key)
         if variant is None:
             variant = self._variants[key] = self._compile()
@@ -171,8 +152,8 @@ class Compiled(Generic[R]):
     def _compile(self) -> Callable[..., R]:
         """Return another compilation of the function.
 
-        It gets a code object with a name of its own, since torch keeps what it compiled, and what
-        it learned of varying lengths, by code object and by name.
+        It gets a code object with a name of its own, by which torch keeps what it compiled and
+        learned.
         """
         count, function = len(self._variants), self.eager
         if count >= MAX_VARIANTS:
@@ -214,9 +195,6 @@ class FusedResidual:
     write of the residual stream. Here they are added where the function's own gradient is made. The
     backward pass computes the function again from its arguments, within that one kernel; nothing
     else is kept.
-
-    Args:
-        function: see `compiled`; it returns a tuple of tensors.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:

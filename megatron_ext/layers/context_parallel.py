@@ -33,36 +33,24 @@ def to_rank_order(ordered: Tensor, size: int) -> Tensor:
 
 
 def gather_sequence(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather ``[s/c, ...]`` of all ranks to ``[s, ...]``; gradients are summed back to their
-    owners.
-    """
+    """Gather ``[s/c, ...]`` to ``[s, ...]``; gradients are summed back to their owners."""
     gathered = gather_from_sequence_parallel_region(
         local.contiguous(), tensor_parallel_output_grad=True, group=group
     )
     return to_sequence_order(gathered, group.size())
 
 
-def heads_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+def heads_to_sequence(x: Tensor, group: ProcessGroup, *, zigzag: bool = True) -> Tensor:
     """Trade heads for sequence (Ulysses, arXiv:2309.14509).
 
-    Args:
-        x: ``[s/c, b, n, d]``, n divisible by the number of ranks c.
-
-    Returns:
-        ``[s, b, n/c, d]`` in the order of the sequence.
+    ``[s/c, b, n, ...]``, n divisible by the number of ranks c, becomes ``[s, b, n/c, ...]`` in the
+    order of the sequence. Without ``zigzag`` the slices lie in the order of the ranks.
     """
-    size = group.size()
-    s, b, n, d = x.shape
-    parts = x.view(s, b, size, n // size, d).permute(2, 0, 1, 3, 4).contiguous()
-    exchanged = all_to_all(group, parts.view(size * s, b, n // size, d))
-    return to_sequence_order(exchanged, size)
+    traded: Tensor = all_to_all(group, torch.cat(x.chunk(group.size(), dim=2)))
+    return to_sequence_order(traded, group.size()) if zigzag else traded
 
 
-def sequence_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Trade sequence for heads: ``[s, b, n/c, d]`` to ``[s/c, b, n, d]``."""
-    size = group.size()
-    s, b, n, d = x.shape
-    exchanged = all_to_all(group, to_rank_order(x, size).contiguous())
-    parts = exchanged.view(size, s // size, b, n, d).permute(1, 2, 0, 3, 4)
-    out: Tensor = parts.reshape(s // size, b, size * n, d)
-    return out
+def sequence_to_heads(x: Tensor, group: ProcessGroup, *, zigzag: bool = True) -> Tensor:
+    """Invert `heads_to_sequence`: ``[s, b, n/c, ...]`` to ``[s/c, b, n, ...]``."""
+    ordered = to_rank_order(x, group.size()) if zigzag else x
+    return torch.cat(all_to_all(group, ordered.contiguous()).chunk(group.size()), dim=2)

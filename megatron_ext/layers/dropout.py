@@ -33,11 +33,7 @@ def _hash(*parts: object) -> int:
 
 @contextmanager
 def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
-    """Draw the masks of one micro-batch inside the block.
-
-    Args:
-        first_sample: number of its first sample in the run.
-    """
+    """Draw the masks of the micro-batch that begins with this sample of the run."""
     tracker = get_cuda_rng_tracker()
     number = torch.tensor((_hash("dropout", seed) + first_sample) & _BITS)
     tracker.set_states({**tracker.get_states(), _STATE: number})
@@ -51,9 +47,7 @@ def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
 def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return numbers in [0, 1) for one sample of the micro-batch at one place of the model.
 
-    Args:
-        site: name of the place, the same on every layout.
-        device: where to draw; masks agree between layouts on one kind of device.
+    The place has the same name on every layout; masks agree between layouts on one kind of device.
     """
     generator = torch.Generator(device)
     first_sample = int(get_cuda_rng_tracker().get_states()[_STATE])
@@ -64,8 +58,7 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
     """Return the positions in the full sequence of what this rank holds, ``[s_local]``.
 
-    Args:
-        cut: the sequence is also cut over the tensor-parallel ranks.
+    With ``cut`` the sequence is also cut over the tensor-parallel ranks.
     """
     shards = groups.tp.size() if cut else 1
     whole, size = length * shards, groups.cp.size()
@@ -77,11 +70,7 @@ def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -
 
 
 class HiddenDropout(torch.nn.Module):
-    """Dropout of hidden states.
-
-    Args:
-        sequence_parallel: hidden states are cut over the tensor-parallel ranks.
-    """
+    """Dropout of hidden states, which sequence parallelism cuts over the tensor-parallel ranks."""
 
     def __init__(
         self, probability: float, site: str, groups: ProcessGroupCollection, sequence_parallel: bool
@@ -102,9 +91,7 @@ class HiddenDropout(torch.nn.Module):
         return self.training and self.probability > 0
 
     def drawn(self, x: Tensor) -> Tensor:
-        """Return a number in [0, 1) for every element; it drops where that is below the
-        probability.
-        """
+        """Return a number in [0, 1) for every element, which drops below the probability."""
         positions = local_positions(x.size(0), self.groups, cut=self.cut).to(x.device)
         full = x.size(0) * self.groups.cp.size() * (self.groups.tp.size() if self.cut else 1)
         drawn = [
@@ -145,12 +132,7 @@ def attention_dropout(
     first_head: int,
     first_query: int,
 ) -> Tensor:
-    """Drop attention probabilities.
-
-    Args:
-        probabilities: ``[b, n, q, k]``; keys from position 0 on.
-        first_head, first_query: where the part begins.
-    """
+    """Drop attention probabilities ``[b, n, q, k]``, from ``first_head`` and ``first_query`` on."""
     _, heads, queries, keys = probabilities.shape
     drawn = [
         uniform(site, sample, (num_heads, length, length), probabilities.device)[

@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.func import functional_call
 
-from megatron_ext.device.streams import other_threads_go_on
+from megatron_ext.device import other_threads_go_on
 
 Graphed = Callable[..., Tensor]
 
@@ -59,11 +59,9 @@ def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
 
 
 class LayerGraphs:
-    """The graphs of one layer.
+    """The graphs of one layer; the first of a chunk hands its input's gradient out.
 
     Attributes:
-        is_first: the layer is the first of its chunk, so the gradient of its input leaves the
-            chunk.
         live: the graphs are to be replayed.
         arguments: tensors that the layer is called with.
         seen: one call, with all that needs no gradient.
@@ -90,37 +88,33 @@ class LayerGraphs:
         """Return the tensors from which a graph reads its arguments.
 
         Arguments that need no gradient hold the value seen, since layers may keep what they derive
-        from a tensor (a table of cosines from the rotary angles) and know it by the tensor.
-
-        Args:
-            copies: tensors that the layers of a micro-batch share, by the ids of the originals;
-                added to.
+        from a tensor (a table of cosines from the rotary angles) and know it by the tensor. Layers
+        of a micro-batch share ``copies``, by the ids of the originals.
         """
         found = []
         for argument in self.arguments:
             seen = self.seen[argument.name]
             if seen is None:
-                shape, dtype, device = argument.shape, argument.dtype, argument.device
-                found.append(torch.zeros(shape, dtype=dtype, device=device, requires_grad=True))
+                like: Any = {"dtype": argument.dtype, "device": argument.device}
+                found.append(torch.zeros(argument.shape, **like, requires_grad=True))
             else:
                 found.append(copies.setdefault(id(seen), seen.clone()))
         return found
 
     def takes(self, call: dict[str, Any]) -> bool:
-        """Return whether the graphs can stand for this call: they are live, and made for its
-        shapes.
-        """
+        """Return whether live graphs were made for the shapes of this call."""
         return self.live and arguments_of(call) == self.arguments
 
     def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output ``[s, b, h]``, and None for the context that it does
-        not have.
-        """
+        """Return the layer's output ``[s, b, h]``, and None for a context."""
         weights = list(layer.parameters())
         for weight, added in zip(weights, self.added, strict=True):
             if added:
                 weight.grad_added_to_main_grad = True
-        _call_hooks(layer)
+        for module in layer.modules():
+            # Data parallelism runs them before the forward pass of each module.
+            for hook in list(module._forward_pre_hooks.values()):
+                hook(module, ())
         tensors = [call[argument.name] for argument in self.arguments]
         if self.is_first:
             tensors = [_Owned.apply(x) if x.requires_grad else x for x in tensors]  # type: ignore[no-untyped-call]
@@ -128,9 +122,7 @@ class LayerGraphs:
         return slot(*tensors, *weights), None
 
     def function(self, layer: TransformerLayer) -> Graphed:
-        """Return the layer as a function of the tensors that it is called with and of its
-        weights.
-        """
+        """Return the layer as a function of its arguments and of its weights."""
         names = [argument.name for argument in self.arguments]
         weights = [name for name, _ in layer.named_parameters()]
         absent = dict.fromkeys(self.seen)
@@ -145,10 +137,8 @@ class LayerGraphs:
 
 
 class _Owned(torch.autograd.Function):
-    """An identity whose gradient is a copy outside the graph's memory.
-
-    The next micro-batch overwrites that memory while the message with this gradient may still be
-    under way.
+    """An identity whose gradient is a copy outside the graph's memory, which the next micro-batch
+    overwrites while the message with this gradient may still be under way.
     """
 
     @staticmethod
@@ -160,21 +150,11 @@ class _Owned(torch.autograd.Function):
         return gradient.clone()
 
 
-def _call_hooks(layer: torch.nn.Module) -> None:
-    """Call the hooks that data parallelism runs before the forward pass of each module within."""
-    for module in layer.modules():
-        for hook in list(module._forward_pre_hooks.values()):
-            hook(module, ())
-
-
 class ChunkGraphs:
-    """The graphs of one model chunk.
-
-    Args:
-        warmup_steps: runs of each layer before it is recorded.
+    """The graphs of one model chunk, each recorded after ``warmup_steps`` runs of its layer.
 
     Attributes:
-        gradient_placeholder: what autograd gets for gradients that are already in the gradient
+        gradient_placeholder: given to autograd for gradients that are already in the gradient
             buffer. All weights of a shape share one, or every graph would hold as much memory as
             its weights.
     """
@@ -198,8 +178,7 @@ class ChunkGraphs:
             graphs.live = on
 
     def capture(self, num_slots: int) -> None:
-        """Record graphs until there are ``num_slots`` slots, where the layers have been called
-        before.
+        """Record graphs until there are ``num_slots`` slots, where all layers have been called.
 
         All ranks that share a layer call this together, while no gradients are kept. The random
         states stay what they are.

@@ -40,8 +40,7 @@ class Shard:
     Attributes:
         name: name of the full tensor, with the indices of its layer and expert along the whole
             model, such as ``decoder.layers.mlp.linear_fc1.weight[3]``.
-        offset: where the part begins along each dimension.
-        tensor: the part, a view of the memory it was asked for.
+        tensor: the part, a view of the memory it was asked for, from ``offset`` on.
         is_main: false for a copy that another rank, or this one, holds too.
         is_vocabulary: the rows are entries of a vocabulary that the layout may pad differently.
     """
@@ -95,9 +94,7 @@ def shards_of(
 
 
 def _place(tensor: Tensor) -> int:
-    """Return what identifies a parameter: its memory, or the object itself if it is kept in
-    8 bits.
-    """
+    """Return what identifies a parameter: its memory, or the object if it is kept in 8 bits."""
     return id(tensor) if is_float8tensor(tensor) else tensor.data_ptr()
 
 
@@ -146,12 +143,7 @@ class Marks:
 
 
 class Marked:
-    """An initialization method that marks a parameter with the method, to be applied by name.
-
-    Args:
-        method: fills a tensor in place, as ``torch.nn.init`` does.
-        marks: where the parameters wait.
-    """
+    """An initialization method that marks a parameter with the method, to be applied by name."""
 
     def __init__(self, method: Initialize, marks: Marks) -> None:
         self.method = method
@@ -165,9 +157,7 @@ class Marked:
         return tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Marked:
-        """Return this object, so that modules that copy their configuration mark in the
-        same place.
-        """
+        """Return this object, so that modules that copy their configuration mark in one place."""
         return self
 
 
@@ -210,8 +200,7 @@ def initialize_by_name(
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
         transformer_config: the TransformerConfig that they were built with, its methods marked.
-        vocab_size: entries before padding, whose weights the padding does not change; None takes
-            all entries for real ones.
+        vocab_size: entries before padding, which changes none of their weights; None is all.
 
     Raises:
         ConfigError: a marked parameter that a chunk's ``sharded_state_dict`` does not name.
@@ -223,10 +212,19 @@ def initialize_by_name(
         shards = list(shards_of(chunk, partial(_unquantized, staged)))
         _fill_marked(chunk, shards, transformer_config, seed, vocab_size)
         for parameter, values in staged.values():
-            _quantize(parameter, values)
-        if transformer_config.perform_initialization:
-            # Without initialization a weight is memory as it was found, NaN now and then.
-            _check_filled(chunk)
+            parameter.copy_(values)
+            if hasattr(parameter, "get_high_precision_init_val"):
+                # The optimizer starts from the exact values.
+                parameter.get_high_precision_init_val().copy_(values)
+        # Without initialization a weight is memory as it was found, NaN now and then.
+        for name, parameter in chunk.named_parameters():
+            checked = transformer_config.perform_initialization and parameter.is_floating_point()
+            if checked and parameter.flatten()[:1].isnan().any():
+                raise ConfigError(
+                    f"the weight `{name}` has no initial values: `sharded_state_dict()` of its "
+                    "module must name it, so that its values can be drawn and saved; or use "
+                    "`--use-cpu-initialization`."
+                )
         _redraw_plain_modules(chunk, shards, marks, seed)
     marks.clear()
 
@@ -235,12 +233,7 @@ def initialize_by_name(
 def draw_by_name(
     chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
 ) -> None:
-    """Fill some parameters of a model chunk, each by the name of its full tensor.
-
-    Args:
-        chunk: a model chunk without wrappers; its ``sharded_state_dict`` names the parameters.
-        method: fills a full tensor in place.
-    """
+    """Fill some parameters of a bare model chunk, each by the name of its full tensor."""
     wanted = {_memory(parameter) for parameter in parameters}
     for shard in shards_of(chunk):
         if _memory(shard.tensor) in wanted:
@@ -264,28 +257,18 @@ def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
                 continue
             method = module.param_init_meta[name].init_fn  # type: ignore[index, union-attr]
             if isinstance(method, Marked):
-                values = torch.empty(
-                    parameter.shape, dtype=parameter.dtype, device=parameter.device
-                )
+                shape, dtype = parameter.shape, parameter.dtype
+                values = torch.empty(shape, dtype=dtype, device=parameter.device)
                 marks.add(values, method.method)
                 staged[id(parameter)] = parameter, values
     return staged
 
 
 def _unquantized(staged: Staged, parameter: Tensor) -> Tensor | None:
-    """Return what is filled in place of a parameter; None for a quantized one that does not
-    wait.
-    """
+    """Return what is filled in a parameter's place; None for a quantized one that does not wait."""
     if id(parameter) in staged:
         return staged[id(parameter)][1]
     return None if is_float8tensor(parameter) else parameter
-
-
-def _quantize(parameter: Any, values: Tensor) -> None:
-    """Give a parameter in 8 bits its values, and the optimizer the exact ones."""
-    parameter.copy_(values)
-    if hasattr(parameter, "get_high_precision_init_val"):
-        parameter.get_high_precision_init_val().copy_(values)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -338,16 +321,6 @@ def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -
     return full
 
 
-def _check_filled(chunk: torch.nn.Module) -> None:
-    for name, parameter in chunk.named_parameters():
-        if parameter.is_floating_point() and parameter.flatten()[:1].isnan().any():
-            raise ConfigError(
-                f"the weight `{name}` has no initial values: `sharded_state_dict()` of its module "
-                "must name it, so that its values can be drawn and saved; or use "
-                "`--use-cpu-initialization`."
-            )
-
-
 def _redraw_plain_modules(
     chunk: torch.nn.Module, shards: Sequence[Shard], marks: Marks, seed: int
 ) -> None:
@@ -362,7 +335,9 @@ def _redraw_plain_modules(
         marked = any(marks.method_of(parameter) is not None for parameter in own)
         # A reset would draw each rank's part of a cut parameter alone.
         cut = any(getattr(parameter, "tensor_model_parallel", False) for parameter in own)
-        if name is not None and not marked and not cut and any(map(_varies, own)):
+        # The ones of a norm stay as they are.
+        varies = any(bool((parameter != parameter.flatten()[:1]).any()) for parameter in own)
+        if name is not None and varies and not (marked or cut):
             _redraw(module, name, seed)
 
 
@@ -372,11 +347,6 @@ def _can_reset(module: torch.nn.Module) -> bool:
         return False
     needed = [p for p in inspect.signature(reset).parameters.values() if p.default is p.empty]
     return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
-
-
-def _varies(parameter: Tensor) -> bool:
-    """Return whether a parameter holds more than one constant, such as the ones of a norm."""
-    return bool((parameter != parameter.flatten()[:1]).any())
 
 
 def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:

@@ -10,12 +10,19 @@ may multiply in 8 bits (see `layers.fp8`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
+from megatron.core.tensor_parallel.mappings import (
+    _gather_along_first_dim,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.fp8.linear import fp8_linear
 from megatron_ext.layers.weight_gradients import (
@@ -26,12 +33,26 @@ from megatron_ext.layers.weight_gradients import (
 )
 
 
-def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tensor | None:
-    """Compute the weight's gradient, put it where it belongs, and return what autograd gets.
+def enter(x: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Give all tokens to every tensor-parallel rank, whose gradients are summed.
 
-    Args:
-        gradient: gradient of the output, ``[s, b, out]``.
-        total: the whole input, ``[s, b, in]``.
+    ``[s/tp, b, h]`` with sequence parallelism, else ``[s, b, h]``, becomes ``[s, b, h]``.
+    """
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(x, group=tp_group)  # type: ignore[no-any-return]
+    return copy_to_tensor_model_parallel_region(x, group=tp_group)  # type: ignore[no-any-return]
+
+
+def leave(partial_sums: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Sum the partial results of the tensor-parallel ranks, and invert the shapes of `enter`."""
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
+    return reduce_from_tensor_model_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
+
+
+def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tensor | None:
+    """Put the weight's gradient, of output ``[s, b, out]`` and whole input ``[s, b, in]``, where it
+    belongs, and return what autograd gets.
     """
     gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
     weight = call.parameter
@@ -80,17 +101,16 @@ class _Linear(torch.autograd.Function):
         return None if returned is None else returned.get(), grad_weight, grad_bias, None
 
 
-class _Sent:
+class _Sent(NamedTuple):
     """A tensor whose collective may still be running."""
 
-    def __init__(self, tensor: Tensor, work: Any = None) -> None:
-        self._tensor, self._work = tensor, work
+    tensor: Tensor
+    work: Any = None
 
     def get(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._tensor
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
 
 
 def _gathered(part: Tensor, call: LinearCall) -> _Sent:
@@ -157,14 +177,12 @@ class _ParallelLinear:
         # Without a gradient for the input there would be no backward pass to collect from.
         if not (weight.requires_grad and input.requires_grad):
             queue = None
-        in_place = (
-            self.alone and weight.requires_grad and getattr(self.config, "adds_in_place", False)
-        )
+        adds = self.alone and weight.requires_grad
+        in_place = adds and getattr(self.config, "adds_in_place", False)
         if queue is None and not in_place and self.fp8 is None:
             output: Tensor = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
             return output
-        names = ("tp_group", "sequence_parallel", "allreduce_dgrad")
-        groups = {name: kwargs[name] for name in names}
+        groups = {x: kwargs[x] for x in ("tp_group", "sequence_parallel", "allreduce_dgrad")}
         call = LinearCall(weight, queue, in_place, scaling=self.fp8, **groups)
         if self.fp8 is not None:
             return fp8_linear(input, weight, kwargs["bias"], call)

@@ -28,21 +28,17 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_ext.config.lora import ALL_TARGETS, LoraConfig
+from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initialization import draw_by_name
-from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, enter, leave
 
 Layer = ColumnParallelLinear | RowParallelLinear
 _IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
@@ -50,12 +46,9 @@ _IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
 
 
 class Adapter(torch.nn.Module):
-    """``scale * B A dropout(x)`` for one layer; B starts at zero.
+    """``scale * B A dropout(x)`` for a layer of weight ``[out/tp, in]`` or ``[out, in/tp]``.
 
-    Args:
-        layer: its weight is ``[out/tp, in]`` or ``[out, in/tp]`` on this rank.
-        gated: the layer's output is two halves that a gated activation multiplies, each cut by
-            itself.
+    B starts at zero. A gated layer's output is two halves, each cut by itself.
     """
 
     sides_cut: ClassVar[dict[str, int]]
@@ -121,10 +114,7 @@ class ColumnAdapter(Adapter):
     sides_cut: ClassVar = {"b": 0}
 
     def _between(self, low: Tensor) -> Tensor:
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
-        # Each rank's rows of B give a part of the gradient of A x; the parts are summed.
-        return copy_to_tensor_model_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
+        return enter(low, self.tp_group, self.sequence_parallel)
 
 
 class RowAdapter(Adapter):
@@ -140,9 +130,7 @@ class RowAdapter(Adapter):
             return super()._drop(x)
 
     def _between(self, low: Tensor) -> Tensor:
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
-        return reduce_from_tensor_model_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
+        return leave(low, self.tp_group, self.sequence_parallel)
 
 
 def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
@@ -154,13 +142,20 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
     Raises:
         ConfigError: a chunk whose layers have none of the targets.
     """
+    named = config.lora_target_modules
+    targets: Sequence[str] = ALL_TARGETS if named is None else named
     for chunk in chunks:
         chunk.requires_grad_(False)
-        _attach(chunk, config)
+        for name, layer in list(chunk.named_modules()):
+            own_name = name.rpartition(".")[2]
+            if own_name in targets and isinstance(layer, Layer):
+                gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
+                kind = ColumnAdapter if isinstance(layer, ColumnParallelLinear) else RowAdapter
+                layer.lora = kind(layer, config, gated=gated)
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
         if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(
-                f"`--lora-target-modules` ({' '.join(_targets(config))}) names no linear "
+                f"`--lora-target-modules` ({' '.join(targets)}) names no linear "
                 "layer of this model; give names that it has, or leave out `--lora-rank`."
             )
         uniform = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
@@ -168,25 +163,9 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
         _begin_backward_at_embedding(chunk)
 
 
-def _targets(config: LoraConfig) -> Sequence[str]:
-    """Return the names of layers; a configuration that names none means all that there may be."""
-    return ALL_TARGETS if config.lora_target_modules is None else config.lora_target_modules
-
-
-def _attach(chunk: torch.nn.Module, config: LoraConfig) -> None:
-    targets = _targets(config)
-    for name, layer in list(chunk.named_modules()):
-        own_name = name.rpartition(".")[2]
-        if own_name in targets and isinstance(layer, Layer):
-            gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
-            kind = ColumnAdapter if isinstance(layer, ColumnParallelLinear) else RowAdapter
-            layer.lora = kind(layer, config, gated=gated)
-
-
 def _begin_backward_at_embedding(chunk: torch.nn.Module) -> None:
-    """Let the output of a frozen embedding require a gradient.
-
-    Recomputed layers and the backward pass of a stage without layers begin at a tensor that does.
+    """Let the output of a frozen embedding require a gradient, at which recomputed layers and the
+    backward pass of a stage without layers begin.
     """
 
     def require_gradient(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
@@ -205,13 +184,9 @@ def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
-    """Add ``scale * B A`` to the weights, in float32, and take the adapters off.
+    """Add ``scale * B A`` to the weights, in float32, and return the number of adapters.
 
-    Args:
-        chunks: model chunks of this rank, with or without wrappers; every rank does its own part.
-
-    Returns:
-        Number of adapters that were merged on this rank.
+    Every rank does its own part, and the adapters are taken off; the chunks may have wrappers.
     """
     adapted = [pair for chunk in chunks for pair in _adapted(chunk)]
     for layer, adapter in adapted:

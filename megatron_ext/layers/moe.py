@@ -77,14 +77,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         reduce_group_has_dp: bool = False,
         valid_token_count: Tensor | int | None = None,
     ) -> Tensor:
-        """Attach a load-balancing loss with its share of the step; log it without.
+        """Attach this micro-batch's load-balancing loss, weighted, with its share of the step.
 
-        Args:
-            activation: what carries the loss through the graph.
-            aux_loss: this micro-batch's loss times its weight.
-            reduce_group: ranks whose parts make up the logged value.
-            reduce_group_has_dp: the group spans data-parallel ranks too.
-            valid_token_count: not used, a mean does not depend on it.
+        It is logged without that share, completed over ``reduce_group``.
         """
         save_to_aux_losses_tracker(
             aux_loss_name,
@@ -99,9 +94,7 @@ class Router(TopKRouter):  # type: ignore[misc]
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5) with its share of the step.
 
-        Args:
-            logits: ``[tokens, e]``.
-            padding_mask: True at padding, ``[tokens]``.
+        The logits are ``[tokens, e]``; the mask is True at padding, ``[tokens]``.
         """
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
@@ -124,12 +117,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     tp_size: int
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
-        """Bring this rank's experts the tokens that each of their parts has, sorted by expert.
-
-        Args:
-            global_input_tokens: ``[tokens, h]``.
-            global_probs: ``[tokens]``.
-        """
+        """Bring this rank's experts the tokens ``[tokens, h]`` of each of their parts."""
         sizes = self._unequal_parts()
         if sizes is None:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
@@ -140,11 +128,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum what the parts of this rank's experts made of its tokens, in the order they came.
-
-        Args:
-            hidden_states: ``[tokens of all parts, h]``.
-        """
+        """Sum what the parts of this rank's experts made of its tokens, in the order they came."""
         sizes = self._unequal_parts()
         if sizes is None:
             return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]

@@ -65,15 +65,10 @@ ACTIVATIONS = {
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:
-    """Apply LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last axis.
+    """Apply LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) to ``[..., h]``.
 
-    Args:
-        x: ``[..., h]``; it may be a residual stream in float32 while the weights are in 16 bits.
-        weight: ``[h]``.
-        bias: ``[h]``; None for RMSNorm.
-
-    Returns:
-        ``[..., h]`` in the dtype of the weight.
+    ``x`` may be a residual stream in float32 while the weights ``[h]`` are in 16 bits, whose dtype
+    the result has.
     """
     kind, eps, zero_centered = spec
     dtype = weight.dtype
@@ -145,7 +140,6 @@ def activated(
             what its result is multiplied with (arXiv:2002.05202).
         scale: ``[tokens, 1]``, for an expert's tokens.
         activation: key of `ACTIVATIONS`.
-        gated: see ``x``.
     """
     function: Any = ACTIVATIONS[activation]
     if bias is not None:
@@ -162,9 +156,7 @@ def activated(
 def rotary_table(angles: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of megatron-core's angles, each angle once, ``[s, 1, 1, d / 2]``.
 
-    Args:
-        angles: ``[s, 1, 1, d]``; every angle twice, in halves or as neighbours.
-        interleaved: equal angles are neighbours.
+    The angles ``[s, 1, 1, d]`` come twice, in halves or, ``interleaved``, as neighbours.
     """
     once = angles[..., ::2] if interleaved else angles.chunk(2, dim=-1)[0]
     return once.cos().to(dtype), once.sin().to(dtype)
@@ -206,11 +198,9 @@ def queries_keys_values(
     Args:
         projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
         bias: bias of the projection, to be added here.
-        groups: g of this rank.
-        head_dim: d.
+        groups, head_dim: g of this rank, and d.
         cos, sin: see `rotary_table`; None rotates nothing.
         interleaved: neighbouring features make a pair, else the halves.
-        q_weight, q_bias, k_weight, k_bias: weights of the norms, ``[d]``.
 
     Returns:
         ``[s, b, n, d]``, ``[s, b, g, d]``, ``[s, b, g, d]``.
@@ -266,10 +256,9 @@ class RMSNorm(_GainNorm, torch.nn.RMSNorm):
 
 
 def weights_of(norm: Any) -> Weights:
-    """Return weight and bias, for functions that norm by themselves.
+    """Return weight and bias, for functions that normalize by themselves.
 
-    They come by a call of the module, because data parallelism waits there until it has gathered
-    them.
+    The module is called, because data parallelism waits there until it has gathered them.
     """
     weights: Weights = norm(None)
     return weights

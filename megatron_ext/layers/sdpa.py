@@ -70,8 +70,7 @@ def attend(
 
     Args:
         query: ``[b, n, q, d]``, of any strides but the last.
-        key: ``[b, g, k, d]``, g groups of keys and values.
-        value: ``[b, g, k, d]``.
+        key, value: ``[b, g, k, d]``, g groups.
         mask: True where a query sees a key, ``[b, 1, q, k]``, or a bias of torch.
         causal: queries see no later keys; not with a mask.
         scale: None means ``1 / sqrt(d)``.
@@ -119,8 +118,7 @@ def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SD
 def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[int]) -> bool:
     """Return whether cuDNN's kernels are the fastest, and trusted at these lengths.
 
-    Args:
-        version: version of cuDNN, 91501 for 9.15.1.
+    ``version`` is cuDNN's, 91501 for 9.15.1.
     """
     whole_tiles = all(length % TILE == 0 for length in lengths)
     trusted = version >= (CUDNN_OF_TORCH_2_8 if whole_tiles else CUDNN_ANY_LENGTH)
@@ -133,12 +131,9 @@ NUM_KEPT = 16
 
 @dataclass(frozen=True)
 class Span:
-    """Which keys a query sees by its position.
+    """Which keys, from position 0 on, a query sees by its position: no later key, if causal.
 
-    Attributes:
-        first_query: position of the first query; the keys start at 0.
-        causal: no later key.
-        window: how far it sees to the left and, unless causal, to the right; -1 is any distance.
+    A window says how far it sees to the left and, unless causal, to the right; -1 is any distance.
     """
 
     first_query: int
@@ -160,10 +155,7 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
 def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Return ``softmax(q k * scale) v`` where the mask allows it, ``[b, n, q, d]``.
 
-    Args:
-        query: ``[b, n, q, d]``.
-        key: ``[b, g, k, d]``.
-        value: ``[b, g, k, d]``.
+    Keys and values are ``[b, g, k, d]``.
     """
     out: Tensor = compiled_flex_attention()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
@@ -180,9 +172,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
 def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None) -> BlockMask:
     """Return the block mask of ``[b, n, q, d]`` and ``[b, g, k, d]``, made at its first use.
 
-    Args:
-        query, key: only their lengths and device matter.
-        forbidden: ``[b or 1, 1, q, k]``, True where forbidden; None forbids nothing.
+    ``forbidden`` is True where forbidden, ``[b or 1, 1, q, k]``; None forbids nothing.
     """
     lengths = query.size(2), key.size(2)
     if forbidden is None:
@@ -212,8 +202,8 @@ class _NewestMask:
     """Block masks of the newest dense mask, and of its parts under context parallelism.
 
     A mask is known by its place and version in memory, since recomputed layers see it as another
-    tensor. It is held, so that its place cannot become another mask's meanwhile; but one only,
-    since it has a byte for every pair of positions.
+    tensor. It is held, so that its place cannot become another's, but one only: it has a byte for
+    every pair of positions.
     """
 
     def __init__(self) -> None:

@@ -34,15 +34,18 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_ext.config.acceleration import TE_IMPL
+from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.pointwise import Norm
-from megatron_ext.layers.submodules import SelfAttention
 from megatron_ext.layers.transformer_engine import accumulate_gradients
-from megatron_ext.layers.transformer_layer import TransformerLayer, get_bias_dropout_add
+from megatron_ext.layers.transformer_layer import (
+    SelfAttention,
+    TransformerLayer,
+    get_bias_dropout_add,
+)
 
 RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")
 
@@ -134,27 +137,13 @@ def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
-def _check_options(transformer_config: TransformerConfig) -> None:
-    """Refuse what megatron-core's modules cannot do without Transformer Engine."""
-    # megatron-core drops their outputs by a function of Transformer Engine.
-    needing = [x for x in transformer_config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
-    if (
-        transformer_config.recompute_granularity == "selective"
-        and needing
-        and not has_transformer_engine()
-    ):
-        raise ConfigError(
-            f"`--recompute-modules {needing[0]}` needs Transformer Engine, which is not "
-            "installed; use core_attn, mlp, moe or shared_experts."
-        )
-
-
-def _use_own_router(layers: Sequence[ModuleSpec]) -> None:
-    """Give the experts of megatron-core's specs our router, which weighs its losses exactly."""
+def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig) -> None:
+    """Give Transformer Engine's layers our router, and let them sum weight gradients if asked."""
     for layer in layers:
         mlp: Any = getattr(layer.submodules, "mlp", None)
         if getattr(getattr(mlp, "submodules", None), "router", None) is not None:
             mlp.submodules.router = Router
+    accumulate_gradients(layers, transformer_config)
 
 
 def layer_spec(
@@ -162,9 +151,7 @@ def layer_spec(
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one pipeline chunk, and its final norm.
 
-    Args:
-        impl: ``transformer_engine`` for its layers, anything else for ours.
-        vp_stage: virtual chunk on this rank.
+    ``impl`` is ``transformer_engine`` for its layers, anything else for ours.
 
     Raises:
         ConfigError: an option that needs Transformer Engine, or a bad pattern of experts.
@@ -176,10 +163,16 @@ def layer_spec(
             normalization=transformer_config.normalization,
             vp_stage=vp_stage,
         )
-        _use_own_router(block.layer_specs)
-        accumulate_gradients(block.layer_specs, transformer_config)
+        _adapted(block.layer_specs, transformer_config)
         return block
-    _check_options(transformer_config)
+    # megatron-core drops their outputs by a function of Transformer Engine.
+    needing = [x for x in transformer_config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
+    selective = transformer_config.recompute_granularity == "selective"
+    if selective and needing and not has_transformer_engine():
+        raise ConfigError(
+            f"`--recompute-modules {needing[0]}` needs Transformer Engine, which is not "
+            "installed; use core_attn, mlp, moe or shared_experts."
+        )
     pattern = expert_pattern(transformer_config)
     first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
     count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
@@ -197,8 +190,7 @@ def mtp_block_spec(
         layers = get_gpt_decoder_layer_specs(
             transformer_config, True, normalization=transformer_config.normalization
         )
-        _use_own_router(layers)
-        accumulate_gradients(layers, transformer_config)
+        _adapted(layers, transformer_config)
         # megatron-core takes single layers of its own class only, but any block.
         block = TransformerBlockSubmodules(layer_specs=layers)
         return get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)

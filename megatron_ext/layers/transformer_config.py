@@ -10,10 +10,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_ext.config.acceleration import TE_IMPL
-from megatron_ext.config.precision import PrecisionConfig
-from megatron_ext.config.run import RunConfig
-from megatron_ext.config.transformer_fields import transformer_fields
+from megatron_ext.config.precision import TE_IMPL, PrecisionConfig
+from megatron_ext.config.run import RunConfig, transformer_fields
+from megatron_ext.errors import ConfigError
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.pointwise import ACTIVATIONS, Fusions
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
@@ -24,24 +23,17 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
 
     Rank r holds stages r and ``2 * pipeline_size - 1 - r``; all stages hold equally many layers,
     the first one also the embedding, the last one the output layer.
-
-    Args:
-        num_layers: layers of the model, a multiple of twice the pipeline size.
     """
 
     def __init__(self, num_layers: int, pipeline_size: int) -> None:
         self.per_stage = num_layers // (2 * pipeline_size)
-        layers = [LayerType.decoder] * self.per_stage
-        there = [list(layers) for _ in range(pipeline_size)]
-        back = [list(layers) for _ in range(pipeline_size)]
-        there[0].insert(0, LayerType.embedding)
-        back[0].append(LayerType.loss)
-        super().__init__([*there, *back], pipeline_size)
+        stages = [[LayerType.decoder] * self.per_stage for _ in range(2 * pipeline_size)]
+        stages[0].insert(0, LayerType.embedding)
+        stages[pipeline_size].append(LayerType.loss)
+        super().__init__(stages, pipeline_size)
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
-        """Return False, since no stage holds multi-token prediction alone; there is nothing to
-        check.
-        """
+        """Return False: no stage holds multi-token prediction alone; nothing is to be checked."""
         return False
 
     def get_layer_offset(
@@ -115,32 +107,48 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
     schedule = parallel.pipeline_schedule
     core_interleaved = schedule == "core-interleaved"
-    fields["overlap_p2p_comm"] = core_interleaved
-    fields["batch_p2p_comm"] = not core_interleaved
-    fields["deallocate_pipeline_outputs"] = not core_interleaved
-    fields["deterministic_dropout"] = model.deterministic_dropout
     in_te, fuses = model.transformer_impl == TE_IMPL, model.gradient_accumulation_fusion
-    fields["adds_in_place"] = fuses and not in_te and config.device == "cuda"
-    fields["te_gradient_accumulation_fusion"] = fuses and in_te
-    fields["fusions"] = Fusions(
-        norm=model.persist_layer_norm,
-        activation=model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion,
-        rotary=model.apply_rope_fusion,
-        bias_dropout=model.bias_dropout_fusion,
-    )
-    fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
-    fields["pipeline_model_parallel_layout"] = parallel.pipeline_model_parallel_layout
+    fields |= {
+        "overlap_p2p_comm": core_interleaved,
+        "batch_p2p_comm": not core_interleaved,
+        "deallocate_pipeline_outputs": not core_interleaved,
+        "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
+        "deterministic_dropout": model.deterministic_dropout,
+        "adds_in_place": fuses and not in_te and config.device == "cuda",
+        "te_gradient_accumulation_fusion": fuses and in_te,
+        "weight_gradients": DeferredWeightGradients() if schedule in ZERO_BUBBLE else None,
+        "auxiliary_scale": AuxiliaryScale(),
+        "fusions": Fusions(
+            norm=model.persist_layer_norm,
+            activation=model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion,
+            rotary=model.apply_rope_fusion,
+            bias_dropout=model.bias_dropout_fusion,
+        ),
+    }
     if schedule == "zb-v":
         fields["pipeline_model_parallel_layout"] = VShapedLayerLayout(
             model.num_layers or 0, parallel.pipeline_model_parallel_size
         )
     if model.init_method_xavier_uniform:
-        fields["init_method"] = xavier_uniform
-        fields["output_layer_init_method"] = xavier_uniform
-    fields["auxiliary_scale"] = AuxiliaryScale()
+        fields |= dict.fromkeys(("init_method", "output_layer_init_method"), xavier_uniform)
     transformer_config = StepTransformerConfig(**fields)
     kinds = transformer_config.cp_comm_type
     if isinstance(kinds, list):
         # megatron-core looks a layer up by its number, which starts from 1.
         transformer_config.cp_comm_type = [kinds[0], *kinds]
     return transformer_config
+
+
+def check_core(config: RunConfig) -> None:
+    """Build megatron-core's configuration, which checks itself by assertions.
+
+    Raises:
+        ConfigError: with the first rule of megatron-core that the run breaks.
+    """
+    try:
+        build_transformer_config(config)
+    except (AssertionError, ValueError) as error:
+        said = " ".join(str(error).split()) or "an assertion without a message"
+        raise ConfigError(
+            f"megatron-core refuses this model: {said.rstrip('.')}; change the flags that it names."
+        ) from error

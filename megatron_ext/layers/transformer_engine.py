@@ -1,9 +1,8 @@
-"""Transformer Engine's layers need more than megatron-core's specs: this file prepares a rank for
-them.
+"""Preparation of a rank for Transformer Engine's layers, beyond megatron-core's specs.
 
-At the start of a run it sets variables of the environment, checks that the GPU has the recipe, and
-makes the buffers of overlapped communication. It also has a layer whose weight gradients are summed
-by Transformer Engine's kernel, which megatron-core's own output layer could not do.
+At the start of a run variables of the environment are set, the GPU is checked for the recipe, and
+the buffers of overlapped communication are made. A layer here lets Transformer Engine's kernel sum
+its weight gradients, which megatron-core's own output layer could not do.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_te_min_version
 
-from megatron_ext.config.acceleration import TE_IMPL
+from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.transformer_engine import read_overlap_settings
 from megatron_ext.config.run import RunConfig
-from megatron_ext.device.rates import FIRST, Capability, engine_recipes
+from megatron_ext.device.gpus import FIRST, Capability, engine_recipes
 from megatron_ext.errors import ConfigError
 
 CUDA_OF_BLOCKWISE = (12, 9)
@@ -77,8 +76,16 @@ def prepare_transformer_engine(config: RunConfig) -> None:
         error = recipe_error(config.fp8.fp8_recipe, capability, built_with)
         if error is not None:
             raise ConfigError(error)
-    if config.engine.tp_comm_overlap:
-        _initialize_user_buffers(config)
+    if not config.engine.tp_comm_overlap:
+        return
+    backend = config.engine.tp_comm_bootstrap_backend
+    if not torch.distributed.is_backend_available(backend):
+        raise ConfigError(
+            f"`--tp-comm-bootstrap-backend` ({backend}) is not in this build of torch; use nccl."
+        )
+    base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
+    modes = base.UserBufferQuantizationMode if is_te_min_version("2.7.0") else None
+    base.initialize_ub(**buffer_arguments(config, modes))
 
 
 def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
@@ -104,18 +111,6 @@ def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
     )
     chosen = [mode for mode, used in ((modes.FP8, in_fp8), (modes.NONE, in_bf16)) if used]
     return {**arguments, "quantization_modes": chosen}
-
-
-def _initialize_user_buffers(config: RunConfig) -> None:
-    """Set up the buffers through which Transformer Engine's layers communicate."""
-    backend = config.engine.tp_comm_bootstrap_backend
-    if not torch.distributed.is_backend_available(backend):
-        raise ConfigError(
-            f"`--tp-comm-bootstrap-backend` ({backend}) is not in this build of torch; use nccl."
-        )
-    base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
-    modes = base.UserBufferQuantizationMode if is_te_min_version("2.7.0") else None
-    base.initialize_ub(**buffer_arguments(config, modes))
 
 
 class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]

@@ -1,8 +1,13 @@
-"""megatron-core's transformer layer, with its pointwise parts fused across its submodules.
+"""megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
 
 megatron-core's layer adds a branch to the residual stream in one kernel and norms the sum in
 another, and autograd adds the gradients of norm and residual connection in a third. Here the sum
-and its norm are one kernel, and so are the gradients.
+and its norm are one kernel, and so are the gradients. Without Transformer Engine megatron-core
+rotates by ten kernels for queries and keys each, and makes their cosines anew in every layer; here
+norm and rotary embedding of queries and keys are one kernel, and the cosines are made once.
+megatron-core compiles SwiGLU and GELU with a bias, behind options that it refuses for other
+activations and without biases; here every activation is compiled, with its bias and the scale of an
+expert's tokens.
 """
 
 from __future__ import annotations
@@ -15,35 +20,183 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as core_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import mlp as core
+from megatron.core.transformer.attention import SelfAttention as CoreSelfAttention
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP as CoreSharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer as CoreTransformerLayer
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
 from megatron_ext.layers.graphs import LayerGraphs
 from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.layers.pointwise import (
+    ACTIVATIONS,
     LayerNorm,
     RMSNorm,
+    activated,
     added,
     bias_dropout_add,
     bias_dropout_add_norm,
     fusions_of,
     norm_with_residual,
+    queries_keys_values,
+    rotary_table,
     spec_of,
     weights_of,
 )
-from megatron_ext.layers.submodules import WithBias, use_own_mlps
+
+WithBias = tuple[Tensor, Tensor | None]
+
+Table = tuple[Tensor, Tensor]
+
+_tables: Any = WeakIdKeyDictionary()
+"""Cosines and sines by the tensor of angles, which all layers and all steps are given."""
+
+
+def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
+    """Return cosines and sines of angles ``[s, 1, 1, d]``, made once for each tensor of angles."""
+    tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
+    if dtype not in tables:
+        with torch.no_grad():
+            tables[dtype] = rotary_table(angles, dtype, interleaved)
+    return tables[dtype]
+
+
+class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
+    """megatron-core's self-attention; see the module."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> WithBias:
+        """Return the output ``[s, b, h]`` and the bias that is to be added.
+
+        Args:
+            attention_mask: True where forbidden, ``[b, 1, s, s]``; None means causal.
+        """
+        rotary = kwargs.pop("rotary_pos_emb", None)
+        asked = any(value is not None for value in kwargs.values())
+        if asked or isinstance(rotary, tuple) or not self._fuses(hidden_states):
+            given: WithBias = super().forward(
+                hidden_states, attention_mask, rotary_pos_emb=rotary, **kwargs
+            )
+            return given
+        query, key, value = self._projected(hidden_states, rotary)
+        attend = self.core_attention
+        if self.checkpoint_core_attention and self.training:
+            attend = self._checkpointed_attention_forward
+        attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
+        output: WithBias = self.linear_proj(attended)
+        return output
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Return whether `queries_keys_values` makes queries and keys: not with fewer groups than
+        tensor-parallel ranks, where megatron-core gathers them.
+        """
+        config = self.config
+        return (
+            fusions_of(config).rotary
+            and compiles(x)
+            and config.num_query_groups >= self.world_size
+            and not (config.attention_output_gate or config.test_mode)
+        )
+
+    def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries ``[s, b, n, d]``, keys and values ``[s, b, g, d]``."""
+        linear, interleaved = self.linear_qkv, self.config.rotary_interleaved
+        # The bias is to be added later.
+        before, linear.skip_bias_add = linear.skip_bias_add, True
+        try:
+            projected, bias = linear(hidden)
+        finally:
+            linear.skip_bias_add = before
+        cos, sin = None, None
+        if rotary is not None:
+            cos, sin = table_of(rotary, projected.dtype, interleaved=interleaved)
+        q, k = self.q_layernorm, self.k_layernorm
+        normed = isinstance(q, (LayerNorm, RMSNorm))
+        nothing = None, None
+        of_query, of_key = (weights_of(q), weights_of(k)) if normed else (nothing, nothing)
+        return queries_keys_values(
+            projected,
+            bias,
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+            cos,
+            sin,
+            interleaved,
+            *of_query,
+            *of_key,
+            spec_of(q) if normed else None,
+        )
+
+
+NAMES = {function: name for name, function in ACTIVATIONS.items()}
+
+
+class MLP(core.MLP):  # type: ignore[misc]
+    """Two matrices and an activation; see the module.
+
+    Attributes:
+        adds_bias: the second bias is added here instead of being left to the caller. Recomputation
+            needs that: a parameter that it returned would become its result, and the backward pass
+            of the parameter would recompute for ever.
+    """
+
+    adds_bias: bool = False
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> WithBias:
+        """Return the output, shaped like the input, and the bias that is to be added.
+
+        The input is ``[s, b, h]``, or an expert's tokens ``[tokens, h]``, to which the router gives
+        ``per_token_scale``, ``[tokens]``.
+        """
+        if fusions_of(self.config).activation and compiles(hidden_states):
+            output, bias = self._fused(hidden_states, per_token_scale)
+        else:
+            output, bias = super().forward(hidden_states, per_token_scale, **kwargs)
+        if self.adds_bias and bias is not None:
+            return output + bias, None
+        return output, bias
+
+    def _fused(self, hidden_states: Tensor, per_token_scale: Tensor | None) -> WithBias:
+        """Do what `forward` does, with a compiled activation."""
+        wide, bias = self.linear_fc1(hidden_states)
+        scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
+        name = NAMES[self.config.activation_func]
+        narrow = activated(wide, bias, scale, name, self.config.gated_linear_unit)
+        output, output_bias = self.linear_fc2(narrow)
+        if scale is not None and output_bias is not None:
+            return output + output_bias * scale, None
+        return output, output_bias
+
+
+class SharedExpertMLP(CoreSharedExpertMLP, MLP):  # type: ignore[misc]
+    """The expert of all tokens; overlapped with the dispatcher it stays megatron-core's."""
+
+
+OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}
+
+
+def use_own_mlps(module: torch.nn.Module) -> None:
+    """Turn megatron-core's MLPs within a module into ours, which hold nothing more.
+
+    megatron-core names their class itself for experts, and gives its process groups to no other
+    class.
+    """
+    for part in module.modules():
+        if type(part) in OWN:
+            part.__class__ = OWN[type(part)]
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     """Return megatron-core's function of this name, with `bias_dropout_add` where it compiles.
 
     A residual stream in float32 stays so, where core rounds it to the 16 bits of ``x``.
-
-    Args:
-        fused: false under ``--no-bias-dropout-fusion``.
     """
     unfused: Callable[..., Tensor] = core_bias_dropout_add(training, fused=False)
 
@@ -77,8 +230,13 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         if self.recompute_mlp:
             self.mlp.adds_bias = True
         if getattr(self.config, "deterministic_dropout", False):
-            self.self_attn_bda = self._bias_dropout_add("attention", groups)
-            self.mlp_bda = self._bias_dropout_add("mlp", groups)
+            cut = self.config.sequence_parallel
+            self.self_attn_bda, self.mlp_bda = (
+                BiasDropoutAdd(
+                    HiddenDropout(self.hidden_dropout, f"{name} {self.layer_number}", groups, cut)
+                )
+                for name in ("attention", "mlp")
+            )
         if self.is_moe_layer and type(self.mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             self.mlp.token_dispatcher = AlltoAllDispatcher(
                 self.mlp.num_local_experts,
@@ -98,12 +256,6 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             graphs.note(kwargs)
         return super().__call__(*args, **kwargs)
 
-    def _bias_dropout_add(self, name: str, groups: ProcessGroupCollection) -> BiasDropoutAdd:
-        site = f"{name} {self.layer_number}"
-        return BiasDropoutAdd(
-            HiddenDropout(self.hidden_dropout, site, groups, self.config.sequence_parallel)
-        )
-
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -111,11 +263,13 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         if args or not self._fuses(hidden_states, kwargs):
             given: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return given
-        residual, normed = self._norm_with_residual(self.input_layernorm, hidden_states)
+        residual, norm = hidden_states, self.input_layernorm
+        if norm.compiled:
+            residual, normed = norm_with_residual(residual, *weights_of(norm), spec_of(norm))
+        else:
+            normed = norm(residual)
         attended = self.self_attention(
-            normed,
-            kwargs.get("attention_mask"),
-            rotary_pos_emb=kwargs.get("rotary_pos_emb"),
+            normed, kwargs.get("attention_mask"), rotary_pos_emb=kwargs.get("rotary_pos_emb")
         )
         hidden, normed = self._added(attended, residual, self.pre_mlp_layernorm)
         mlp = functools.partial(self.mlp, padding_mask=kwargs.get("padding_mask"))
@@ -138,22 +292,12 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             and compiles(x)
         )
 
-    def _norm_with_residual(self, norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``x`` and its norm."""
-        if not norm.compiled:
-            return x, norm(x)
-        residual, normed = norm_with_residual(x, *weights_of(norm), spec_of(norm))
-        return residual, normed
-
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """Return the residual stream after a branch, and its norm."""
-        training = bool(self.training)
-        bda = self.self_attn_bda
+        training, bda = bool(self.training), self.self_attn_bda
         if bda is not get_bias_dropout_add or not norm.compiled:
             hidden = bda(training, True)(output, residual, self.hidden_dropout)
             return hidden, norm(hidden)
-        x, bias = output
-        weights = weights_of(norm)
         return bias_dropout_add_norm(
-            x, bias, residual, self.hidden_dropout, training, *weights, spec_of(norm)
+            *output, residual, self.hidden_dropout, training, *weights_of(norm), spec_of(norm)
         )

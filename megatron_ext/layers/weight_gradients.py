@@ -25,12 +25,10 @@ Key = tuple[int, int]
 
 
 def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add ``gradient^T inputs`` to ``total``.
+    """Add ``gradient^T inputs`` to ``total`` ``[out, in]``.
 
-    Args:
-        total: ``[out, in]``.
-        gradient: gradient of a layer's output, ``[tokens, out]``.
-        inputs: input of the layer, ``[tokens, in]``, in the dtype of the gradient.
+    The gradient of a layer's output is ``[tokens, out]``, its input ``[tokens, in]`` of the same
+    dtype.
     """
     transposed = gradient.t()
     if total.dtype == inputs.dtype:

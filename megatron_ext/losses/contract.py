@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.mtp import MTPTargets
+from megatron_ext.layers.auxiliary_loss import MTPTargets
 
 Report = Mapping[str, Tensor]
 LossFunction = Callable[..., tuple[Tensor, Tensor, Report]]
@@ -99,9 +99,9 @@ def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
 
 
 def _name(loss: LossFunction) -> str:
-    """Return what an error calls a loss; a partial is called by its function.
+    """Return what an error calls a loss, a partial by its function.
 
-    Only errors need it: printing a partial prints its tensors, which on a GPU waits for them.
+    A partial's own text holds its tensors, which on a GPU would have to be waited for.
     """
     loss = inspect.unwrap(loss)
     function = getattr(loss, "func", loss)
@@ -124,7 +124,6 @@ def share_of_step(
     Args:
         weights: weights of this micro-batch, ``[b, s/c]``.
         counts: None in evaluation.
-        per_token: per-token normalization, else the mean of micro-batch means.
         usual_weight: D of a micro-batch over its context-parallel ranks, divided by their number,
             where they hold unequal parts of it: the mean over ranks is then the mean of the whole.
     """
@@ -145,10 +144,8 @@ def weighted_token_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """Return the weighted sum of per-token losses, the number of targets, and what to log.
 
-    Args:
-        losses: cross-entropy per token, ``[b, s]``.
-        weights: weights of the tokens, 0 where there is no target, ``[b, s]``.
-        mtp_targets: its reports, filled by the forward pass, join the log.
+    Losses and weights are ``[b, s]``; a weight is 0 where there is no target. The reports of
+    ``mtp_targets``, filled by the forward pass, join the log.
     """
     weights = weights.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * weights)

@@ -1,4 +1,4 @@
-"""Losses on the hidden states of a language model: cross-entropy, or a user's own.
+"""A user's own loss on the hidden states of a language model.
 
 ``--loss my_module:MyLossConfig`` names two classes in a file of the user's: a frozen dataclass,
 whose fields are the options (``--loss-args gamma=2.0``) and which names its loss class, and the
@@ -29,21 +29,15 @@ import math
 import sys
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
 import yaml
 from torch import Tensor
 
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.auxiliary_loss import attach
-from megatron_ext.layers.mtp import MTPTargets, OutputHead
-from megatron_ext.losses.blockwise_loss import blockwise_loss
-from megatron_ext.losses.contract import Report, mtp_report, number_of_targets, pair
-from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.losses.vocabulary import VocabularyHead
 from megatron_ext.parallel.context import ParallelContext
 
@@ -137,7 +131,13 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
             known = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}."
             raise ConfigError(f"`--loss-args` ({argument}) must be FIELD=VALUE of {spec}; {known}")
         values[name] = _value(kind, name, argument, text)
-    _check_names(spec, kind.loss_class)
+    reported = [kind.loss_class.name, *kind.loss_class.extra_names]
+    for name in reported:
+        if name in _TAKEN or reported.count(name) > 1:
+            raise ConfigError(
+                f"`--loss` ({spec}) reports `{name}`, a name that is taken; rename it in `name` or "
+                "`extra_names` of its class."
+            )
     try:
         return kind.loss_class(kind(**values))
     except (TypeError, ValueError) as error:
@@ -146,23 +146,8 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
         ) from error
 
 
-def _check_names(spec: str, kind: type[TokenLoss[Any]]) -> None:
-    """Refuse names that the metrics file uses already, or that a loss reports twice."""
-    names = [kind.name, *kind.extra_names]
-    for name in names:
-        if name in _TAKEN or names.count(name) > 1:
-            raise ConfigError(
-                f"`--loss` ({spec}) reports `{name}`, a name that is taken; rename it in `name` or "
-                "`extra_names` of its class."
-            )
-
-
 def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> Any:
-    """Read the value of one option as the type of its field, where that is a plain type.
-
-    Raises:
-        ConfigError: the text is no such value, or no finite number.
-    """
+    """Return the value of an option as the type of its field, where that is a plain type."""
     hint = typing.get_type_hints(kind)[name]
     members = typing.get_args(hint) or (hint,)
     try:
@@ -215,91 +200,3 @@ def _module(place: str, spec: str) -> Any:
         raise ConfigError(
             f"`--loss` ({spec}) cannot be imported: {error}; give a module on PYTHONPATH or a file."
         ) from error
-
-
-@dataclass(frozen=True)
-class HiddenStatesLoss:
-    """The loss of a micro-batch whose logits exist for a block of tokens at a time.
-
-    Attributes:
-        block_size: tokens of a block; None leaves it to `weighted_linear_cross_entropy`.
-        cross_entropy: further options of `weighted_linear_cross_entropy`.
-        custom: a user's own loss in place of cross-entropy; prediction depths keep cross-entropy.
-    """
-
-    block_size: int | None = None
-    cross_entropy: Mapping[str, Any] = field(default_factory=dict)
-    custom: TokenLoss[Any] | None = None
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        *,
-        head: OutputHead,
-        batch: Batch,
-        share: Tensor | float = 1.0,
-        mtp_targets: MTPTargets | None = None,
-    ) -> tuple[Tensor, Tensor, Report]:
-        """Return the loss, with the gradients of all multi-token-prediction depths attached.
-
-        Args:
-            hidden: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
-            batch: labels, weights, and what `TokenLoss.build` gave.
-            mtp_targets: labels and weights of the depths; None where there are none.
-        """
-        # Wrappers for 16 bits return float32.
-        hidden = hidden.to(head.weight.dtype)
-        if mtp_targets is not None:
-            hidden = self._with_mtp_losses(hidden, head, mtp_targets)
-        weights = batch.loss_weights
-        losses, total, extra = self._main(hidden, head, batch, weights * share)
-        name = "lm loss" if self.custom is None else self.custom.name
-        each = weights.reshape(-1).float()
-        report = {
-            key: pair(torch.dot(values.reshape(-1), each), each.sum())
-            for key, values in {name: losses, **extra}.items()
-        }
-        return total, number_of_targets(weights), {**report, **mtp_report(mtp_targets)}
-
-    def _main(
-        self, hidden: Tensor, head: OutputHead, batch: Batch, weights: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        if self.custom is None:
-            return *self._cross_entropy(hidden, head, batch.labels, weights), {}
-        return blockwise_loss(
-            self.custom.token_losses,
-            hidden,
-            head.weight,
-            weights,
-            batch.loss_inputs.tensors,
-            tp_group=head.tp_group,
-            sequence_parallel=head.sequence_parallel,
-            block_size=self.block_size,
-            bias=head.bias,
-            extra_names=self.custom.extra_names,
-        )
-
-    def _cross_entropy(
-        self, hidden: Tensor, head: OutputHead, labels: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return weighted_linear_cross_entropy(
-            hidden,
-            head.weight,
-            labels,
-            weights,
-            tp_group=head.tp_group,
-            sequence_parallel=head.sequence_parallel,
-            block_size=self.block_size,
-            bias=head.bias,
-            **self.cross_entropy,
-        )
-
-    def _with_mtp_losses(self, blocks: Tensor, head: OutputHead, targets: MTPTargets) -> Tensor:
-        """Return hidden states ``[s, b, h]`` that carry the gradients of all depths' losses."""
-        hidden, *depths = torch.chunk(blocks, 1 + len(targets.labels), dim=0)
-        for depth, of_depth in enumerate(depths):
-            labels, weights = targets.labels[depth], targets.weights[depth]
-            losses, total = self._cross_entropy(of_depth, head, labels, weights)
-            targets.record(depth, losses)
-            hidden = attach(hidden, total, head.config)
-        return hidden

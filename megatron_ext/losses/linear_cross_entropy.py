@@ -16,77 +16,28 @@ collectives in the forward pass, none in the backward pass, and no wait for the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.data.batch import Batch
 from megatron_ext.errors import DataError
+from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
+from megatron_ext.losses.blockwise_loss import blockwise_loss
+from megatron_ext.losses.contract import Report, mtp_report, number_of_targets, pair
+from megatron_ext.losses.custom import TokenLoss
 from megatron_ext.losses.logit_blocks import (
     Gradients,
     Head,
     differentiate,
     exponentiate,
-    flat,
     logit_blocks,
-    relative,
-    scaled_to,
-    unflat,
+    weighted_sum,
 )
-
-
-def _placeholder(weight_dtype: torch.dtype, main: Tensor) -> Tensor:
-    """Return zeros for autograd, whose hook adds them to the gradient that is already in the
-    buffer.
-
-    Overlapped reductions refuse a missing gradient, so None would not do.
-    """
-    return main.new_zeros((), dtype=weight_dtype).expand_as(main)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses and their weighted sum; the gradients are taken in the forward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        weights: Tensor,
-        head: Head,
-    ) -> tuple[Tensor, Tensor]:
-        tokens, token_weights = head.tokens(hidden), flat(weights).float()
-        over_largest, largest = relative(token_weights)
-        gradients = Gradients(ctx.needs_input_grad, tokens, weight)
-        losses = token_weights.new_empty(labels.numel())
-        for block in logit_blocks(head, tokens, weight, labels, bias):
-            losses[block.span], lse, total = exponentiate(head, block)
-            differentiate(head, block, over_largest[block.span], lse, total)
-            gradients.add(block, weight)
-        if gradients.hidden is not None:
-            gradients.hidden = head.reduce(gradients.hidden, hidden)
-        ctx.gradients, ctx.largest = gradients, largest
-        # Saved tensors come back without their attributes.
-        ctx.main_grad = getattr(weight, "main_grad", None) if head.main_grad else None
-        ctx.weight_dtype = weight.dtype
-        rows = unflat(losses, labels)
-        ctx.mark_non_differentiable(rows)
-        return rows, torch.dot(token_weights, losses)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor, grad_total: Tensor) -> Any:
-        scale = grad_total * ctx.largest
-        of_hidden, of_weight, of_bias = ctx.gradients.take(scale)
-        of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
-        if of_weight is not None and ctx.main_grad is not None:
-            ctx.main_grad.addcmul_(of_weight, scale)
-            of_weight = _placeholder(ctx.weight_dtype, ctx.main_grad)
-        elif of_weight is not None:
-            of_weight = scaled_to(ctx.weight_dtype, of_weight, scale)
-        return of_hidden, of_weight, of_bias, None, None, None
 
 
 def weighted_linear_cross_entropy(
@@ -112,15 +63,15 @@ def weighted_linear_cross_entropy(
 
     Args:
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
-        weight: this rank's part of the head, ``[v/tp, h]``; part r starts at token ``r * v/tp``.
+        weight, bias: this rank's part of the head, ``[v/tp, h]`` and ``[v/tp]``, from token
+            ``rank * v/tp`` on, of one type.
         labels: ``[b, s]`` int64. A label outside ``[0, v)`` gives the loss lse, so tokens that do
             not count need ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
-        tp_group: tensor-parallel ranks; None means this rank alone.
+        tp_group: None means this rank alone.
         block_size: C. The logits of a block take C * v/tp * 4 bytes, and half of that more in 16
             bits. None takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager
             holds. On GPUs they take half in 16 bits, and None follows `vocabulary.fused_rows`.
-        bias: this rank's part of the head's bias, ``[v/tp]``, in the weight's type.
         ignore_index: label of tokens with loss 0 and gradient exactly 0.
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.
@@ -136,26 +87,109 @@ def weighted_linear_cross_entropy(
         DataError: labels or token weights whose shape does not fit.
     """
     head = Head(
-        block_size=block_size,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss_coefficient,
-        main_grad=gradient_accumulation_fusion,
-    )
+        block_size, tp_group, sequence_parallel, ignore_index, label_smoothing,
+        z_loss=z_loss_coefficient, main_grad=gradient_accumulation_fusion,
+    )  # fmt: skip
     head.check(hidden, weight, labels, bias)
     if token_weights.shape != labels.shape:
         raise DataError(
             f"The token weights have shape {tuple(token_weights.shape)}, but the labels have "
             f"{tuple(labels.shape)}; pass one weight for each label."
         )
-    if not torch.is_grad_enabled():
-        losses = hidden.new_empty(labels.numel(), dtype=torch.float32)
-        for block in logit_blocks(head, head.tokens(hidden), weight, labels, bias):
-            losses[block.span] = exponentiate(head, block)[0]
-        return unflat(losses, labels), torch.dot(flat(token_weights).float(), losses)
-    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, token_weights, head
-    )
-    return result
+
+    def values_of(tokens: Tensor, weights: Tensor, gradients: Gradients) -> list[Tensor]:
+        losses = weights.new_empty(labels.numel())
+        for block in logit_blocks(head, tokens, weight, labels, bias):
+            losses[block.span], lse, total = exponentiate(head, block)
+            if gradients.wanted:
+                differentiate(head, block, weights[block.span], lse, total)
+                gradients.add(block, weight)
+        return [losses]
+
+    total, losses = weighted_sum(hidden, weight, bias, token_weights, head, values_of)
+    return losses, total
+
+
+@dataclass(frozen=True)
+class HiddenStatesLoss:
+    """The loss of a micro-batch whose logits exist for a block of tokens at a time.
+
+    Attributes:
+        block_size: tokens of a block; None leaves it to `weighted_linear_cross_entropy`.
+        cross_entropy: further options of `weighted_linear_cross_entropy`.
+        custom: a user's own loss in place of cross-entropy; prediction depths keep cross-entropy.
+    """
+
+    block_size: int | None = None
+    cross_entropy: Mapping[str, Any] = field(default_factory=dict)
+    custom: TokenLoss[Any] | None = None
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        *,
+        head: OutputHead,
+        batch: Batch,
+        share: Tensor | float = 1.0,
+        mtp_targets: MTPTargets | None = None,
+    ) -> tuple[Tensor, Tensor, Report]:
+        """Return the loss, with the gradients of all multi-token-prediction depths attached.
+
+        The hidden states of the model and of each depth are ``[(1 + depths) * s, b, h]``.
+        """
+        # Wrappers for 16 bits return float32.
+        hidden = hidden.to(head.weight.dtype)
+        if mtp_targets is not None:
+            hidden = self._with_mtp_losses(hidden, head, mtp_targets)
+        weights = batch.loss_weights
+        losses, total, extra = self._main(hidden, head, batch, weights * share)
+        name = "lm loss" if self.custom is None else self.custom.name
+        each = weights.reshape(-1).float()
+        report = {
+            key: pair(torch.dot(values.reshape(-1), each), each.sum())
+            for key, values in {name: losses, **extra}.items()
+        }
+        return total, number_of_targets(weights), {**report, **mtp_report(mtp_targets)}
+
+    def _main(
+        self, hidden: Tensor, head: OutputHead, batch: Batch, weights: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        if self.custom is None:
+            return *self._cross_entropy(hidden, head, batch.labels, weights), {}
+        return blockwise_loss(
+            self.custom.token_losses,
+            hidden,
+            head.weight,
+            weights,
+            batch.loss_inputs.tensors,
+            tp_group=head.tp_group,
+            sequence_parallel=head.sequence_parallel,
+            block_size=self.block_size,
+            bias=head.bias,
+            extra_names=self.custom.extra_names,
+        )
+
+    def _cross_entropy(
+        self, hidden: Tensor, head: OutputHead, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return weighted_linear_cross_entropy(
+            hidden,
+            head.weight,
+            labels,
+            weights,
+            tp_group=head.tp_group,
+            sequence_parallel=head.sequence_parallel,
+            block_size=self.block_size,
+            bias=head.bias,
+            **self.cross_entropy,
+        )
+
+    def _with_mtp_losses(self, blocks: Tensor, head: OutputHead, targets: MTPTargets) -> Tensor:
+        """Return hidden states ``[s, b, h]`` that carry the gradients of all depths' losses."""
+        hidden, *depths = torch.chunk(blocks, 1 + len(targets.labels), dim=0)
+        for depth, of_depth in enumerate(depths):
+            labels, weights = targets.labels[depth], targets.weights[depth]
+            losses, total = self._cross_entropy(of_depth, head, labels, weights)
+            targets.record(depth, losses)
+            hidden = attach(hidden, total, head.config)
+        return hidden

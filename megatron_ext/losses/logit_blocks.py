@@ -6,7 +6,7 @@ their own gradient in place, and `Gradients` adds up what a block gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,7 @@ class Head:
             )
 
     def tokens(self, hidden: Tensor) -> Tensor:
-        """Return all tokens of the hidden states, ``[s * b, h]``; gathered under sequence
-        parallelism.
-        """
+        """Return all tokens ``[s * b, h]`` of hidden states that may be cut along the sequence."""
         if self.sequence_parallel and self.tp_size > 1:
             hidden = _gather_along_first_dim(hidden, self.tp_group)
         return hidden.reshape(-1, hidden.shape[-1])
@@ -165,12 +163,9 @@ def logit_blocks(
 
 
 def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses of a block, whose logits become exp(z - max z) unless fused.
+    """Return the losses, log-sum-exp and sum of exponentials of a block, each ``[C]`` float32.
 
-    This takes two collectives.
-
-    Returns:
-        losses, log-sum-exp and sum of exponentials, each ``[C]`` float32.
+    The logits become exp(z - max z) unless fused. This takes two collectives.
     """
     smoothing = head.label_smoothing
     highest, sums = (_fused_sums if block.fused else _sums)(head, block)
@@ -218,10 +213,7 @@ def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total: Tensor) -> None:
     """Turn exponentials, or fused logits, into the gradient of the logits, in place.
 
-    Args:
-        incoming: gradient of each token's loss, ``[C]`` float32.
-        lse: log-sum-exp of each token, ``[C]``.
-        total: sum of the exponentials, ``[C]``.
+    ``incoming`` is the gradient of each token's loss; all three are ``[C]`` float32.
     """
     logits, smoothing = block.logits, head.label_smoothing
     incoming = incoming * block.valid
@@ -247,6 +239,7 @@ class Gradients:
     """
 
     def __init__(self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
+        self.wanted = any(wanted)
         self.hidden = torch.empty_like(tokens) if wanted[0] else None
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         self.bias: Tensor | None = None
@@ -292,7 +285,7 @@ class Gradients:
             total.addmm_(block.logits.t().to(total.dtype), tokens.to(total.dtype))
 
 
-def scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
+def _scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
     """Return a tensor times a scalar in another type; its own memory may be used."""
     if tensor.is_cuda and tensor.dtype != kind:
         # One kernel multiplies and casts.
@@ -317,3 +310,68 @@ def flat(tensor: Tensor) -> Tensor:
 def unflat(tensor: Tensor, labels: Tensor) -> Tensor:
     """Return ``[s * b]`` in the order of the labels, ``[b, s]``."""
     return tensor.view(labels.shape[1], labels.shape[0]).t().contiguous()
+
+
+class _WeightedSum(torch.autograd.Function):
+    """The weighted sum of the tokens' losses, whose gradients are taken in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weights: Tensor,
+        head: Head,
+        values_of: ValuesOf,
+        takes_gradients: bool,
+    ) -> tuple[Tensor, ...]:
+        token_weights, tokens = flat(weights).float(), head.tokens(hidden)
+        over_largest, largest = relative(token_weights)
+        wanted = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:3])
+        gradients = Gradients(wanted, tokens, weight)
+        losses, *extra = values_of(tokens, over_largest, gradients)
+        if gradients.hidden is not None:
+            gradients.hidden = head.reduce(gradients.hidden, hidden)
+        ctx.gradients, ctx.largest, ctx.weight_dtype = gradients, largest, weight.dtype
+        # Saved tensors come back without their attributes.
+        ctx.main_grad = getattr(weight, "main_grad", None) if head.main_grad else None
+        rows = [unflat(values, weights) for values in (losses, *extra)]
+        ctx.mark_non_differentiable(*rows)
+        return torch.dot(token_weights, losses), *rows
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> Any:
+        scale = grad_total * ctx.largest
+        of_hidden, of_weight, of_bias = ctx.gradients.take(scale)
+        of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
+        if of_weight is not None and ctx.main_grad is not None:
+            ctx.main_grad.addcmul_(of_weight, scale)
+            # Autograd's hook adds zeros to it; overlapped reductions refuse a missing gradient.
+            zero = ctx.main_grad.new_zeros((), dtype=ctx.weight_dtype)
+            of_weight = zero.expand_as(ctx.main_grad)
+        elif of_weight is not None:
+            of_weight = _scaled_to(ctx.weight_dtype, of_weight, scale)
+        return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+ValuesOf = Callable[[Tensor, Tensor, Gradients], Sequence[Tensor]]
+"""From all tokens ``[s * b, h]``, their weights and the gradients to fill to losses ``[s * b]``.
+
+Further values of the tokens may follow the losses.
+"""
+
+
+def weighted_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    head: Head,
+    values_of: ValuesOf,
+) -> tuple[Tensor, ...]:
+    """Return the weighted sum of losses, inside the graph, and the values, ``[b, s]``, outside."""
+    result: tuple[Tensor, ...] = _WeightedSum.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, weights, head, values_of, torch.is_grad_enabled()
+    )
+    return result

@@ -39,12 +39,9 @@ from megatron_ext.layers.compiled import compiled
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """This rank's part of the output head.
+    """This rank's part ``[v/tp, h]`` of the output head, from token ``rank * v/tp`` on.
 
-    Attributes:
-        weight: ``[v/tp, h]``; part r starts at token ``r * v/tp``.
-        tp_group: ranks that hold the other parts; None means that this rank holds all.
-        bias: ``[v/tp]``, in the weight's type; None where the head has none.
+    Without a group the rank holds all. The bias is ``[v/tp]``, in the weight's type, or None.
     """
 
     weight: Tensor
@@ -135,12 +132,9 @@ class Statistics(NamedTuple):
 
 @compiled
 def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
-    """Return what the loss needs to know of the logits.
+    """Return what the loss needs to know of the logits ``[C, v/tp]``.
 
-    Args:
-        logits: ``[C, v/tp]``.
-        column: column of each token's label, ``[C, 1]`` int64.
-        sums_plain: whether label smoothing needs their sum.
+    ``column`` is the column of each token's label, ``[C, 1]`` int64; smoothing needs the plain sum.
     """
     exact = logits.float()
     highest = exact.amax(dim=1, keepdim=True)
@@ -157,10 +151,7 @@ def to_gradient_(
 ) -> None:
     """Put ``scale * exp(logits - lse) + at_label * onehot + everywhere`` in the logits' place.
 
-    Args:
-        logits: ``[C, v/tp]``.
-        column: ``[C, 1]`` int64.
-        lse, scale, at_label, everywhere: ``[C, 1]`` float32.
+    The logits are ``[C, v/tp]``, the others ``[C, 1]``, ``column`` int64 and the rest float32.
     """
     here = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == column
     gradient = scale * (logits.float() - lse).exp() + everywhere

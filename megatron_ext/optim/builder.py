@@ -32,9 +32,7 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     as a collection would lose the Gloo groups that checkpoints on GPUs need.
     """
     cls = OPTIMIZERS[config.optimizer.optimizer]
-    ours: dict[str, Any] = dataclasses.asdict(config.precision)
-    ours.update(dataclasses.asdict(config.optimizer))
-    ours.update(dataclasses.asdict(config.fp8))
+    ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
     ours["params_dtype"] = params_dtype(config.precision)
     # The class names the optimizer that megatron-core is to make.
     names = {field.name for field in dataclasses.fields(cls)} - {"optimizer"}
@@ -128,9 +126,8 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
         inner = getattr(part, "optimizer", None)
         if inner is None:
             continue
-        choice: dict[str, Any] = {}
-        if isinstance(inner, torch.optim.Adam):
-            choice = {"fused": fused or None, "foreach": None}
+        is_adam = isinstance(inner, torch.optim.Adam)
+        choice: dict[str, Any] = {"fused": fused or None, "foreach": None} if is_adam else {}
         for group in (inner.defaults, *inner.param_groups):
             group.update(choice)
 
@@ -141,18 +138,11 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
         inner.register_load_state_dict_pre_hook(keep)
 
 
-@dataclasses.dataclass(frozen=True)
-class ScheduleLengths:
-    """Lengths of the phases of a schedule, in samples."""
+def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
+    """Return the lengths of the phases in samples, from flags in iterations, samples or shares.
 
-    decay: int
-    warmup: float
-    weight_decay_increment: int
-    wsd_decay: int | None
-
-
-def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> ScheduleLengths:
-    """Return phase lengths, from flags in iterations, in samples or as a fraction."""
+    They are named as the arguments of megatron-core's OptimizerParamScheduler.
+    """
     if training.train_samples is not None:
         total = training.train_samples
         decay = optimizer.lr_decay_samples or total
@@ -168,28 +158,29 @@ def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> Sc
         wsd_decay = None if wsd is None else wsd * batch
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
-    return ScheduleLengths(decay, warmup, total, wsd_decay)
+    return {
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "wd_incr_steps": total,
+        "wsd_decay_steps": wsd_decay,
+    }
 
 
 def build_scheduler(
     flags: OptimizerConfig, training: TrainingConfig, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
     """Build the learning-rate and weight-decay schedule, whose steps are counted in samples."""
-    lengths = schedule_lengths(flags, training)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=flags.lr_warmup_init,
         max_lr=flags.lr,
         min_lr=flags.min_lr,
-        lr_warmup_steps=lengths.warmup,
-        lr_decay_steps=lengths.decay,
         lr_decay_style=flags.lr_decay_style,
         start_wd=flags.start_weight_decay,
         end_wd=flags.end_weight_decay,
-        wd_incr_steps=lengths.weight_decay_increment,
         wd_incr_style=flags.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=flags.override_opt_param_scheduler,
-        wsd_decay_steps=lengths.wsd_decay,
         lr_wsd_decay_style=flags.lr_wsd_decay_style,
+        **schedule_lengths(flags, training),
     )

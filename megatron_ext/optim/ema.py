@@ -34,7 +34,6 @@ class _Part:
     """The part of one parameter that this rank averages.
 
     Attributes:
-        parameter: parameter of the model, as this rank holds it.
         main: what the optimizer updates on this rank: a piece of the flattened parameter, which is
             empty where other ranks update all of it; or the whole.
         average: like ``main``, in fp32.
@@ -49,23 +48,18 @@ class _Part:
     group: ProcessGroup | None = None
 
     def whole(self) -> Tensor:
-        """Return the average in the parameter's shape; all ranks of the group call this
-        together.
-        """
+        """Return the average in the parameter's shape; all ranks of the group call this."""
         if self.group is None:
             return self.average.view(self.parameter.shape)
         bits = torch.zeros(self.parameter.numel(), dtype=torch.int32, device=self.parameter.device)
-        bits[self._piece] = self.average.view(torch.int32)
+        bits[self.piece] = self.average.view(torch.int32)
         # A sum of integers with the zeros of other ranks keeps the sign of -0.0 too.
         torch.distributed.all_reduce(bits, group=self.group)
         return bits.view(torch.float32).view(self.parameter.shape)
 
-    def put(self, whole: Tensor) -> None:
-        """Take this rank's piece of a whole average."""
-        self.average.copy_(whole.reshape(-1)[self._piece].view(self.average.shape))
-
     @property
-    def _piece(self) -> slice:
+    def piece(self) -> slice:
+        """Return the place of the piece in the flattened parameter."""
         return slice(self.start, self.start + self.average.numel())
 
 
@@ -92,14 +86,13 @@ class ShardedEMA:
         decay: float = 0.0,
         start: int = 1,
     ) -> None:
-        self.decay = decay
-        self.start = start
+        self.decay, self.start = decay, start
         if optimizer is None:
             parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
             self._parts = [_whole_part(parameter, parameter) for parameter in parameters]
         else:
             self._parts = [x for part in parts_of(optimizer) for x in _parts_of(part)]
-        self._batches = list(_in_batches(self._parts))
+        self._batches = _in_batches(self._parts)
         self._swapped = False
         self.restart()
 
@@ -145,7 +138,7 @@ class ShardedEMA:
     def load(self, averages: Sequence[Tensor]) -> None:
         """Take other averages, whole, in the order of `gathered`."""
         for part, average in zip(self._parts, averages, strict=True):
-            part.put(average)
+            part.average.copy_(average.reshape(-1)[part.piece].view(part.average.shape))
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -194,36 +187,26 @@ def _parts_of(optimizer: Any) -> Iterator[_Part]:
     """Yield a part for each parameter of one optimizer, in an order that its replicas share."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
-    if isinstance(optimizer, DistributedOptimizer):
-        yield from _shards_of(optimizer)
-    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
         models = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
         mains = [*optimizer.fp32_from_float16_groups, *optimizer.fp32_from_fp32_groups]
         for parameter, main in _pairs(models, mains):
             yield _whole_part(parameter, main)
-    else:
+    elif not isinstance(optimizer, DistributedOptimizer):
         for parameter in optimizer.get_parameters():
             yield _whole_part(parameter, parameter)
-
-
-def _shards_of(optimizer: Any) -> Iterator[_Part]:
-    """Yield the parts of one distributed optimizer.
-
-    Parameters lie in the buffers in the same order on all ranks, also those of other ranks.
-    """
-    models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
-    mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
-    main_of = dict(_pairs(models, mains))
-    group = optimizer.data_parallel_group
-    for buffer in optimizer.buffers:
-        for parameter in buffer.param_index_map:
-            main, start = main_of.get(parameter), 0
-            if main is None:
-                main = torch.empty(0, dtype=torch.float32, device=parameter.device)
-            else:
+    else:
+        models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
+        mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
+        main_of = dict(_pairs(models, mains))
+        # Parameters lie in the buffers in one order on all ranks, also those of other ranks.
+        for parameter in (p for buffer in optimizer.buffers for p in buffer.param_index_map):
+            main, start = torch.empty(0, dtype=torch.float32, device=parameter.device), 0
+            if parameter in main_of:
+                main = main_of[parameter]
                 start = optimizer._get_model_param_range_map(parameter)["param"].start
             average = torch.empty_like(main, requires_grad=False)
-            yield _Part(parameter, main, average, start, group)
+            yield _Part(parameter, main, average, start, optimizer.data_parallel_group)
 
 
 def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
@@ -231,17 +214,15 @@ def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
         yield from zip(model_group, main_group, strict=True)
 
 
-def _in_batches(parts: Sequence[_Part]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield weights and averages, so many at a time that their differences stay small."""
-    mains: list[Tensor] = []
-    averages: list[Tensor] = []
-    size = 0
+def _in_batches(parts: Sequence[_Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return weights and averages, so many at a time that their differences stay small."""
+    batches: list[tuple[list[Tensor], list[Tensor]]] = []
+    size = _BATCH
     for part in (part for part in parts if part.main.numel()):
-        if mains and size + part.main.numel() > _BATCH:
-            yield mains, averages
-            mains, averages, size = [], [], 0
-        mains.append(part.main)
-        averages.append(part.average)
         size += part.main.numel()
-    if mains:
-        yield mains, averages
+        if size > _BATCH:
+            batches.append(([], []))
+            size = part.main.numel()
+        batches[-1][0].append(part.main)
+        batches[-1][1].append(part.average)
+    return batches

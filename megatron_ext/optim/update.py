@@ -26,7 +26,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.device.streams import HostCopy
+from megatron_ext.device import HostCopy
 
 
 class UpdateResult:
@@ -35,14 +35,13 @@ class UpdateResult:
     The host then waits for this update, but not for what was launched after it.
 
     Attributes:
-        flag: bool ``[]`` on the device, what `applied` says.
-        norm: float64 ``[]`` on the device, what `grad_norm` says.
+        flag, norm: what `applied` and `grad_norm` say, bool and float64 ``[]`` on the device.
         zeros: float64 ``[]`` on the device; None where zeros are not counted.
     """
 
     def __init__(self, flag: Tensor, norm: Tensor, zeros: Tensor | None = None) -> None:
         self.flag, self.norm, self.zeros = flag, norm, zeros
-        numbers = [flag.to(norm), norm] if zeros is None else [flag.to(norm), norm, zeros]
+        numbers = [flag.to(norm), norm, *([] if zeros is None else [zeros])]
         self._copy = HostCopy(torch.stack(numbers))
 
     @cached_property
@@ -80,7 +79,7 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
     """
     if optimizer.prepare_grads():
         _share_loss_scale(optimizer)
-        norm = torch.tensor(math.inf, dtype=torch.float64, device=_device())
+        norm = torch.tensor(math.inf, dtype=torch.float64, device=torch.cuda.current_device())
         overflow = UpdateResult(torch.isfinite(norm), norm)
         assert not overflow.applied
         return overflow
@@ -91,7 +90,12 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
         _update_where_finite(optimizer, update, clip_grad)
     elif update.applied:
         if clip_grad > 0.0:
-            _clip(optimizer, clip_grad, update.grad_norm)
+            for part in _with_parameters(optimizer):
+                exact = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                if part.get_parameters():
+                    clip_grad_by_total_norm_fp32(
+                        part.get_parameters(), clip_grad, update.grad_norm, use_decoupled_grad=exact
+                    )
         optimizer.step_with_ready_grads()
     return update
 
@@ -109,9 +113,7 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 def decides_on_device(optimizer: MegatronOptimizer) -> bool:
-    """Return whether updates are skipped without asking the host: torch's fused Adam makes them
-    all.
-    """
+    """Return whether updates are skipped without asking the host, as torch's fused Adam does."""
     return all(
         isinstance(part.optimizer, torch.optim.Adam)
         and all(group["fused"] for group in part.optimizer.param_groups)
@@ -140,10 +142,6 @@ def _update_where_finite(
 def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the parts of a chain that have something to update."""
     return [x for x in parts_of(optimizer) if not getattr(x, "is_stub_optimizer", False)]
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
@@ -177,7 +175,7 @@ def _over_ranks(
     optimizer: MegatronOptimizer, statistic: Callable[[list[Tensor]], Tensor]
 ) -> Tensor:
     """Sum a statistic of the gradients over the parts and the ranks that share them."""
-    total = torch.zeros((), dtype=torch.float64, device=_device())
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):
         grads = part.get_main_grads_for_grad_norm()
         own = torch.zeros_like(total)
@@ -211,18 +209,6 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
     return total
 
 
-def _clip(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
-    for part in _with_parameters(optimizer):
-        parameters = part.get_parameters()
-        if parameters:
-            clip_grad_by_total_norm_fp32(
-                parameters,
-                max_norm=clip_grad,
-                total_norm=grad_norm,
-                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
-
-
 class ParameterGather:
     """Switches the hooks off where the parameters must be whole.
 
@@ -237,11 +223,9 @@ class ParameterGather:
         *,
         overlap: bool,
     ) -> None:
-        self._chunks = chunks
-        self._transformer_config = transformer_config
-        self._overlap = overlap
+        self._chunks, self._transformer_config = chunks, transformer_config
         self._sync_func = transformer_config.param_sync_func
-        self._on = overlap
+        self._overlap = self._on = overlap
 
     def switch_off(self, *, gather: bool) -> None:
         """Remove the hooks; with ``gather``, collect the latest parameters now."""

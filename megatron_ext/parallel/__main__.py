@@ -16,20 +16,6 @@ from megatron_ext.parallel.grid import DENSE_GROUPS, EXPERT_GROUPS, Layout
 TITLES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
 
 
-def parse(argv: list[str]) -> Layout:
-    """Read a layout from flags that are named like its fields."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_ext.parallel", description=__doc__)
-    for field in fields(Layout):
-        flag = "--" + field.name.replace("_", "-")
-        if isinstance(field.default, bool):
-            parser.add_argument(flag, action="store_true")
-        elif field.name == "world_size":
-            parser.add_argument(flag, type=SIZE.integer, required=True, metavar="RANKS")
-        else:
-            parser.add_argument(flag, type=SIZE.integer, default=field.default, metavar="RANKS")
-    return Layout(**vars(parser.parse_args(argv)))
-
-
 def grid_table(layout: Layout) -> Table:
     """Return a row for each rank, with its position along each axis."""
     axes = [axis for axis in layout.order.split("-") if axis != "ep"]
@@ -60,15 +46,24 @@ def _short(ranks: list[int]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the grid and the groups; return the exit code."""
+    """Print the grid and the groups of the layout that the flags name; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_ext.parallel", description=__doc__)
+    for field in fields(Layout):
+        flag, needed = "--" + field.name.replace("_", "-"), field.name == "world_size"
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            default = None if needed else field.default
+            parser.add_argument(
+                flag, type=SIZE.integer, required=needed, default=default, metavar="RANKS"
+            )
     try:
-        layout = parse(argv)
+        layout = Layout(**vars(parser.parse_args(argv)))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    console = Console(highlight=False, markup=False)
-    console.print(grid_table(layout))
-    console.print(group_table(layout))
+    for table in (grid_table(layout), group_table(layout)):
+        Console(highlight=False, markup=False).print(table)
     return 0
 
 

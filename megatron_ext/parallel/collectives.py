@@ -70,35 +70,14 @@ def on_first_rank(work: Callable[[], T], what: str) -> T:
     return gather_or_raise(lambda: work() if is_first else None, what)[0]  # type: ignore[return-value]
 
 
-def attempted(
-    work: Callable[[], T], what: str, context: ParallelContext
-) -> tuple[T | None, MegatronExtError | None]:
-    """Return the result of this rank's work, or the error that tells of its failure.
-
-    An error that is not this package's becomes a DataError, and its traceback is printed.
-    """
-    try:
-        return work(), None
-    except MegatronExtError as error:
-        return None, error
-    except Exception as error:
-        traceback.print_exc()
-        return None, DataError(
-            f"{what} failed ({error!r}); see the traceback of rank {context.rank}."
-        )
-
-
 def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
     """Run work that does not communicate on the reporting rank; all ranks call this together.
 
-    Args:
-        what: names the work in the error.
-
-    Returns:
-        The result on the reporting rank, None on the others.
+    The others get None. ``what`` names the work in the error.
 
     Raises:
-        MegatronExtError: on every rank of the run, see `attempted`.
+        MegatronExtError: on every rank of the run. An error that is not this package's becomes a
+            DataError, and its traceback is printed.
     """
     return _on_some_ranks(context.is_reporting_rank, work, what, context, None)
 
@@ -125,7 +104,16 @@ def _on_some_ranks(
     context: ParallelContext,
     group: ProcessGroup | None,
 ) -> T | None:
-    result, fault = attempted(work, what, context) if works else (None, None)
+    result: T | None = None
+    fault: MegatronExtError | None = None
+    try:
+        result = work() if works else None
+    except MegatronExtError as error:
+        fault = error
+    except Exception as error:
+        traceback.print_exc()
+        what = f"{what} failed ({error!r})"
+        fault = DataError(f"{what}; see the traceback of rank {context.rank}.")
     from_all_ranks(None, fault, group)
     return result
 
@@ -142,10 +130,7 @@ def share(
 
     Args:
         known: float tensor of the shape on the first rank; not looked at on the others.
-        device: device of the result.
-
-    Returns:
-        float32.
+        device: device of the result, which is float32.
     """
     if is_first_of_replica(context):
         assert known is not None

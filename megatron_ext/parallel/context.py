@@ -18,9 +18,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.rules.pipeline import mtp_stage
-from megatron_ext.device import Device
-from megatron_ext.device.streams import destroy_graphs
+from megatron_ext.config.rules.parallel import mtp_stage
+from megatron_ext.device import Device, destroy_graphs
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Layout, Placement, groups_of
 
@@ -84,7 +83,7 @@ class ParallelContext:
     def destroy(self) -> None:
         """Take the groups down; a rank may then build others.
 
-        CUDA graphs go first: see `device.streams`.
+        CUDA graphs go first: see `destroy_graphs`.
         """
         destroy_graphs()
         destroy_groups()
@@ -138,16 +137,8 @@ def embedding_ranks(*, tied: bool, mtp_rank: int | None) -> Callable[[list[int]]
         tied: the output layer uses the embedding's weight.
         mtp_rank: the pipeline rank with multi-token prediction, which has its own copy, if any.
     """
-
-    def ranks(pp_ranks: list[int]) -> list[int]:
-        holders = {pp_ranks[0]}
-        if tied:
-            holders.add(pp_ranks[-1])
-        if mtp_rank is not None:
-            holders.add(pp_ranks[mtp_rank])
-        return sorted(holders)
-
-    return ranks
+    places = [0, *[-1] * tied, *([] if mtp_rank is None else [mtp_rank])]
+    return lambda pp_ranks: sorted({pp_ranks[place] for place in places})
 
 
 def init_groups(
@@ -165,7 +156,6 @@ def init_groups(
     WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already. A failure leaves no group.
 
     Args:
-        timeout_minutes: how long a collective may take.
         get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
         init_method: rendezvous address such as ``file:///path``; a single rank needs none.
         hierarchical_context_parallel_sizes: factors of the context-parallel size, for
@@ -188,43 +178,29 @@ def init_groups(
             timeout=timeout,
         )
     try:
-        _build_groups(
-            layout, timeout_minutes, get_embedding_ranks, hierarchical_context_parallel_sizes
+        started = torch.distributed.get_world_size()
+        if started != layout.world_size:
+            raise ConfigError(
+                f"The layout needs {layout.world_size} ranks, but {started} were started; start "
+                f"{layout.world_size}."
+            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+            context_parallel_size=layout.context_parallel_size,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            distributed_timeout_minutes=timeout_minutes,
+            order=layout.order,
+            get_embedding_ranks=get_embedding_ranks,
+            create_gloo_process_groups=True,
         )
-        context = _context(layout, timeout)
-        _check_against_grid(context)
+        return _checked_context(layout, timeout)
     except BaseException:
         destroy_groups()
         raise
-    return context
-
-
-def _build_groups(
-    layout: Layout,
-    timeout_minutes: float,
-    get_embedding_ranks: Callable[[list[int]], list[int]] | None,
-    hierarchical_context_parallel_sizes: list[int] | None,
-) -> None:
-    """Let megatron-core build its groups; see `init_groups`."""
-    started = torch.distributed.get_world_size()
-    if started != layout.world_size:
-        raise ConfigError(
-            f"The layout needs {layout.world_size} ranks, but {started} were started; start "
-            f"{layout.world_size}."
-        )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
-        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
-        expert_model_parallel_size=layout.expert_model_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        distributed_timeout_minutes=timeout_minutes,
-        order=layout.order,
-        get_embedding_ranks=get_embedding_ranks,
-        create_gloo_process_groups=True,
-    )
 
 
 def pipeline_channels(
@@ -241,23 +217,19 @@ def pipeline_channels(
     return mine[0], mine[1]
 
 
-def _context(layout: Layout, timeout: timedelta) -> ParallelContext:
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    return ParallelContext(
+def _checked_context(layout: Layout, timeout: timedelta) -> ParallelContext:
+    """Return megatron-core's groups, which must be the grid's, or the run trains something else."""
+    pgs = ProcessGroupCollection.use_mpu_process_groups()
+    context = ParallelContext(
         layout=layout,
         rank=torch.distributed.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
-        pgs=ProcessGroupCollection.use_mpu_process_groups(),
-        pipeline_channels=pipeline_channels(layout, pipeline, timeout),
+        pgs=pgs,
+        pipeline_channels=pipeline_channels(layout, pgs.pp, timeout),
     )
-
-
-def _check_against_grid(context: ParallelContext) -> None:
-    """Check that megatron-core's groups are the grid's, or the run would train something else."""
-    layout, pgs = context.layout, context.pgs
     checks = {"tp": pgs.tp, "pp": pgs.pp, "cp": pgs.cp, "dp": pgs.dp, "dp-cp": pgs.dp_cp}
     for axes, group in checks.items():
         mine = next(ranks for ranks in layout.groups(axes) if context.rank in ranks)
@@ -267,6 +239,7 @@ def _check_against_grid(context: ParallelContext) -> None:
                 f"The {axes} group of rank {context.rank} is {theirs} in megatron-core, but "
                 f"{mine} in the grid; this version of megatron-core is not supported."
             )
+    return context
 
 
 def seed_everything(
@@ -300,21 +273,18 @@ def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> Parallel
 
     Args:
         layout: the layout of all ranks, with neither experts nor virtual stages.
-        timeout_minutes: how long a collective may take.
     """
     timeout = timedelta(minutes=timeout_minutes)
     groups = {axes: _group(layout.groups(axes), timeout) for axes in ("tp", "cp", "pp", "dp")}
     whole_replicas = groups["dp"]
     if layout.context_parallel_size > 1:
         whole_replicas = _group(layout.groups("dp-cp"), timeout)
-    position = layout.position(torch.distributed.get_rank())
+    rank = torch.distributed.get_rank()
+    position = layout.position(rank)
     return ParallelContext(
         layout=layout,
-        rank=torch.distributed.get_rank(),
-        tp_rank=position["tp"],
-        pp_rank=position["pp"],
-        dp_rank=position["dp"],
-        cp_rank=position["cp"],
+        rank=rank,
+        **{f"{axis}_rank": position[axis] for axis in groups},
         pgs=ProcessGroupCollection(**groups, dp_cp=whole_replicas),
         pipeline_channels=pipeline_channels(layout, groups["pp"], timeout),
     )

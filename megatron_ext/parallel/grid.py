@@ -7,7 +7,7 @@ ranks, with expert-tensor, expert, expert-data and pipeline parallelism.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from math import prod
 
@@ -102,13 +102,15 @@ class Layout:
     v_shape: bool = False
 
     def __post_init__(self) -> None:
-        errors = rank_errors(
-            self.world_size,
-            tensor=self.tensor_model_parallel_size,
-            pipeline=self.pipeline_model_parallel_size,
-            context=self.context_parallel_size,
-            expert=self.expert_model_parallel_size,
-            expert_tensor=self.expert_tp,
+        errors = list(
+            rank_errors(
+                self.world_size,
+                tensor=self.tensor_model_parallel_size,
+                pipeline=self.pipeline_model_parallel_size,
+                context=self.context_parallel_size,
+                expert=self.expert_model_parallel_size,
+                expert_tensor=self.expert_tp,
+            )
         )
         if errors:
             raise ConfigError(errors)
@@ -116,17 +118,8 @@ class Layout:
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:
         """Return the layout that a run asks for."""
-        return cls(
-            world_size=parallel.world_size,
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-            use_tp_pp_dp_mapping=parallel.use_tp_pp_dp_mapping,
-            v_shape=parallel.pipeline_schedule == "zb-v",
-        )
+        shared = {x.name: getattr(parallel, x.name) for x in fields(cls) if x.name != "v_shape"}
+        return cls(**shared, v_shape=parallel.pipeline_schedule == "zb-v")
 
     @property
     def placement(self) -> Placement:

@@ -19,26 +19,6 @@ from megatron_ext.planning.stages import Ranks
 MIB = 2**20
 
 
-def gpu_named(name: str) -> Gpu:
-    """Return a GPU of the table, or of a file that the doctor wrote.
-
-    Args:
-        name: as the table has it, in any case; or a path that ends in ``.json``.
-
-    Raises:
-        ConfigError: a name that the table lacks, or a file that does not say what is needed.
-    """
-    if name.endswith(".json"):
-        return gpu_of_file(name)
-    found = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
-    if found is None:
-        raise ConfigError(
-            f"`--gpu` ({name}) must be one of {', '.join(GPUS)}, or a file .json that "
-            "`tools/doctor.py --json` wrote."
-        )
-    return found
-
-
 PCIE = 25.0 * GB
 """Bytes a second each way between GPUs of which nothing is known but the slot, PCIe 4.0 x16."""
 FP32_SHARE = 1 / 16
@@ -46,26 +26,35 @@ FP32_SHARE = 1 / 16
 _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine with GPUs"
 
 
-def gpu_of_file(path: str) -> Gpu:
-    """Return the GPUs of a machine, the slowest of them where they differ.
+def gpu_named(name: str) -> Gpu:
+    """Return a GPU of the table, or of a file that the doctor wrote.
 
-    The doctor cannot measure links and networks: their figures are the datasheet's where the table
-    has the kind, and else those of PCIe.
+    A file gives the slowest GPU of its machine. The doctor cannot measure links and networks: their
+    figures are the datasheet's where the table has the kind, and else those of PCIe.
+
+    Args:
+        name: as the table has it, in any case; or a path that ends in ``.json``.
 
     Raises:
-        ConfigError: no such file, another one, or one without measured rates.
+        ConfigError: a name that the table lacks, or a file that does not say what is needed.
     """
-    given = f"`--dry-run-gpu` ({path})"
-    found = _read_gpus(path, given)
-    rated = [gpu for gpu in found if isinstance(gpu.get("rates"), dict)]
+    if not name.endswith(".json"):
+        known = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
+        if known is None:
+            raise ConfigError(
+                f"`--gpu` ({name}) must be one of {', '.join(GPUS)}, or a file .json that "
+                "`tools/doctor.py --json` wrote."
+            )
+        return known
+    given = f"`--dry-run-gpu` ({name})"
+    rated = [gpu for gpu in _read_gpus(name, given) if isinstance(gpu.get("rates"), dict)]
     if not rated:
         raise ConfigError(
             f"{given} holds no measured rates; let `tools/doctor.py --json` measure, without "
             "`--no-measure`."
         )
     try:
-        slowest = min(rated, key=lambda gpu: float(gpu["rates"]["bf16"]))
-        return _measured_gpu(slowest, path)
+        return _measured_gpu(min(rated, key=lambda gpu: float(gpu["rates"]["bf16"])), name)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{given} {_RULE}, but its rates cannot be read.") from error
 
@@ -91,8 +80,11 @@ def _measured_gpu(found: dict[str, Any], path: str) -> Gpu:
     positive = (measured.bf16, measured.copy, *(() if fp8 is None else (fp8,)))
     if not all(0 < rate < float("inf") for rate in positive) or memory <= 0:
         raise ValueError("rates must be positive")
-    known = _closest_kind(name, memory)
-    if known is not None:
+    kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name.split()]
+    kinds += [gpu for gpu in GPUS.values() if f"{gpu.name.partition('-')[0]}-" in name]
+    if kinds:
+        # Of kinds with one name the one whose memory comes closest.
+        known = min(kinds, key=lambda gpu: abs(gpu.memory - memory))
         return replace(known, name=name, memory=memory, measured=measured)
     return Gpu(
         name=name,
@@ -106,13 +98,6 @@ def _measured_gpu(found: dict[str, Any], path: str) -> Gpu:
         hopper=int(found["capability"][0]) >= 9,
         measured=measured,
     )
-
-
-def _closest_kind(name: str, memory: int) -> Gpu | None:
-    """Return the kind in the table; of kinds with one name the one whose memory comes closest."""
-    kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name.split()]
-    kinds += [gpu for gpu in GPUS.values() if f"{gpu.name.partition('-')[0]}-" in name]
-    return min(kinds, key=lambda gpu: abs(gpu.memory - memory), default=None)
 
 
 def _assumed(value: float, what: str, source: str) -> Any:
@@ -179,9 +164,9 @@ DEFAULT = Efficiency()
 
 def assumed(gpu: Gpu, efficiency: Efficiency = DEFAULT) -> list[tuple[str, str, str, bool]]:
     """Return name, value and meaning of each share, and whether a measurement replaces it."""
-    replaced = {"products", "copies"} if gpu.measured is not None else set[str]()
-    if gpu.measured is not None and gpu.measured.fp8 is not None:
-        replaced.add("fp8_products")
+    replaced = set[str]()
+    if gpu.measured is not None:
+        replaced = {"products", "copies", *["fp8_products"] * (gpu.measured.fp8 is not None)}
     return [
         (
             x.name,
@@ -227,52 +212,25 @@ class Rates:
         return link * self.efficiency.links
 
 
-CUDA_CONTEXT = 600 * MIB
-NCCL_BUFFER, NCCL_CHANNELS = 4 * MIB, 24
-FRAGMENTED = 0.05
+def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
+    """Return the bytes on a GPU that torch's tensors never fill, by what takes them.
 
+    CUDA's context and code take 0.4 to 0.6 GiB. torch gives cuBLAS and cuBLASLt a workspace each of
+    32 MiB on Hopper and newer, 8 MiB on others (``aten/src/ATen/cuda/CublasHandlePool.cpp``), for
+    the stream of the computation and a second one. NCCL has 4 MiB (``NCCL_BUFFSIZE``) both ways on
+    24 channels of each group of ranks. The 5% that the allocator's blocks leave unused is a guess.
 
-@dataclass(frozen=True)
-class Reserve:
-    """Bytes on a GPU that torch's tensors never fill.
-
-    Attributes:
-        context: CUDA's context and the code of its kernels; 0.4 to 0.6 GiB are usual.
-        matrix_library: cuBLAS and cuBLASLt, a workspace each: torch takes 32 MiB on Hopper and
-            newer, 8 MiB on others (``aten/src/ATen/cuda/CublasHandlePool.cpp``), for the stream of
-            the computation and a second one.
-        channels: NCCL's buffers: 4 MiB (``NCCL_BUFFSIZE``) both ways on 24 channels of each group
-            of ranks.
-        fragments: share of activations that the allocator's blocks leave unused; a guess.
+    Args:
+        moving: bytes of activations and transient tensors, which the allocator cuts and joins.
     """
-
-    context: int
-    matrix_library: int
-    channels: int
-    fragments: int
-
-    @classmethod
-    def of(cls, gpu: Gpu, ranks: Ranks, moving: int) -> Reserve:
-        """Return what is kept free on a GPU.
-
-        Args:
-            ranks: the sizes of the groups that send messages.
-            moving: bytes of activations and transient tensors, which the allocator cuts and joins.
-        """
-        groups = [ranks.tp, ranks.cp, ranks.dp * ranks.cp, ranks.ep]
-        count = sum(size > 1 for size in groups) + 2 * (ranks.pp > 1)
-        workspace = (32 if gpu.hopper else 8) * MIB
-        return cls(
-            context=CUDA_CONTEXT,
-            matrix_library=2 * 2 * workspace,
-            channels=count * 2 * NCCL_CHANNELS * NCCL_BUFFER,
-            fragments=round(FRAGMENTED * moving),
-        )
-
-    @property
-    def total(self) -> int:
-        """Return all of it."""
-        return sum(getattr(self, part.name) for part in fields(self))
+    groups = [ranks.tp, ranks.cp, ranks.dp * ranks.cp, ranks.ep]
+    count = sum(size > 1 for size in groups) + 2 * (ranks.pp > 1)
+    return {
+        "CUDA context and kernels": 600 * MIB,
+        "cuBLAS and cuBLASLt workspaces": 2 * 2 * (32 if gpu.hopper else 8) * MIB,
+        "NCCL buffers of all groups": count * 2 * 24 * 4 * MIB,
+        "fragments of the allocator's blocks": round(0.05 * moving),
+    }
 
 
 def size(count: float) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.network import Case, Network
+from megatron_ext.device.host import this_host
+from megatron_ext.errors import ConfigError
+from megatron_ext.planning.hardware import size
+from megatron_ext.planning.network import Case, Network, TaskCost
 from megatron_ext.planning.stages import LayerBytes, Stage
 from megatron_ext.planning.state import State, Weight, rank_state
-from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan
-
-_plan = lru_cache(maxsize=64)(build_plan)
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,6 @@ class RankMemory:
     """Bytes on the ranks of one place in the pipeline.
 
     Attributes:
-        rank: pipeline rank.
-        stages: stages that it holds.
         weights: parameters of each of its stages.
         state: what it keeps between steps.
         activations: the most that the schedule lets it hold of all micro-batches in flight.
@@ -38,7 +36,7 @@ class RankMemory:
     activations: int
     transient: int
     in_flight: int
-    fp8_weights: int = 0
+    fp8_weights: int
 
     @property
     def total(self) -> int:
@@ -46,55 +44,19 @@ class RankMemory:
         return self.state.total + self.fp8_weights + self.activations + self.transient
 
 
-def step_plan(config: RunConfig) -> Plan:
-    """Return the pipeline schedule of a step."""
-    parallel = config.parallel
-    schedule = parallel.pipeline_schedule or "no-pipelining"
-    return _plan(
-        schedule.removeprefix("core-"),
-        pipeline_size=parallel.pipeline_model_parallel_size,
-        num_microbatches=num_microbatches(config),
-        num_chunks=parallel.virtual_pipeline_model_parallel_size or 1,
-        group_size=parallel.microbatch_group_size_per_vp_stage,
-    )
-
-
-def num_microbatches(config: RunConfig) -> int:
-    """Return the micro-batches of each data-parallel rank in a step of the whole batch."""
-    micro, batch = config.training.batch_sizes
-    return max(1, batch // (micro * config.parallel.data_parallel_size))
-
-
-def memory(network: Network, plan: Plan | None = None) -> list[RankMemory]:
-    """Return the memory of each pipeline rank.
-
-    Args:
-        plan: the schedule of a step, where it is at hand.
-    """
-    plan = plan or step_plan(network.config)
+def memory(network: Network) -> list[RankMemory]:
+    """Return the memory of each pipeline rank."""
     stages = network.stages()
     costs = [network.activations(stage) for stage in stages]
     deferred = [network.deferred(stage) for stage in stages]
     found = []
     for rank in range(network.sizes.pp):
-        mine = [stage for stage in stages if stage.rank == rank]
-        mine.sort(key=lambda stage: stage.chunk)
+        mine = network.stages_of(rank)
         weights = tuple(tuple(network.weights(stage)) for stage in mine)
-        held, transient, count = walk(
-            plan, rank, costs, deferred=deferred, boundary=network.boundary
-        )
-        found.append(
-            RankMemory(
-                rank=rank,
-                stages=tuple(mine),
-                weights=weights,
-                state=rank_state(network.config, network.sizes, rank, weights),
-                activations=held,
-                transient=transient,
-                in_flight=count,
-                fp8_weights=sum(network.fp8_weights(stage) for stage in mine),
-            )
-        )
+        state = rank_state(network.config, network.sizes, rank, weights)
+        peak = walk(network.schedule, rank, costs, deferred=deferred, boundary=network.boundary)
+        fp8_weights = sum(network.fp8_weights(stage) for stage in mine)
+        found.append(RankMemory(rank, tuple(mine), weights, state, *peak, fp8_weights))
     return found
 
 
@@ -109,6 +71,10 @@ def worst_case(cases: Sequence[Case]) -> tuple[Network, list[RankMemory]]:
     return max(found, key=lambda entry: fullest(entry[1]).total)
 
 
+USES = {Kind.FORWARD: Kind.RECEIVE_INPUT, Kind.WEIGHT: None}
+"""The message that a computation uses up, where it is no gradient."""
+
+
 def walk(
     plan: Plan,
     rank: int,
@@ -120,8 +86,6 @@ def walk(
     """Go through a rank's actions.
 
     Args:
-        plan: the schedule.
-        rank: pipeline rank.
         costs: bytes of one micro-batch in each stage of the model.
         deferred: bytes that each stage keeps for weight gradients that are put off; only read where
             the schedule puts them off.
@@ -139,7 +103,8 @@ def walk(
                 held += boundary
             continue
         cost = costs[action.stage]
-        given = (USES[action.kind], action.microbatch, action.stage)
+        message = USES.get(action.kind, Kind.RECEIVE_GRADIENT)
+        given = (message, action.microbatch, action.stage)
         arrived = boundary if given in waiting else 0
         waiting.discard(given)
         if action.kind is Kind.FORWARD:
@@ -156,10 +121,42 @@ def walk(
     return peak
 
 
-USES = {
-    Kind.FORWARD: Kind.RECEIVE_INPUT,
-    Kind.BACKWARD: Kind.RECEIVE_GRADIENT,
-    Kind.INPUT: Kind.RECEIVE_GRADIENT,
-    Kind.WEIGHT: None,
-}
-"""The message that a computation uses up."""
+def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
+    """Check that a run on CPUs does not need more memory than this host has.
+
+    The least is counted: weights, gradients, optimizer state, and the activations of one
+    micro-batch. The kernel would end the ranks without a word, the first of them or another
+    program.
+
+    Args:
+        config: a resolved run, whose ranks are shared equally by its hosts.
+        cost: the task's; nothing is checked where it does not follow from the flags alone.
+
+    Raises:
+        ConfigError: the run needs more.
+    """
+    if config.device != "cpu" or cost is None or not cost.from_flags:
+        return
+    needed = max(_least_memory(case.network) for case in cost.cases(config))
+    ranks = config.parallel.world_size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    needed = needed * here // max(1, config.parallel.pipeline_model_parallel_size)
+    available = this_host().memory
+    if needed > available:
+        raise ConfigError(
+            f"The run needs at least {size(needed)} on this machine for {here} rank(s), but "
+            f"it has {size(available)}; make the model or the micro-batch smaller, use "
+            "`--recompute-granularity full`, or take more machines (`--dry-run` prints the shares)."
+        )
+
+
+def _least_memory(network: Network) -> int:
+    """Return the bytes that one rank of each place in the pipeline needs at least, in all."""
+    config, needed = network.config, 0
+    for rank in range(network.sizes.pp):
+        mine = network.stages_of(rank)
+        weights = [network.weights(stage) for stage in mine]
+        state = rank_state(config, network.sizes, rank, weights)
+        needed += state.parameters if config.training.skip_train else state.total
+        needed += sum(network.activations(stage).kept for stage in mine)
+    return needed

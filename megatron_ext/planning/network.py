@@ -9,16 +9,21 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from rich.table import Table
 
-from megatron_ext.config.precision import Fp8Config
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.precision import CudaGraphConfig, Fp8Config
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import TrainingConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, Summed
 from megatron_ext.planning.state import LINEAR, Weight
+from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.plan import Plan
 
 MULTIPLY_AND_ADD = 2
 """Operations for each product of two numbers that is added to a sum."""
@@ -36,11 +41,9 @@ class Flops(Summed):
     """Floating-point operations of one micro-batch on one rank.
 
     Attributes:
-        linear: products with weights, forward, in 16 or 32 bits.
-        fp8: products with weights, forward, in 8 bits.
+        linear, fp8: products with weights, forward, in 16 or 32 bits and in 8 bits.
         scores: products without weights, forward, as attention has them.
-        again: products that the backward pass runs again, in 16 or 32 bits.
-        fp8_again: the same in 8 bits.
+        again, fp8_again: products that the backward pass runs again.
         weights, fp8_weights: products for the gradients of weights.
         cast: bytes that casts to 8 bits read and write, in all passes together.
     """
@@ -85,10 +88,10 @@ class Volume(Summed):
     @property
     def total(self) -> float:
         """Return the bytes of all kinds."""
-        return float(sum(getattr(self, x.name) for x in fields(self)))
+        return float(sum(vars(self).values()))
 
     def __mul__(self, times: float) -> Volume:
-        return Volume(*(getattr(self, x.name) * times for x in fields(self)))
+        return Volume(*(part * times for part in vars(self).values()))
 
 
 def ring(ranks: int) -> float:
@@ -108,6 +111,21 @@ def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
     return (FP8_LAYOUTS - fp8.fp8_param_gather) * numbers
 
 
+_plan = lru_cache(maxsize=64)(build_plan)
+
+
+def step_plan(parallel: ParallelConfig, training: TrainingConfig) -> Plan:
+    """Return the pipeline schedule of a step of the whole batch."""
+    micro, batch = training.batch_sizes
+    return _plan(
+        (parallel.pipeline_schedule or "no-pipelining").removeprefix("core-"),
+        pipeline_size=parallel.pipeline_model_parallel_size,
+        num_microbatches=max(1, batch // (micro * parallel.data_parallel_size)),
+        num_chunks=parallel.virtual_pipeline_model_parallel_size or 1,
+        group_size=parallel.microbatch_group_size_per_vp_stage,
+    )
+
+
 class Network(ABC):
     """The formulas of one model; all results are for one rank and one micro-batch.
 
@@ -123,6 +141,15 @@ class Network(ABC):
         """Return the same model in a run with the same ranks and micro-batches."""
         this: Any = self
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
+
+    @property
+    def schedule(self) -> Plan:
+        """Return the pipeline schedule of a step."""
+        return step_plan(self.config.parallel, self.config.training)
+
+    def stages_of(self, rank: int) -> list[Stage]:
+        """Return the stages of a pipeline rank, by chunk."""
+        return sorted((x for x in self.stages() if x.rank == rank), key=lambda x: x.chunk)
 
     @abstractmethod
     def stages(self) -> list[Stage]:
@@ -196,7 +223,6 @@ class Case:
     """A network on one kind of batch of a run, such as the samples of one size.
 
     Attributes:
-        network: the formulas for these batches.
         name: what a report calls the kind; empty where a run has one kind only.
         share: share of the steps of an epoch.
         columns: what a report says about the kind besides, by the heads of its table.
@@ -232,6 +258,6 @@ class TaskCost:
     from_flags: bool = False
     report: Callable[[RunConfig, Gpu | None], Report] | None = None
 
-    def modes_of(self, config: RunConfig) -> tuple[str, ...]:
+    def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
         """Return the modes of recomputation that a run can have; graphs keep all activations."""
-        return self.modes if config.cuda_graphs.cuda_graph_impl == "none" else ("none",)
+        return self.modes if graphs.cuda_graph_impl == "none" else ("none",)

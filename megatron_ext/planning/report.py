@@ -1,34 +1,35 @@
-"""A plan in tables: parameters and memory of each pipeline rank, bubble, messages, time."""
+"""A plan in tables and pictures: parameters, memory of pipeline ranks, bubble, messages, time."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.config.acceleration import CudaGraphConfig
+from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.device.gpus import Gpu
-from megatron_ext.planning.checks import check_core
+from megatron_ext.device.gpus import GB, Gpu
+from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.planning.hardware import assumed, gpu_named, size
-from megatron_ext.planning.memory import (
-    RankMemory,
-    fullest,
-    memory,
-    num_microbatches,
-    step_plan,
-    worst_case,
-)
-from megatron_ext.planning.network import Case, Network, Report, TaskCost, Volume
-from megatron_ext.planning.search import SearchResult
+from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
+from megatron_ext.planning.network import Case, Network, Report, TaskCost, Volume, step_plan
 from megatron_ext.planning.state import distinct
-from megatron_ext.planning.step_time import Estimate, estimate, rank_volume
-from megatron_ext.schedules.plan import price
+from megatron_ext.planning.step_time import (
+    Estimate,
+    SearchResult,
+    estimate,
+    rank_volume,
+    reserve_of,
+)
+from megatron_ext.schedules.picture import save as save_schedule
+from megatron_ext.schedules.picture import write_figure
+from megatron_ext.schedules.plan import Plan, price
 
-MILLION = 10**6
 NO_COST = (
     "This task does not say what its model costs, so memory and time are not estimated; give the "
     "task a `cost`."
@@ -57,24 +58,21 @@ def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
     """Print all tables of a run; returns whether it fits, True where no GPU is named.
 
     Args:
-        config: a resolved run.
         gpu: the kind to estimate time for; None leaves time out.
         cost: the task's; None leaves the schedule alone to show.
     """
-    parts, fits = report(config, gpu, cost)
+    parts: Sequence[Table | str]
+    if cost is None:
+        plan = step_plan(config.parallel, config.training)
+        parts, fits = [NO_COST, schedule_line(plan)], True
+    elif cost.report is not None:
+        parts, fits = cost.report(config, gpu)
+    else:
+        parts, fits = report_cases(cost.cases(config), gpu, cost)
     out = console()
     for part in parts:
         out.print(part)
     return fits
-
-
-def report(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> Report:
-    """Return the parts that `show` prints, and whether the run fits."""
-    if cost is None:
-        return [NO_COST, *schedule_lines(config)], True
-    if cost.report is not None:
-        return cost.report(config, gpu)
-    return report_cases(cost.cases(config), gpu, cost)
 
 
 def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Report:
@@ -84,7 +82,7 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
     if cases[0].name:
         parts.append(bucket_table(cases, gpu))
     parts += [memory_table(network, ranks), recomputation_table(network, cost)]
-    parts += [volume_table(network, ranks), *schedule_lines(network.config)]
+    parts += [volume_table(network, ranks), schedule_line(network.schedule)]
     if gpu is None:
         return parts, True
     found = estimate(network, gpu)
@@ -93,26 +91,21 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
 
 
 def headline(network: Network, ranks: list[RankMemory]) -> str:
-    """Return the layout in one line."""
+    """Return the layout and the format of the numbers in one line."""
     x, config = network.sizes, network.config
     sizes = {"tp": x.tp, "cp": x.cp, "pp": x.pp, "dp": x.dp, "ep": x.ep}
     shown = " × ".join(f"{name} {count}" for name, count in sizes.items() if count > 1) or "1 rank"
+    numbers = "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32"
+    if config.fp8.fp8_format is not None:
+        numbers += f", layers in fp8 ({config.fp8.fp8_format}, {config.fp8.fp8_recipe})"
+    if config.model.transformer_impl == "transformer_engine":
+        numbers += "; Transformer Engine's layers priced as the torch layers"
     return (
         f"plan: {config.parallel.world_size} ranks ({shown}), "
-        f"{model_parameters(ranks) / MILLION:,.1f} M parameters, "
-        f"{num_microbatches(config)} micro-batches of {x.b} × {network.tokens} tokens, "
-        f"{number_format(config)}"
+        f"{model_parameters(ranks) / 10**6:,.1f} M parameters, "
+        f"{network.schedule.num_microbatches} micro-batches of {x.b} × {network.tokens} tokens, "
+        f"{numbers}"
     )
-
-
-def number_format(config: RunConfig) -> str:
-    """Return the format of activations and products."""
-    wide = "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32"
-    fp8, te = config.fp8.fp8_format, config.model.transformer_impl == "transformer_engine"
-    layers = "; Transformer Engine's layers priced as the torch layers" if te else ""
-    if fp8 is None:
-        return wide + layers
-    return f"{wide}, layers in fp8 ({fp8}, {config.fp8.fp8_recipe}){layers}"
 
 
 def model_parameters(ranks: list[RankMemory]) -> int:
@@ -164,32 +157,27 @@ def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
     )  # fmt: skip
     for rank in ranks:
         state = rank.state
-        parts = (
-            state.parameters,
-            state.gradients,
-            state.optimizer,
-            state.average,
-            rank.fp8_weights,
-        )
+        parts = (state.parameters, state.gradients, state.optimizer, state.average)
         table.add_row(
             str(rank.rank),
-            *(size(part) for part in (*parts, rank.activations)),
+            *(size(part) for part in (*parts, rank.fp8_weights, rank.activations)),
             str(rank.in_flight),
             size(rank.transient),
             size(rank.total),
         )
     x, config = network.sizes, network.config
     if not config.optimizer.use_distributed_optimizer and x.dp * x.cp > 1:
-        table.caption = f"with --use-distributed-optimizer: {_distributed(network)}"
+        others = memory(
+            network.with_config(replace(config, optimizer=_distributed(config.optimizer)))
+        )
+        most = max(rank.state.optimizer for rank in others)
+        table.caption = f"with --use-distributed-optimizer: optimizer {size(most)}"
     return table
 
 
-def _distributed(network: Network) -> str:
-    """Say how large the optimizer state would be if the replicas shared it."""
-    config = network.config
-    shared = replace(config.optimizer, use_distributed_optimizer=True)
-    ranks = memory(network.with_config(replace(config, optimizer=shared)))
-    return f"optimizer {size(max(rank.state.optimizer for rank in ranks))}"
+def _distributed(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Return the same optimizer, whose state the replicas share."""
+    return replace(optimizer, use_distributed_optimizer=True)
 
 
 def recomputation_table(network: Network, cost: TaskCost) -> Table:
@@ -198,7 +186,7 @@ def recomputation_table(network: Network, cost: TaskCost) -> Table:
         "recomputation", "a layer keeps", "fullest rank: activations", "peak",
         title="activations by recomputation",
     )  # fmt: skip
-    for mode in cost.modes_of(network.config):
+    for mode in cost.modes_with(network.config.cuda_graphs):
         other = network.with_config(cost.recompute(network.config, mode))
         kept = other.layer_input if mode == "full" else other.layer().kept
         most = fullest(memory(other))
@@ -216,33 +204,31 @@ def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
     names = [field.name for field in fields(Volume)]
     table = Table("pipeline rank", *names, title="bytes that a rank sends in a step")
     for rank in ranks:
-        volume = rank_volume(network, rank, num_microbatches(network.config))
+        volume = rank_volume(network, rank, network.schedule.num_microbatches)
         table.add_row(str(rank.rank), *(size(getattr(volume, name)) for name in names))
     return table
 
 
-def schedule_lines(config: RunConfig) -> list[str]:
+def schedule_line(plan: Plan) -> str:
     """Say what the bubble of the schedule is when all stages take the same time."""
-    plan = step_plan(config)
-    cost = price(plan)
-    return [
-        f"schedule {plan.schedule}: bubble {cost.bubble_share:.1%} of the step with "
+    return (
+        f"schedule {plan.schedule}: bubble {price(plan).bubble_share:.1%} of the step with "
         f"{plan.num_microbatches} micro-batches (equal stages, forward : input gradient : weight "
         "gradient = 1 : 1 : 1)"
-    ]
+    )
 
 
 def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
     """Say time, throughput, utilization, and whether the run fits."""
     gpu = found.gpu
-    needed = found.peak + found.reserve.total
+    needed = found.peak + found.reserve
     lines = [
         f"estimated on {gpu.name}: {found.seconds:.3g} s a step, "
         f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%} of "
         f"{gpu.peak(found.network.sizes.width) / 1e12:.0f} TFLOP/s, bubble "
         f"{found.price.bubble_share:.1%}",
         f"{'fits' if found.fits else 'DOES NOT FIT'}: {size(found.peak)} and a reserve of "
-        f"{size(found.reserve.total)} make {size(needed)} of {size(gpu.memory)}",
+        f"{size(found.reserve)} make {size(needed)} of {size(gpu.memory)}",
     ]
     if not found.fits:
         lines.append(_advice(found, cost))
@@ -251,15 +237,8 @@ def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
 
 def reserve_table(found: Estimate) -> Table:
     """Return what no tensor of the run may take; assumed, not measured."""
-    reserve = found.reserve
-    rows = (
-        ("CUDA context and kernels", reserve.context),
-        ("cuBLAS and cuBLASLt workspaces", reserve.matrix_library),
-        ("NCCL buffers of all groups", reserve.channels),
-        ("fragments of the allocator's blocks", reserve.fragments),
-    )
     table = Table("reserve (assumed)", "bytes", title="kept free on each GPU")
-    for name, count in rows:
+    for name, count in reserve_of(found.gpu, found.network, found.ranks).items():
         table.add_row(name, size(count))
     return table
 
@@ -281,20 +260,21 @@ def assumption_table(gpu: Gpu) -> Table:
 
 def _advice(found: Estimate, cost: TaskCost) -> str:
     """Return the first of the usual remedies that helps."""
-    config, network = found.config, found.network
-    limit = found.gpu.memory - found.reserve.total
-    shared = replace(config.optimizer, use_distributed_optimizer=True)
-    remedies = {"--use-distributed-optimizer": replace(config, optimizer=shared)}
+    config = found.network.config
+    remedies = {
+        "--use-distributed-optimizer": replace(config, optimizer=_distributed(config.optimizer))
+    }
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
     config = replace(config, cuda_graphs=CudaGraphConfig())
     instead = " in place of --cuda-graph-impl" if graphs else ""
     remedies |= {
         f"{mode} recomputation{instead}": cost.recompute(config, mode)
-        for mode in cost.modes_of(config)
+        for mode in cost.modes
         if mode != "none"
     }
     for name, run in remedies.items():
-        if fullest(memory(network.with_config(run))).total <= limit:
+        most = fullest(memory(found.network.with_config(run))).total
+        if most + found.reserve <= found.gpu.memory:
             return f"it would fit with {name}"
     return "neither the distributed optimizer nor recomputation suffices; use more ranks (--search)"
 
@@ -308,7 +288,7 @@ def search_table(found: SearchResult) -> Table:
     for candidate, cost in found.best:
         table.add_row(
             str(candidate),
-            str(cost.config.parallel.data_parallel_size),
+            str(cost.network.sizes.dp),
             str(candidate.micro_batch),
             candidate.recompute,
             f"{cost.seconds:.3g}",
@@ -318,3 +298,43 @@ def search_table(found: SearchResult) -> Table:
             size(cost.peak),
         )
     return table
+
+
+def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
+    """Draw the schedule of a run, and one bar of memory for each pipeline rank; return both files.
+
+    Args:
+        path: where the picture of the schedule goes; the picture of the memory lies next to it,
+            with ``_memory`` in its name.
+
+    Raises:
+        ConfigError: see `write_figure`.
+    """
+    from matplotlib.figure import Figure
+
+    save_schedule(network.schedule, price(network.schedule), path)
+    second = path.with_name(f"{path.stem}_memory{path.suffix}")
+    ranks = memory(network)
+    parts = {
+        "weights": ("#7aa6da", [rank.state.parameters for rank in ranks]),
+        "gradients": ("#8cc98c", [rank.state.gradients for rank in ranks]),
+        "optimizer": ("#f2c14e", [rank.state.optimizer for rank in ranks]),
+        "EMA": ("#c39bd3", [rank.state.average for rank in ranks]),
+        "activations": ("#e08e79", [rank.activations for rank in ranks]),
+        "for a moment": ("#bbbbbb", [rank.transient for rank in ranks]),
+    }
+    figure = Figure(figsize=(min(30.0, 4 + 0.6 * len(ranks)), 4.5))
+    axes = figure.add_subplot()
+    bottoms = [0.0] * len(ranks)
+    for name, (color, counts) in parts.items():
+        heights = [count / GB for count in counts]
+        if any(heights):
+            axes.bar(range(len(ranks)), heights, bottom=bottoms, color=color, label=name)
+        bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
+    axes.axhline(gpu.memory / GB, color="black", linestyle="--", label=gpu.name)
+    axes.set_xticks(range(len(ranks)), [str(rank.rank) for rank in ranks])
+    axes.set_xlabel("pipeline rank")
+    axes.set_ylabel("GB")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    write_figure(figure, second)
+    return [path, second]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.grid import Layout
 
 FP32 = 4
 INT64 = 8
-
 
 Numbers = TypeVar("Numbers", bound="Summed")
 
@@ -20,9 +19,8 @@ class Summed:
     """A dataclass of numbers that are added field by field."""
 
     def __add__(self: Numbers, other: Numbers) -> Numbers:
-        this: Any = self
-        names = [field.name for field in fields(this)]
-        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(mine + theirs for mine, theirs in pairs))
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ class Ranks:
     """The parallel sizes of a run, whatever its model is.
 
     Attributes:
-        b: micro-batch size.
         tp, cp, pp, dp, ep, etp, expert_dp: ranks along each axis.
         sequence_parallel: norms and dropout are cut along the sequence too.
         width: bytes of a number in activations and in the parameters of the forward pass.
@@ -82,12 +79,9 @@ class Stage:
 
     Attributes:
         index: position along the model.
-        rank: the pipeline rank that holds it.
         chunk: its index among the chunks of that rank.
         layers: numbers of its layers, from 0.
-        depths: depths of multi-token prediction.
         embedding: it holds the embedding of the model's first stage.
-        final_norm: it holds the last norm.
         head: it holds the output layer and the loss.
     """
 
@@ -137,7 +131,6 @@ def recomputed(
     """Return the layers of a stage where the first ones keep their input only and are run again.
 
     Args:
-        layers: without recomputation.
         layer_input: bytes of the input of a layer.
         size: layers that are run again together.
         limit: layers that are run again at most.
@@ -151,11 +144,7 @@ def recomputed(
 
 
 def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int:
-    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps besides its input.
-
-    Args:
-        frozen: its weight is not trained.
-    """
+    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps besides its input."""
     statistics = rows * FP32
     if ranks.gpu:
         return statistics

@@ -16,18 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_ext.config.lora import LoraConfig
-from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.optimizer import LoraConfig, OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.stages import FP32, Ranks, Summed
 
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|q|kv)\.weight$")
 """Names of the matrices that may multiply in 8 bits."""
-
-PARAMETER_ALIGNMENT = 64
-BUCKET_ALIGNMENT = 128
-STEP_COUNTER = 4
-"""Bytes of the float32 counter that torch's Adam keeps for each parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,6 @@ class Linear:
     """A matrix as ranks share it, perhaps with a bias and an adapter (`layers.lora`).
 
     Attributes:
-        name: name of the layer.
         outputs, inputs: sides of the whole matrix.
         rows, columns: ranks that cut its outputs, or its inputs.
         bias: it has a bias, cut as the outputs.
@@ -151,12 +144,10 @@ def buckets(
 
     Args:
         weights: the parameters of one buffer, in the order of the module.
-        distributed: the optimizer's state is shared over the replicas.
-        replicas: ranks that share the buffer.
+        distributed: the optimizer's state is shared over the ``replicas``.
         bucket_size: elements that close a bucket; None for one bucket.
     """
-    alignment = PARAMETER_ALIGNMENT if distributed else 1
-    ending = math.lcm(replicas, BUCKET_ALIGNMENT) if distributed else 1
+    alignment, ending = (64, math.lcm(replicas, 128)) if distributed else (1, 1)
     found: list[Bucket] = []
     start, at, spans = 0, 0, list[tuple[int, int]]()
 
@@ -197,26 +188,42 @@ def rank_state(
     """Return what a rank keeps of all its model chunks.
 
     Args:
-        rank: pipeline rank.
         chunks: the weights of each chunk on this rank.
         replica: index of the rank among those that share its dense parameters (data and context).
         expert_replica: the same for its experts.
     """
+    optimizer = config.optimizer
     trained = [[weight for weight in chunk if not weight.frozen] for chunk in chunks]
     frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
+    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     bucket_size = None
     if rank == 0:
         numel = sum(weight.numel for chunk in trained for weight in chunk)
-        bucket_size = _bucket_size(config.optimizer, ranks, numel)
+        bucket_size = _bucket_size(optimizer, ranks, numel)
     for chunk in trained:
         # Core lays parameters of each type, and those of experts, into a buffer of their own.
         for expert, fp8 in product((False, True), (False, True)):
-            group = [x for x in chunk if (x.expert, x.fp8) == (expert, fp8)]
+            weights = [x for x in chunk if (x.expert, x.fp8) == (expert, fp8)]
+            if not weights:
+                continue
             replicas = ranks.expert_dp if expert else ranks.dp * ranks.cp
-            index = expert_replica if expert else replica
-            if group:
-                total += _buffer_state(config, ranks, group, replicas, index, bucket_size)
+            laid = buckets(
+                weights,
+                distributed=optimizer.use_distributed_optimizer,
+                replicas=replicas,
+                bucket_size=bucket_size,
+            )
+            parts = replicas if optimizer.use_distributed_optimizer else 1
+            updated = [_share(x, expert_replica if expert else replica, parts) for x in laid]
+            elements, touched = sum(x for x, _ in updated), sum(x for _, x in updated)
+            total += State(
+                count=sum(weight.numel for weight in weights),
+                parameters=laid[-1].end * (1 if fp8 else ranks.width),
+                gradients=laid[-1].end * (FP32 if in_fp32 else ranks.width),
+                optimizer=_optimizer_bytes(optimizer, elements, touched, half=ranks.half),
+                average=elements * FP32 if config.ema.ema_decay else 0,
+            )
         bucket_size = None
     return total
 
@@ -230,32 +237,9 @@ def _bucket_size(optimizer: OptimizerConfig, ranks: Ranks, count: int) -> int | 
     return optimizer.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks.dp * ranks.cp)
 
 
-def _buffer_state(
-    config: RunConfig,
-    ranks: Ranks,
-    weights: Sequence[Weight],
-    replicas: int,
-    replica: int,
-    bucket_size: int | None,
-) -> State:
-    distributed = config.optimizer.use_distributed_optimizer
-    laid = buckets(weights, distributed=distributed, replicas=replicas, bucket_size=bucket_size)
-    numel = laid[-1].end
-    updated = [_share(bucket, replica, replicas if distributed else 1) for bucket in laid]
-    elements, touched = sum(x for x, _ in updated), sum(x for _, x in updated)
-    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    return State(
-        count=sum(weight.numel for weight in weights),
-        parameters=numel * (1 if weights[0].fp8 else ranks.width),
-        gradients=numel * (FP32 if in_fp32 else ranks.width),
-        optimizer=_optimizer_bytes(config.optimizer, elements, touched, half=ranks.half),
-        average=elements * FP32 if config.ema.ema_decay else 0,
-    )
-
-
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
     """Return the elements of a bucket that a replica updates, and the parameters they touch."""
-    share = (bucket.end - bucket.start) // replicas if replicas > 1 else bucket.end - bucket.start
+    share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share
     parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]
     mine = [part for part in parts if part > 0]
@@ -265,10 +249,9 @@ def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
 def _optimizer_bytes(optimizer: OptimizerConfig, elements: int, touched: int, *, half: bool) -> int:
     """Return the bytes of moments, and in 16 bits of the fp32 parameters, of what a rank updates.
 
-    Args:
-        touched: parameters that the elements belong to.
+    torch's Adam keeps a float32 counter for each of the ``touched`` parameters.
     """
     main = FP32 if half else 0
     if optimizer.optimizer == "sgd":
         return elements * (main + (FP32 if optimizer.sgd_momentum else 0))
-    return elements * (main + 2 * FP32) + touched * STEP_COUNTER
+    return elements * (main + 2 * FP32) + touched * FP32

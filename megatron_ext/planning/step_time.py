@@ -1,21 +1,25 @@
-"""An estimate of a step's time: products, memory traffic and messages, through the schedule.
+"""An estimate of a step's time, and the search for the layouts that take least of it.
 
-It is a model, not a measurement: `hardware.Efficiency` says which shares of the rates are taken to
-be reached. Layouts of one model on one kind of GPU compare well; the seconds are rough.
+Products, memory traffic and messages go through the schedule. It is a model, not a measurement:
+`hardware.Efficiency` says which shares of the rates are taken to be reached. Layouts of one model
+on one kind of GPU compare well; the seconds are rough.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.finalize import finalize
+from megatron_ext.config.run import RunConfig, TaskFlags
 from megatron_ext.device.gpus import Gpu
-from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, Reserve
-from megatron_ext.planning.memory import RankMemory, fullest, memory, num_microbatches, step_plan
-from megatron_ext.planning.network import Network, Volume, ring
+from megatron_ext.errors import ConfigError
+from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_on
+from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
+from megatron_ext.planning.network import Network, TaskCost, Volume, ring
 from megatron_ext.planning.stages import FP32, Stage
-from megatron_ext.schedules.plan import Durations, Plan, Price, price
+from megatron_ext.schedules.plan import Durations, Price, price
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,8 @@ class Estimate:
     """The cost of a step on a kind of GPU.
 
     Attributes:
-        network: the model in its run.
-        gpu: the kind.
         ranks: memory of each pipeline rank.
-        plan: the schedule.
         price: the simulation of the schedule; times are seconds.
-        volumes: bytes that a rank of each place in the pipeline sends in a step.
         seconds: time of a step.
         flops: operations of the model in a step, on all ranks.
     """
@@ -36,16 +36,9 @@ class Estimate:
     network: Network
     gpu: Gpu
     ranks: list[RankMemory]
-    plan: Plan
     price: Price
-    volumes: list[Volume]
     seconds: float
     flops: float
-
-    @property
-    def config(self) -> RunConfig:
-        """Return the configuration of the run."""
-        return self.network.config
 
     @property
     def mfu(self) -> float:
@@ -54,14 +47,14 @@ class Estimate:
         The rate is that of float32 or of 16 bits; 8-bit products are compared with 16 bits too, as
         is usual.
         """
-        world = self.config.parallel.world_size
+        world = self.network.config.parallel.world_size
         return self.flops / (self.seconds * world * self.gpu.peak(self.network.sizes.width))
 
     @property
     def tokens_per_second(self) -> float:
         """Return the tokens that all ranks together go through in a second."""
         x = self.network.sizes
-        sequences = num_microbatches(self.config) * x.b * x.dp
+        sequences = self.network.schedule.num_microbatches * x.b * x.dp
         return sequences * self.network.tokens / self.seconds
 
     @property
@@ -69,21 +62,21 @@ class Estimate:
         """Return the bytes of the rank that needs most, without the reserve."""
         return fullest(self.ranks).total
 
-    @cached_property
-    def reserve(self) -> Reserve:
-        """Return what the fullest rank must leave free."""
-        return reserve_of(self.gpu, self.network, self.ranks)
+    @property
+    def reserve(self) -> int:
+        """Return the bytes that the fullest rank must leave free."""
+        return sum(reserve_of(self.gpu, self.network, self.ranks).values())
 
     @property
     def fits(self) -> bool:
         """Return whether the fullest rank leaves the reserve."""
-        return self.peak + self.reserve.total <= self.gpu.memory
+        return self.peak + self.reserve <= self.gpu.memory
 
 
-def reserve_of(gpu: Gpu, network: Network, ranks: list[RankMemory]) -> Reserve:
-    """Return what the fullest of some ranks must leave free."""
+def reserve_of(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> dict[str, int]:
+    """Return what the fullest of some ranks must leave free; see `reserve_on`."""
     most = fullest(ranks)
-    return Reserve.of(gpu, network.sizes, most.activations + most.transient)
+    return reserve_on(gpu, network.sizes, most.activations + most.transient)
 
 
 @dataclass(frozen=True)
@@ -96,10 +89,9 @@ class _Clock:
     def durations(self, stage: Stage) -> Durations:
         """Return forward, input-gradient and weight-gradient pass of one micro-batch."""
         network = self.network
-        counted, width = network.flops(stage), network.sizes.width
-        rate, rate8 = self.rates.products(width), 1.0
-        if counted.fp8:
-            rate8 = self.rates.products(1)
+        counted = network.flops(stage)
+        rate = self.rates.products(network.sizes.width)
+        rate8 = self.rates.products(1) if counted.fp8 else 1.0
         linear = counted.linear / rate + counted.fp8 / rate8
         scores = counted.scores / rate
         weights = counted.weights / rate + counted.fp8_weights / rate8
@@ -151,14 +143,13 @@ class _Clock:
 
     def slowest(self) -> Durations:
         """Return the times of the slowest rank, averaged over its chunks."""
-        ranks, stages = [], self.network.stages()
+        ranks = []
         for rank in range(self.network.sizes.pp):
-            times = [self.durations(stage) for stage in stages if stage.rank == rank]
-            sums = [
-                sum(getattr(time, name) for time in times) / len(times)
-                for name in ("forward", "input_gradient", "weight_gradient")
-            ]
-            ranks.append(Durations(*sums))
+            times = [self.durations(stage) for stage in self.network.stages_of(rank)]
+            forward = sum(time.forward for time in times) / len(times)
+            inputs = sum(time.input_gradient for time in times) / len(times)
+            weights = sum(time.weight_gradient for time in times) / len(times)
+            ranks.append(Durations(forward, inputs, weights))
         return max(ranks, key=lambda x: x.forward + x.input_gradient + x.weight_gradient)
 
 
@@ -171,36 +162,23 @@ def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Es
     Raises:
         ConfigError: fp8 on a GPU without it.
     """
-    clock, plan = _Clock(network, Rates(gpu, efficiency)), step_plan(network.config)
+    clock, plan = _Clock(network, Rates(gpu, efficiency)), network.schedule
+    ranks, after = memory(network), 0.0
+    for rank in ranks:
+        volume = rank_volume(network, rank, plan.num_microbatches)
+        after = max(after, clock.update(rank) + clock.replicas(volume))
     cost = price(plan, clock.slowest(), clock.latency())
-    ranks = memory(network, plan)
-    volumes = [rank_volume(network, rank, plan.num_microbatches) for rank in ranks]
-    after = max(
-        clock.update(rank) + clock.replicas(volume)
-        for rank, volume in zip(ranks, volumes, strict=True)
-    )
-    return Estimate(
-        network=network,
-        gpu=gpu,
-        ranks=ranks,
-        plan=plan,
-        price=cost,
-        volumes=volumes,
-        seconds=cost.makespan + after,
-        flops=network.step_flops(),
-    )
+    return Estimate(network, gpu, ranks, cost, cost.makespan + after, network.step_flops())
 
 
 def rank_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:
-    """Return what a rank of one place in the pipeline sends in a step."""
+    """Return what a rank of one place in the pipeline sends in a step.
+
+    It sends gradients, parameters and copies of the embedding once.
+    """
     total = Volume()
     for stage in rank.stages:
         total += network.traffic(stage) * num_microbatches
-    return total + _replica_volume(network, rank)
-
-
-def _replica_volume(network: Network, rank: RankMemory) -> Volume:
-    """Return what a rank sends once in a step: gradients, parameters, copies of the embedding."""
     config, x, state = network.config, network.sizes, rank.state
     trained = [weight for chunk in rank.weights for weight in chunk if not weight.frozen]
     count = max(1, sum(weight.numel for weight in trained))
@@ -212,4 +190,144 @@ def _replica_volume(network: Network, rank: RankMemory) -> Volume:
         data = 2 * share * state.gradients
     copied = sum(weight.numel for weight in trained if weight.shared)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    return Volume(data=data, embedding=float(copied * (FP32 if in_fp32 else x.width)))
+    return total + Volume(data=data, embedding=float(copied * (FP32 if in_fp32 else x.width)))
+
+
+MOST_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout to try.
+
+    Attributes:
+        tp, pp, cp, ep: ranks along each axis.
+        chunks: virtual chunks of each pipeline rank.
+        micro_batch: samples of a forward pass.
+        recompute: a mode of recomputation, see `TaskCost.modes`.
+    """
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    chunks: int
+    micro_batch: int
+    recompute: str
+
+    def of(self, config: RunConfig, task: TaskFlags, world_size: int, cost: TaskCost) -> RunConfig:
+        """Return the run in this layout; raises ConfigError where it cannot be run so."""
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            context_parallel_size=self.cp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=1 if config.moe.num_experts else None,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 else None,
+            pipeline_schedule=None,
+            pipeline_model_parallel_layout=None,
+            microbatch_group_size_per_vp_stage=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            sequence_parallel=self.tp > 1,
+        )
+        adam = config.optimizer.optimizer == "adam"
+        run = replace(
+            config,
+            parallel=parallel,
+            training=replace(config.training, micro_batch_size=self.micro_batch),
+            optimizer=replace(config.optimizer, use_distributed_optimizer=adam),
+        )
+        return finalize(cost.recompute(run, self.recompute), task, world_size, config.device)
+
+    def __str__(self) -> str:
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.chunks, "cp": self.cp, "ep": self.ep}
+        return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The layouts that a search finds.
+
+    Attributes:
+        best: layouts that fit, the fastest first, each with its estimate.
+        tried, fitting: how many candidates can be run, and how many of them fit.
+    """
+
+    best: list[tuple[Candidate, Estimate]]
+    tried: int
+    fitting: int
+
+
+def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
+    """Yield all layouts worth trying; tensor parallelism stays within a node.
+
+    The micro-batch is that of the run and its halves down to 1.
+    """
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    layers = config.model.num_layers or 1
+    in_node = [size for size in sizes if size <= gpu.per_node]
+    cuts = [size for size in sizes if size <= layers]
+    experts = [size for size in sizes if (config.moe.num_experts or 1) % size == 0]
+    micro = config.training.micro_batch_size or 1
+    batches = sorted({max(1, micro >> shift) for shift in range(micro.bit_length())})
+    for tp, pp, cp, ep in product(in_node, cuts, sizes, experts):
+        if world_size % (tp * pp * cp) or world_size % (ep * pp):
+            continue
+        for chunks in range(1, MOST_CHUNKS + 1 if pp > 1 else 2):
+            if layers % (pp * chunks) == 0:
+                for batch, mode in product(batches, cost.modes_with(config.cuda_graphs)):
+                    yield Candidate(tp, pp, cp, ep, chunks, batch, mode)
+
+
+def search(
+    config: RunConfig,
+    task: TaskFlags,
+    world_size: int,
+    gpu: Gpu,
+    cost: TaskCost,
+    *,
+    count: int = 10,
+    efficiency: Efficiency = DEFAULT,
+) -> SearchResult:
+    """Find the layouts of a run that fit on a number of GPUs and take the least time.
+
+    Recomputation that a layout does not need is not tried: of each layout the cheapest mode that
+    fits is priced.
+
+    Args:
+        config: the run in any layout; what is not a matter of layout is kept, but the optimizer is
+            distributed and sequences are cut wherever matrices are.
+        task: checks each layout by its own rules.
+        cost: the task's, whose cases must follow from the flags alone.
+
+    Raises:
+        ConfigError: no layout can be run at all, with some of the reasons.
+    """
+    tried, priced = 0, list[tuple[Candidate, Estimate]]()
+    errors: dict[str, None] = {}
+    settled: set[Candidate] = set()
+    for candidate in candidates(config, world_size, gpu, cost):
+        layout = replace(candidate, recompute="")
+        if layout in settled:
+            continue
+        try:
+            run = candidate.of(config, task, world_size, cost)
+        except ConfigError as error:
+            errors |= dict.fromkeys(error.messages)
+            settled.add(layout)
+            continue
+        tried += 1
+        network, ranks = worst_case(cost.cases(run))
+        if fullest(ranks).total + sum(reserve_of(gpu, network, ranks).values()) > gpu.memory:
+            continue
+        settled.add(layout)
+        priced.append((candidate, estimate(network, gpu, efficiency)))
+    if not tried:
+        raise ConfigError(
+            [f"No layout of {world_size} ranks can run this model.", *list(errors)[:5]]
+        )
+    priced.sort(key=lambda entry: entry[1].seconds)
+    return SearchResult(priced[:count], tried, len(priced))

@@ -15,8 +15,6 @@ from megatron_ext.schedules.orders import SCHEDULES, build_plan
 from megatron_ext.schedules.picture import save, text
 from megatron_ext.schedules.plan import Durations, price
 
-DEFAULT_CHUNKS = {"interleaved": 2, "zb-v": 2}
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -24,22 +22,18 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    size = SIZE.integer
     parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES, help="which plan")
     parser.add_argument(
-        "--pipeline-size", type=SIZE.integer, default=4, metavar="RANKS", help="pipeline ranks"
+        "--pipeline-size", type=size, default=4, metavar="RANKS", help="pipeline ranks"
     )
     parser.add_argument(
-        "--microbatches", type=SIZE.integer, default=8, metavar="N", help="micro-batches of a step"
+        "--microbatches", type=size, default=8, metavar="N", help="micro-batches of a step"
     )
-    parser.add_argument(
-        "--chunks",
-        type=SIZE.integer,
-        metavar="N",
-        help="model chunks on each rank",
-    )
+    parser.add_argument("--chunks", type=size, metavar="N", help="model chunks on each rank")
     parser.add_argument(
         "--group-size",
-        type=SIZE.integer,
+        type=size,
         metavar="N",
         help="micro-batches that an interleaved chunk handles before the next chunk",
     )
@@ -52,10 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         help="times of forward pass, input gradient and weight gradient of all of a rank's layers",
     )
     parser.add_argument(
-        "--latency",
-        type=WEIGHT.number,
-        default=0.0,
-        help="of a message, in the same unit",
+        "--latency", type=WEIGHT.number, default=0.0, help="of a message, in the same unit"
     )
     parser.add_argument("--forward-only", action="store_true", help="plan an evaluation step")
     parser.add_argument("--png", type=Path, help="PNG file to draw the plan into")
@@ -65,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Print the timeline and its price, and return the exit code."""
     args = _parser().parse_args(argv)
-    chunks = args.chunks or DEFAULT_CHUNKS.get(args.schedule, 1)
+    chunks = args.chunks or (2 if args.schedule in ("interleaved", "zb-v") else 1)
     durations = Durations(*(time / chunks for time in args.times))
     try:
         plan = build_plan(

@@ -21,7 +21,6 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Kind
 
-_DIMENSIONS = 3
 _PENDING = 64
 """Messages that may be on their way from one rank."""
 
@@ -40,21 +39,15 @@ class Channels:
     ) -> None:
         self.rank = context.pp_rank
         self.groups = context.pipeline_channels
-        self.shape = (
-            None
-            if transformer_config.variable_seq_lengths or transformer_config.mtp_standalone
-            else shape
-        )
+        varies = transformer_config.variable_seq_lengths or transformer_config.mtp_standalone
+        self.shape = None if varies else shape
         self.dtype = transformer_config.pipeline_dtype
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.sent: dict[tuple[Kind, int, int], list[tuple[torch.distributed.Work, Tensor]]] = {}
         self.received: dict[tuple[Kind, int, int], tuple[torch.distributed.Work, Tensor]] = {}
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start to send.
-
-        The message holds the memory until it has left, whatever becomes of ``tensor``.
-        """
+        """Start to send; the message holds the memory until it has left."""
         assert action.peer is not None
         message = tensor.detach().contiguous()
         parts = [message]
@@ -77,7 +70,7 @@ class Channels:
         group = self.groups[self.rank < action.peer]
         shape = self.shape
         if shape is None:
-            sizes = torch.empty(_DIMENSIONS, dtype=torch.int64, device=self.device)
+            sizes = torch.empty(3, dtype=torch.int64, device=self.device)
             torch.distributed.recv(sizes, group=group, group_src=action.peer)
             shape = sizes.tolist()
         message = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
@@ -125,8 +118,7 @@ class GradientSync:
         actions: Sequence[Action],
         placement: Placement,
     ) -> None:
-        self.placement = placement
-        self.chunks = chunks
+        self.placement, self.chunks = placement, chunks
         self.no_sync = _list_of(transformer_config.no_sync_func, len(chunks))
         self.grad_sync = _list_of(transformer_config.grad_sync_func, len(chunks))
         self.param_sync = _list_of(transformer_config.param_sync_func, len(chunks))
@@ -167,7 +159,8 @@ class GradientSync:
             self._release(chunk)
             self.grad_sync[chunk](self.chunks[chunk].parameters())
             return
-        for bucket in _buckets(self.chunks[chunk]):
+        done = self.chunks[chunk]
+        for bucket in (*done.bucket_groups, *done.expert_parallel_bucket_groups):
             if bucket.is_first_batch and len(bucket.per_param_grad_ready_counts) < len(
                 bucket.params
             ):
@@ -190,8 +183,3 @@ def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
     if hook is None:
         return []
     return list(hook) if isinstance(hook, list) else [hook] * length
-
-
-def _buckets(chunk: Any) -> list[Any]:
-    """Return the groups of buckets of megatron-core's DDP whose gradients are reduced together."""
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]

@@ -7,6 +7,8 @@ orders input gradients go first and weight gradients fill the gaps. `build_plan`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
+from math import inf
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Placement
@@ -24,23 +26,19 @@ from megatron_ext.schedules.plan import (
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
-    """Return one forward, one backward (PipeDream-Flush, arXiv:2006.09503; arXiv:2104.04473, fig.
-    3).
+    """Return one forward, one backward (arXiv:2006.09503; arXiv:2104.04473, fig. 3).
 
     A rank warms up with one forward pass for each stage after it, and so holds the activations of
     at most ``pipeline_size - rank`` micro-batches. On one rank this is no pipelining.
     """
-    orders = []
-    for rank in range(placement.pipeline_size):
-        warmup = min(placement.pipeline_size - rank - 1, num_microbatches)
-        orders.append(
-            _alternate(
-                [Action(Kind.FORWARD, i, rank) for i in range(num_microbatches)],
-                [Action(Kind.BACKWARD, i, rank) for i in range(num_microbatches)],
-                warmup,
-            )
+    return [
+        _alternate(
+            [Action(Kind.FORWARD, i, rank) for i in range(num_microbatches)],
+            [Action(Kind.BACKWARD, i, rank) for i in range(num_microbatches)],
+            min(placement.pipeline_size - rank - 1, num_microbatches),
         )
-    return orders
+        for rank in range(placement.pipeline_size)
+    ]
 
 
 def interleaved(placement: Placement, num_microbatches: int, group_size: int) -> list[Order]:
@@ -59,17 +57,11 @@ def interleaved(placement: Placement, num_microbatches: int, group_size: int) ->
     table = chunk_order(groups, chunks)
     orders = []
     for rank in range(size):
+        stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
+        forwards = [Action(Kind.FORWARD, i, stages[c]) for i, c in table]
+        backwards = [Action(Kind.BACKWARD, i, stages[chunks - 1 - c]) for i, c in table]
         warmup = min((size - rank - 1) * 2 + (chunks - 1) * max(groups), len(table))
-        orders.append(
-            _alternate(
-                [Action(Kind.FORWARD, i, placement.stage_of(rank, c)) for i, c in table],
-                [
-                    Action(Kind.BACKWARD, i, placement.stage_of(rank, chunks - 1 - c))
-                    for i, c in table
-                ],
-                warmup,
-            )
-        )
+        orders.append(_alternate(forwards, backwards, warmup))
     return orders
 
 
@@ -84,9 +76,7 @@ def forward_only_order(placement: Placement, num_microbatches: int) -> list[Orde
 
 
 def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[int]:
-    """Return the sizes of the groups; a last one below ``at_least`` is added to the one
-    before it.
-    """
+    """Return the sizes of the groups; a last one below ``at_least`` joins the one before it."""
     whole, rest = divmod(num_microbatches, group_size)
     sizes = [group_size] * whole
     if rest and sizes and rest < at_least:
@@ -164,24 +154,16 @@ class _Rank:
         """Return the best computation that is ready, None while the rank is busy or has to wait."""
         if self.free_at > now:
             return None
-        for kind in (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT):
-            for chunk in (1, 0):
-                microbatch = self.counts[kind][chunk]
-                if microbatch == self.num_microbatches:
-                    continue
-                if kind is Kind.FORWARD and not self.may_forward(chunk):
-                    continue
-                action = Action(kind, microbatch, self.placement.stage_of(self.rank, chunk))
-                keys = needs(action, self.placement)
-                if all(key in ends and ends[key] <= now for key in keys):
-                    return action
+        for kind, chunk in product((Kind.INPUT, Kind.FORWARD, Kind.WEIGHT), (1, 0)):
+            microbatch = self.counts[kind][chunk]
+            if microbatch == self.num_microbatches:
+                continue
+            if kind is Kind.FORWARD and not self.may_forward(chunk):
+                continue
+            action = Action(kind, microbatch, self.placement.stage_of(self.rank, chunk))
+            if all(ends.get(key, inf) <= now for key in needs(action, self.placement)):
+                return action
         return None
-
-    def take(self, action: Action, end: float) -> None:
-        """Run a computation until ``end``."""
-        self.order.append(action)
-        self.counts[action.kind][self.placement.chunk_of(action.stage)] += 1
-        self.free_at = end
 
 
 def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVEN) -> list[Order]:
@@ -201,8 +183,9 @@ def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVE
         for rank in ranks:
             action = rank.choose(now, ends)
             if action is not None:
-                rank.take(action, now + durations.of(action.kind))
-                ends[gives(action)] = rank.free_at
+                rank.order.append(action)
+                rank.counts[action.kind][placement.chunk_of(action.stage)] += 1
+                rank.free_at = ends[gives(action)] = now + durations.of(action.kind)
         now = min(rank.free_at for rank in ranks if rank.free_at > now)
     return [rank.order for rank in ranks]
 
@@ -252,9 +235,11 @@ def build_plan(
 def _check(schedule: str, pipeline_size: int, num_chunks: int, group_size: int | None) -> None:
     if schedule not in SCHEDULES:
         raise ConfigError(f"The schedule `{schedule}` must be one of {', '.join(SCHEDULES)}.")
-    fits = {"interleaved": num_chunks > 1, "zb-v": num_chunks == 2}.get(schedule, num_chunks == 1)
+    needed, fits = {
+        "interleaved": ("2 or more", num_chunks > 1),
+        "zb-v": ("2", num_chunks == 2),
+    }.get(schedule, ("1", num_chunks == 1))
     if not fits:
-        needed = {"interleaved": "2 or more", "zb-v": "2"}.get(schedule, "1")
         raise ConfigError(
             f"The schedule `{schedule}` needs {needed} chunks on each rank, not {num_chunks}."
         )

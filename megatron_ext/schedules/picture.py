@@ -2,59 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.schedules.plan import Kind, Plan, Price, Timed
+from megatron_ext.schedules.plan import Kind, Plan, Price
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLORS = {
-    Kind.FORWARD: "#7aa6da",
-    Kind.BACKWARD: "#8cc98c",
-    Kind.INPUT: "#6fc3c3",
-    Kind.WEIGHT: "#f2c14e",
+STYLES = {
+    Kind.FORWARD: ("forward", "#7aa6da"),
+    Kind.BACKWARD: ("backward", "#8cc98c"),
+    Kind.INPUT: ("input gradient", "#6fc3c3"),
+    Kind.WEIGHT: ("weight gradient", "#f2c14e"),
 }
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "input gradient",
-    Kind.WEIGHT: "weight gradient",
-}
+"""Name and colour of each computation."""
 
 
-def text(plan: Plan, cost: Price, columns: int = 0) -> str:
-    """Draw the timeline in letters, one column for each unit of time.
+def text(plan: Plan, cost: Price) -> str:
+    """Draw the timeline in letters, with three columns for the shortest computation.
 
     A computation is its letter and the micro-batch's number, then dashes while it lasts; later
     chunks are in small letters, and dots are idle time.
-
-    Args:
-        columns: width; 0 gives the shortest computation three columns.
     """
-    shortest = min(entry.end - entry.start for rank in cost.timeline for entry in rank)
-    scale = columns / cost.makespan if columns else 3 / shortest
-    return "\n".join(
-        f"rank {index} |{_row(plan, rank, scale, round(cost.makespan * scale))}|"
-        for index, rank in enumerate(cost.timeline)
-    )
-
-
-def _row(plan: Plan, rank: Sequence[Timed], scale: float, width: int) -> str:
-    row = ""
-    for entry in rank:
-        start, end = round(entry.start * scale), round(entry.end * scale)
-        action = entry.action
-        letter = action.kind.value
-        if plan.placement.chunk_of(action.stage) > 0:
-            letter = letter.lower()
-        row = row.ljust(start, ".") + f"{letter}{action.microbatch}"[: end - start].ljust(
-            end - start, "-"
-        )
-    return row.ljust(width, ".")
+    scale = 3 / min(entry.end - entry.start for rank in cost.timeline for entry in rank)
+    rows = []
+    for index, rank in enumerate(cost.timeline):
+        row = ""
+        for entry in rank:
+            start, end = round(entry.start * scale), round(entry.end * scale)
+            action = entry.action
+            letter = action.kind.value
+            if plan.placement.chunk_of(action.stage) > 0:
+                letter = letter.lower()
+            box = f"{letter}{action.microbatch}"[: end - start].ljust(end - start, "-")
+            row = row.ljust(start, ".") + box
+        rows.append(f"rank {index} |{row.ljust(round(cost.makespan * scale), '.')}|")
+    return "\n".join(rows)
 
 
 def save(plan: Plan, cost: Price, path: Path) -> None:
@@ -79,7 +64,7 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
                 length,
                 left=entry.start,
                 height=0.9,
-                color=COLORS[action.kind],
+                color=STYLES[action.kind][1],
                 edgecolor="black",
                 linewidth=0.4,
                 hatch="//" if later else None,
@@ -96,7 +81,7 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
         f"{plan.schedule}: {rows} ranks, {plan.num_microbatches} micro-batches, "
         f"bubble {cost.bubble_share:.1%}"
     )
-    legend = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in COLORS if kind in used]
+    legend = [Patch(color=c, label=name) for kind, (name, c) in STYLES.items() if kind in used]
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4)
     write_figure(figure, path)
 

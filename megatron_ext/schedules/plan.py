@@ -43,7 +43,6 @@ class Action:
     """One entry of a rank's list.
 
     Attributes:
-        kind: what is done.
         microbatch: index of the micro-batch in the step.
         stage: model stage that this rank acts for, counted along the whole model.
         peer: pipeline rank at the other end of a message, None for computation.
@@ -77,11 +76,9 @@ class Durations:
         """Return the time of a computation."""
         if kind is Kind.BACKWARD:
             return self.input_gradient + self.weight_gradient
-        return {
-            Kind.FORWARD: self.forward,
-            Kind.INPUT: self.input_gradient,
-            Kind.WEIGHT: self.weight_gradient,
-        }[kind]
+        if kind is Kind.FORWARD:
+            return self.forward
+        return self.input_gradient if kind is Kind.INPUT else self.weight_gradient
 
 
 EVEN = Durations()
@@ -133,7 +130,6 @@ def timeline(
 
     Args:
         orders: for each rank, its computations; messages are ignored.
-        durations: times of the computations.
         latency: time of a message between two ranks.
 
     Raises:
@@ -146,12 +142,11 @@ def timeline(
     while moved:
         moved = False
         for rank, actions in enumerate(lists):
-            while len(timed[rank]) < len(actions):
-                action = actions[len(timed[rank])]
-                ready = timed[rank][-1].end if timed[rank] else 0.0
+            for action in actions[len(timed[rank]) :]:
                 keys = list(needs(action, placement))
                 if any(key not in ends for key in keys):
                     break
+                ready = timed[rank][-1].end if timed[rank] else 0.0
                 for key in keys:
                     far = placement.rank_of(key[2]) != rank
                     ready = max(ready, ends[key] + (latency if far else 0.0))
@@ -176,11 +171,8 @@ def _message(action: Action, placement: Placement) -> tuple[Action, Action] | No
         return None
     if not 0 <= stage < placement.num_stages or placement.rank_of(stage) == sender:
         return None
-    receiver = placement.rank_of(stage)
-    return (
-        replace(action, kind=kinds[0], peer=receiver),
-        Action(kinds[1], action.microbatch, stage, peer=sender),
-    )
+    send = replace(action, kind=kinds[0], peer=placement.rank_of(stage))
+    return send, Action(kinds[1], action.microbatch, stage, peer=sender)
 
 
 def with_messages(
@@ -215,7 +207,6 @@ class Plan:
     """The lists of all ranks for one step.
 
     Attributes:
-        schedule: its name, such as ``1f1b``.
         ranks: for each pipeline rank its actions, messages included.
     """
 
@@ -251,13 +242,8 @@ def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Pric
     makespan = max((rank[-1].end for rank in timed if rank), default=0.0)
     work = max(sum(entry.end - entry.start for entry in rank) for rank in timed)
     bubble = makespan - work
-    return Price(
-        timeline=timed,
-        makespan=makespan,
-        bubble=bubble,
-        bubble_share=bubble / makespan if makespan else 0.0,
-        peak_activations=[_peak(rank) for rank in plan.ranks],
-    )
+    share = bubble / makespan if makespan else 0.0
+    return Price(timed, makespan, bubble, share, [_peak(rank) for rank in plan.ranks])
 
 
 def _peak(actions: Sequence[Action]) -> int:

@@ -1,4 +1,8 @@
-"""Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``."""
+"""Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``.
+
+With CUDA graphs the first step runs without and shows what the layers are called with; before the
+second the graphs are recorded, while all gradients are zero.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,17 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_step,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.precision import CudaGraphConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.graphs import ChunkGraphs
+from megatron_ext.layers.transformer_layer import TransformerLayer
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.communication import Channels, GradientSync
-from megatron_ext.schedules.graphs import StepGraphs
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Action, Kind, Plan
 
@@ -53,6 +62,44 @@ def scale_by_tokens(
         chunk.scale_gradients(scale)
 
 
+def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
+    """Return whether the layers of a run are recorded."""
+    return flags.cuda_graph_impl == "local" and device == "cuda"
+
+
+def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
+    """Return how many micro-batches each chunk of a rank holds at most between the two passes."""
+    now, most = [0] * placement.num_chunks, [0] * placement.num_chunks
+    for action in actions:
+        chunk = placement.chunk_of(action.stage)
+        if action.kind is Kind.FORWARD:
+            now[chunk] += 1
+            most[chunk] = max(most[chunk], now[chunk])
+        elif action.kind is Kind.BACKWARD:
+            now[chunk] -= 1
+    return most
+
+
+def step_graphs(
+    flags: CudaGraphConfig, device: str, chunks: Sequence[torch.nn.Module]
+) -> list[ChunkGraphs]:
+    """Return the graphs of a rank's chunks; none if the run records none.
+
+    Raises:
+        ConfigError: the model has layers of its own.
+    """
+    graphs = []
+    for chunk in chunks if records_graphs(flags, device) else ():
+        layers = getattr(getattr(unwrap_model(chunk), "decoder", None), "layers", None)
+        if layers is None or not all(isinstance(layer, TransformerLayer) for layer in layers):
+            raise ConfigError(
+                "`--cuda-graph-impl` (local) records the TransformerLayers of a model's `decoder`, "
+                "which this model does not have; leave it out."
+            )
+        graphs.append(ChunkGraphs(list(layers), flags.cuda_graph_warmup_steps))
+    return graphs
+
+
 ForwardStep = Callable[[Any, torch.nn.Module], tuple[Any, Any]]
 
 cached_plan = lru_cache(maxsize=16)(build_plan)
@@ -67,7 +114,7 @@ class PipelineEngine:
             parallelism.
         transformer_config: megatron-core's, with its hooks for the synchronization of gradients and
             parameters set as for megatron-core's own schedules.
-        graphs: graphs of the chunks' layers; None runs them kernel by kernel.
+        graphs: graphs of each chunk's layers; without any they run kernel by kernel.
     """
 
     def __init__(
@@ -78,14 +125,11 @@ class PipelineEngine:
         context: ParallelContext,
         *,
         group_size: int | None = None,
-        graphs: StepGraphs | None = None,
+        graphs: Sequence[ChunkGraphs] = (),
     ) -> None:
-        self.schedule = schedule
-        self.chunks = list(chunks)
-        self.transformer_config = transformer_config
-        self.context = context
-        self.group_size = group_size
-        self.graphs = graphs
+        self.schedule, self.group_size = schedule, group_size
+        self.chunks, self.graphs = list(chunks), graphs
+        self.transformer_config, self.context = transformer_config, context
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
         """Return the plan of a step, the same on all ranks."""
@@ -117,7 +161,6 @@ class PipelineEngine:
             data_iterators: one for each chunk of this rank.
             shape: shape of what passes from stage to stage on this rank, ``[s, b, h]``; not used
                 where shapes vary and are sent along.
-            forward_only: no gradients.
             collect_non_loss_data: the loss function is called with ``non_loss_data=True``.
             force_all_reduce: every data-parallel rank gets all reduced gradients.
 
@@ -130,8 +173,8 @@ class PipelineEngine:
         transformer_config = self.transformer_config
         finalizes = transformer_config.finalize_model_grads_func is not None and not forward_only
         on_last = self.context.is_last_stage
-        if self.graphs is not None and not forward_only:
-            self.graphs.before_step(step.actions, plan.placement)
+        if self.graphs and not forward_only:
+            self._prepare_graphs(most_in_flight(step.actions, plan.placement))
         embedding = None
         if finalizes:
             embedding = clear_embedding_activation_buffer(transformer_config, self.chunks, on_last)
@@ -152,6 +195,13 @@ class PipelineEngine:
                 )
         return step.reports
 
+    def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
+        """Record what a training step lacks, and let the chunks replay that have enough."""
+        for chunk, needed in zip(self.graphs, in_flight, strict=True):
+            if chunk.num_slots < needed:
+                chunk.capture(needed)
+            chunk.switch(chunk.num_slots >= needed)
+
 
 class _Step:
     """One run through a rank's actions."""
@@ -167,19 +217,15 @@ class _Step:
         data_iterators: Sequence[Iterator[Any] | None],
         shape: Sequence[int],
     ) -> None:
-        self.plan = plan
-        self.placement = plan.placement
-        self.chunks = engine.chunks
-        self.transformer_config = engine.transformer_config
-        self.context = engine.context
+        self.plan, self.placement = plan, plan.placement
+        self.chunks, self.context = engine.chunks, engine.context
+        self.transformer_config = config = engine.transformer_config
         self.forward_step_func = forward_step_func
         self.data_iterators = data_iterators
         self.actions = plan.ranks[engine.context.pp_rank]
-        self.channels = Channels(engine.transformer_config, engine.context, shape)
-        self.sync = GradientSync(
-            engine.chunks, engine.transformer_config, self.actions, plan.placement
-        )
-        self.deferred: Any = getattr(engine.transformer_config, "weight_gradients", None)
+        self.channels = Channels(config, engine.context, shape)
+        self.sync = GradientSync(engine.chunks, config, self.actions, plan.placement)
+        self.deferred: Any = getattr(config, "weight_gradients", None)
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
@@ -259,20 +305,16 @@ class _Step:
         return entering.requires_grad_(self.trains)
 
     def backward(self, action: Action) -> None:
-        """Run the backward pass of one micro-batch through one chunk, whole or of the input
-        alone.
-        """
+        """Run the backward pass of a micro-batch through a chunk, whole or of the input alone."""
         key = action.microbatch, action.stage
         gradient = None
         if action.stage < self.placement.num_stages - 1:
-            after = action.microbatch, action.stage + 1
             if self.placement.rank_of(action.stage + 1) != self.context.pp_rank:
                 gradient = self.channels.take(Kind.RECEIVE_GRADIENT, action)
             else:
-                gradient = self.gradients.pop(after)
+                gradient = self.gradients.pop((action.microbatch, action.stage + 1))
         self.sync.before_backward(action)
-        halves = action.kind is Kind.INPUT
-        with self.deferred.collect(key) if halves else nullcontext():
+        with self.deferred.collect(key) if action.kind is Kind.INPUT else nullcontext():
             given = backward_step(
                 self.inputs.pop(key),
                 self.outputs.pop(key),

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ext.config.flags import (
     COUNT,
@@ -18,14 +18,11 @@ from megatron_ext.config.flags import (
     flag,
     spelling_of,
 )
-from megatron_ext.config.lora import TARGETS
-from megatron_ext.config.megatron_flags import Need
+from megatron_ext.config.optimizer import TARGETS
 from megatron_ext.config.rules.build import build_errors
-from megatron_ext.config.rules.lora import target_errors
+from megatron_ext.config.rules.optimizer import target_errors
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -85,7 +82,6 @@ class DataConfig:
         return self
 
     def own_errors(self, *, full_validation: bool) -> list[str]:
-        """Return a sentence for everything that cannot be read."""
         ways = {
             "--data-path": self.data_path,
             "--data-args-path": self.data_args_path,
@@ -105,24 +101,31 @@ class DataConfig:
                 f"{shared[0]} and {' and '.join(beside)} exclude each other, since `--split` cuts "
                 "all splits from the former; give the data of training as `--train-data-path`."
             )
-        if self.split is not None:
-            found.extend(self._split_errors(self.split))
+        if self.split is not None and not _is_split(self.split):
+            found.append(
+                f"`--split` ({self.split}) must be one to three shares that are finite and not "
+                "negative; use 99,1,0."
+            )
         if self.multiple_validation_sets and not full_validation:
             found.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
         return found
 
-    @staticmethod
-    def _split_errors(split: str) -> list[str]:
-        try:
-            shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
-        except ValueError:
-            shares = []
-        if not 1 <= len(shares) <= 3 or not (min(shares) >= 0 and 0 < sum(shares) < math.inf):
-            return [
-                f"`--split` ({split}) must be one to three shares that are finite and not "
-                "negative; use 99,1,0."
-            ]
-        return []
+
+def _is_split(split: str) -> bool:
+    try:
+        shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
+    except ValueError:
+        return False
+    return 1 <= len(shares) <= 3 and min(shares) >= 0 and 0 < sum(shares) < math.inf
+
+
+def is_number(word: str) -> bool:
+    """Tell whether a word among prefixes is a weight."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -261,10 +264,18 @@ class SftConfig:
         return found
 
 
-def sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
-    """Return a sentence for everything that fine-tuning does not go with."""
+def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
+    """Return a sentence for everything that does not go with fine-tuning, or without it."""
+    training, seq_length = run.training, run.model.seq_length
     if not sft.sft:
-        return _without_sft(sft, run)
+        found = [
+            f"`{spelling_of(sft, name)}` has an effect only with `--sft`; add it, or leave this "
+            "out."
+            for name in changed_fields(sft)
+        ]
+        if training.train_epochs is not None:
+            found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
+        return found
     sections = run.by_name()
     found = [
         f"`{spelling_of(sections[section], name)}` does not go with `--sft`: {reason}; "
@@ -272,64 +283,37 @@ def sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
         for section, name, reason in _NOT_WITH_SFT
         if name in changed_fields(sections[section])
     ]
-    return [*found, *sft.row_errors(), *_length_errors(sft, run), *_batch_errors(sft, run)]
-
-
-def _without_sft(sft: SftConfig, run: RunConfig) -> list[str]:
-    names = changed_fields(sft)
-    found = [
-        f"`{_dashed(name)}` has an effect only with `--sft`; add it, or leave this out."
-        for name in names
-    ]
-    if run.training.train_epochs is not None:
-        found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
-    return found
-
-
-def _length_errors(sft: SftConfig, run: RunConfig) -> list[str]:
-    seq_length, longest = run.model.seq_length, sft.sft_max_length
-    if seq_length is None or longest is None:
-        return []
-    if 2 <= longest <= seq_length + 1:
-        return []
-    return [
-        f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
-        f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
-    ]
-
-
-def _batch_errors(sft: SftConfig, run: RunConfig) -> list[str]:
-    if sft.sft_batching not in _BATCHING:
-        return [f"`--sft-batching` ({sft.sft_batching}) must be one of {', '.join(_BATCHING)}."]
-    found = []
-    if run.model.deterministic_dropout and sft.sft_batching != "padded":
+    found += sft.row_errors()
+    longest, batching = sft.sft_max_length, sft.sft_batching
+    if seq_length is not None and longest is not None and not 2 <= longest <= seq_length + 1:
+        found.append(
+            f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
+            f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
+        )
+    if batching not in _BATCHING:
+        return [
+            *found,
+            f"`--sft-batching` ({batching}) must be one of {', '.join(_BATCHING)}.",
+        ]
+    if run.model.deterministic_dropout and batching != "padded":
         found.append(
             "`--deterministic-dropout` numbers the samples of a step by their place, which "
-            f"`--sft-batching {sft.sft_batching}` changes with the layout; use padded."
+            f"`--sft-batching {batching}` changes with the layout; use padded."
         )
-    if sft.sft_batching == "token-budget" and run.training.micro_batch_size not in (None, 1):
+    if batching == "token-budget" and training.micro_batch_size not in (None, 1):
         found.append(
-            f"`--micro-batch-size` ({run.training.micro_batch_size}) must be 1 with "
+            f"`--micro-batch-size` ({training.micro_batch_size}) must be 1 with "
             "`--sft-batching token-budget`, whose micro-batches are rows of --seq-length "
             "tokens; give `--micro-batch-size 1`."
         )
     return found
 
 
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 SECTIONS = (DataConfig, SftConfig, TokenizerConfig)
 """The sections that pretrain_gpt.py adds to the engine's flags."""
 
-NEEDS: tuple[Need, ...] = (
-    (
-        "data_sharding",
-        "--dataloader-type cyclic",
-        lambda run: run.section(DataConfig).dataloader_type == "cyclic",
-    ),
-)
+NEEDS = {"--dataloader-type cyclic": "data_sharding"}
+"""Flags that do nothing without another one; see `megatron_flags.NEEDS`."""
 
 
 def resolve_text(config: RunConfig) -> RunConfig:
@@ -342,14 +326,13 @@ def resolve_text(config: RunConfig) -> RunConfig:
 
 
 def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return a sentence for everything that a text run cannot do; see `TaskFlags`."""
     data, sft = run.section(DataConfig), run.section(SftConfig)
     return [
         *data.own_errors(full_validation=run.training.full_validation),
-        *sft_errors(sft, run),
+        *_sft_errors(sft, run),
         *target_errors(run.lora, TARGETS),
         *_mask_errors(data, sft, run.model.transformer_impl),
-        *build_errors(run),
+        *build_errors(run.model, run.moe, run.parallel, run.training),
     ]
 
 

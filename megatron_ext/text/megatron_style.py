@@ -23,32 +23,28 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.config.program_flags import all_flags
-from megatron_ext.config.sections import Provider, section_of
+from megatron_ext.checkpoint.state import flat_arguments
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import Provider, all_flags, section_of
+from megatron_ext.data.batch import Sample
 from megatron_ext.data.loader import BatchSource, build_source
-from megatron_ext.data.step_loader import Sample
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts, non_loss_data_of, pair
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config import SftConfig, text_rules
-from megatron_ext.text.preflight import with_tokenizer
-from megatron_ext.text.task import GPT
+from megatron_ext.text.task import GPT, with_tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
+from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets, ProcessNonLossData, Task
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.run import Run
 
 DatasetsProvider = Callable[[Sequence["int | None"]], Sequence[Any]]
 T = TypeVar("T")
@@ -81,10 +77,18 @@ def pretrain(
             extra_args_provider=extra_args_provider,
             non_loss_data_func=non_loss_data_func,
         )
-        defaults = _checked_defaults(args_defaults or {}, task)
+        known = {flag.field for flag in all_flags(task)}
+        unknown = [name for name in args_defaults or {} if name not in known]
+        if unknown:
+            raise ConfigError(
+                [
+                    f"`args_defaults` has `{name}`, which is not the name of a flag; leave it out."
+                    for name in unknown
+                ]
+            )
     except ConfigError as error:
         sys.exit(refuse(error))
-    code = main(task, sys.argv[1:], defaults=defaults)
+    code = main(task, sys.argv[1:], defaults=args_defaults or {})
     if code:
         sys.exit(code)
 
@@ -103,33 +107,34 @@ def megatron_task(
     Raises:
         ConfigError: an argument of the program's own that no flag can stand for.
     """
+
+    def datasets(
+        _config: RunConfig, _assets: Any, sizes: Sequence[int | None], _on: Any
+    ) -> Datasets:
+        # All ranks build them, as megatron-core's builder waits for all.
+        return Datasets(*datasets_provider(list(sizes)))
+
+    @functools.wraps(forward_step)
+    def step(
+        config: RunConfig, batch: Any, model: torch.nn.Module, _counts: StepCounts | None
+    ) -> tuple[Tensor, LossFunction]:
+        output, loss = forward_step(iter([batch]) if isinstance(batch, Sample) else None, model)
+        return output, _of_contract(loss, config.parallel.context_parallel_size)
+
     sections = () if extra_args_provider is None else (section_of(extra_args_provider),)
     return dataclasses.replace(
         GPT.with_sections(*sections),
         takes_step_flags=False,
         prepare_batches=None,
-        datasets=functools.partial(_datasets, datasets_provider),
+        datasets=datasets,
         model_chunk=functools.partial(_model_chunk, model_provider),
-        forward_step=functools.wraps(forward_step)(functools.partial(_forward_step, forward_step)),
+        forward_step=step,
         source=_source,
         preflight=_preflight,
         rules=text_rules,
         process_non_loss_data=process_non_loss_data_func,
         non_loss_data=non_loss_data_func,
     )
-
-
-def _checked_defaults(defaults: Mapping[str, Any], task: Task) -> Mapping[str, Any]:
-    known = {flag.field for flag in all_flags(task)}
-    unknown = [name for name in defaults if name not in known]
-    if unknown:
-        raise ConfigError(
-            [
-                f"`args_defaults` has `{name}`, which is not the name of a flag; leave it out."
-                for name in unknown
-            ]
-        )
-    return defaults
 
 
 @dataclass
@@ -162,18 +167,6 @@ def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     return config, _current.tokenizer
 
 
-def _datasets(
-    provider: DatasetsProvider,
-    _config: RunConfig,
-    _tokenizer: Tokenizer,
-    sizes: Sequence[int | None],
-    _is_built_on_rank: Callable[[], bool],
-) -> Datasets:
-    """Build the datasets on all ranks, as megatron-core's builder waits for all of them."""
-    train, valid, test = provider(list(sizes))
-    return Datasets(train, valid, test)
-
-
 def _model_chunk(
     provider: Callable[..., Any],
     config: RunConfig,
@@ -181,12 +174,8 @@ def _model_chunk(
     context: ParallelContext,
     **stage: Any,
 ) -> Any:
-    flat: dict[str, Any] = {}
-    for section in config.to_dict().values():
-        if isinstance(section, dict):
-            flat.update(section)
-    flat |= {"rank": context.rank, "params_dtype": transformer_config.params_dtype}
-    _current.args = argparse.Namespace(**flat)
+    more = {"rank": context.rank, "params_dtype": transformer_config.params_dtype}
+    _current.args = flat_arguments(config.to_dict(), more)
     _current.transformer_config = transformer_config
     given = {**stage, "config": transformer_config, "pg_collection": context.pgs}
     parameters = inspect.signature(provider).parameters.values()
@@ -208,17 +197,6 @@ def _source(
         full_epoch=full_epoch,
         as_mappings=True,
     )
-
-
-def _forward_step(
-    forward_step: MegatronForwardStep,
-    config: RunConfig,
-    batch: Any,
-    model: torch.nn.Module,
-    _counts: StepCounts | None,
-) -> tuple[Tensor, LossFunction]:
-    output, loss = forward_step(iter([batch]) if isinstance(batch, Sample) else None, model)
-    return output, _of_contract(loss, config.parallel.context_parallel_size)
 
 
 def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
@@ -254,16 +232,11 @@ def get_args() -> argparse.Namespace:
 
 
 def get_tokenizer() -> Tokenizer:
-    """Return the tokenizer of the run; see `_begun`."""
     return _begun(_current.tokenizer, "get_tokenizer")
 
 
 def _begun(value: T | None, name: str) -> T:
-    """Return a value that a run sets when it begins.
-
-    Raises:
-        ConfigError: no run has begun.
-    """
+    """Return a value that a run sets when it begins; raise a ConfigError before."""
     if value is None:
         raise ConfigError(
             f"`{name}` was called before the run has begun; call it in a provider or in the "
@@ -287,7 +260,6 @@ def get_batch_on_this_tp_rank(
 
 
 def print_rank_0(message: object) -> None:
-    """Print on the first rank."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(message, flush=True)
 
@@ -298,13 +270,8 @@ class _NoTimer:
     def __call__(self, *_: Any, **__: Any) -> _NoTimer:
         return self
 
-    def start(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def stop(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+    start = stop = __call__
 
 
 def get_timers() -> _NoTimer:
-    """Return timers that measure nothing."""
     return _NoTimer()

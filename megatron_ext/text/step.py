@@ -1,4 +1,4 @@
-"""The forward step of GPT pretraining and fine-tuning, and its loss."""
+"""The forward step of GPT pretraining and fine-tuning, its loss, and its amount of work."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.config.loss import LossConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import LossConfig
 from megatron_ext.data.batch import Batch
-from megatron_ext.layers.mtp import (
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.auxiliary_loss import (
     MTPTargets,
+    OutputHead,
     mean_of_means_weights,
-    output_head,
     per_token_weights,
 )
 from megatron_ext.losses.contract import (
@@ -25,8 +27,12 @@ from megatron_ext.losses.contract import (
     share_of_step,
     weighted_token_loss,
 )
-from megatron_ext.losses.custom import HiddenStatesLoss, TokenLoss, load_loss
+from megatron_ext.losses.custom import TokenLoss, load_loss
+from megatron_ext.losses.linear_cross_entropy import HiddenStatesLoss
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.cost.flops import flops_per_sample
+from megatron_ext.train.batch_size import StepStats
+from megatron_ext.train.run import Run
 
 
 def mtp_targets(
@@ -34,11 +40,8 @@ def mtp_targets(
 ) -> MTPTargets | None:
     """Return the targets of the multi-token-prediction depths; None outside training.
 
-    Args:
-        batch: one micro-batch.
-        counts: targets of the whole step; None outside training.
-        factor: weight of the losses of all depths together.
-        per_token: a step divides by its tokens, not by those of each micro-batch.
+    The losses of all depths together weigh ``factor``; with ``per_token`` a step divides by its
+    tokens, not by those of each micro-batch.
     """
     if not batch.mtp_labels or counts is None:
         return None
@@ -68,16 +71,20 @@ def prepare_batches(
     ]
 
 
-def hidden_states_loss(config: LossConfig, *, training: bool, fused: bool) -> HiddenStatesLoss:
-    """Return the chunked loss; evaluation reports it without label smoothing and z-loss."""
-    options: dict[str, Any] = {}
-    if training:
-        options = {
-            "label_smoothing": config.label_smoothing,
-            "z_loss_coefficient": config.z_loss_coeff,
-            "gradient_accumulation_fusion": fused,
-        }
-    return HiddenStatesLoss(config.cross_entropy_chunk_size, options, custom_loss(config))
+def output_head(model: torch.nn.Module) -> OutputHead:
+    """Return the head of a model chunk, which may be wrapped.
+
+    Raises:
+        ConfigError: a model without a method `output_head`.
+    """
+    bare: Any = unwrap_model(model)
+    if not hasattr(bare, "output_head"):
+        raise ConfigError(
+            f"The model `{type(bare).__name__}` has no method `output_head`, which chunked losses "
+            "need; add it (see `auxiliary_loss.OutputHead`) or use `--cross-entropy-impl eager`."
+        )
+    head: OutputHead = bare.output_head()
+    return head
 
 
 def gpt_forward_step(
@@ -97,9 +104,15 @@ def gpt_forward_step(
         )
 
     def chunked(hidden: Tensor) -> tuple[Tensor, Tensor, Report]:
-        fused = config.model.gradient_accumulation_fusion
-        loss = hidden_states_loss(config.loss, training=counts is not None, fused=fused)
-        head = output_head(model)
+        options: dict[str, Any] = {}
+        if counts is not None:  # evaluation reports the loss without label smoothing and z-loss
+            options = {
+                "label_smoothing": config.loss.label_smoothing,
+                "z_loss_coefficient": config.loss.z_loss_coeff,
+                "gradient_accumulation_fusion": config.model.gradient_accumulation_fusion,
+            }
+        rows, own = config.loss.cross_entropy_chunk_size, custom_loss(config.loss)
+        loss, head = HiddenStatesLoss(rows, options, own), output_head(model)
         return loss(hidden, head=head, batch=batch, share=share(), mtp_targets=targets)
 
     inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
@@ -110,3 +123,13 @@ def gpt_forward_step(
         return hidden, chunked
     losses = model(*inputs, labels=batch.labels, mtp_targets=targets)
     return losses, whole
+
+
+def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
+    """Return the samples that the batch size counts, and the rows computed for them."""
+    rows = run.rows_of(num_microbatches)
+    return StepStats(
+        samples=run.batch_size.global_batch_size,
+        tokens=rows * (run.config.model.seq_length or 0),
+        flops=rows * flops_per_sample(run.config.model, run.config.moe),
+    )

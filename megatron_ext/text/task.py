@@ -1,25 +1,31 @@
-"""The tasks of pretrain_gpt.py: pretraining, and fine-tuning on conversations."""
+"""The tasks of pretrain_gpt.py, pretraining and fine-tuning, with their checks before a run."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.rules.optimizer import optimizer_errors
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import (
     NEEDS,
     SECTIONS,
     SftConfig,
+    TokenizerConfig,
     resolve_text,
     stored_text_model,
     text_rules,
 )
 from megatron_ext.text.cost.network import GPT_COST
-from megatron_ext.text.data.blend import text_source, text_step_stats
-from megatron_ext.text.data.gpt import build_gpt_datasets
+from megatron_ext.text.data.blend import text_source
+from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.preflight import prepare_gpt, prepare_sft
-from megatron_ext.text.sft.dataset import build_sft_datasets
-from megatron_ext.text.step import gpt_forward_step, prepare_batches
+from megatron_ext.text.sft.dataset import SftDataset, build_sft_datasets, build_splits
+from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
+from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.task import Task, TaskChoice
 
 
@@ -32,6 +38,69 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
             "leave it out, or start from the task `megatron_ext.text.task.SFT`."
         )
     return found
+
+
+def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Return the configuration with its padded vocabulary, and the tokenizer.
+
+    Raises:
+        ConfigError, DataError: see `build_tokenizer` and `padded_to_ranks`.
+    """
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
+    return dataclasses.replace(config, model=model), tokenizer
+
+
+def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Build the tokenizer and check the indexed datasets; see `Task.preflight`.
+
+    Raises:
+        ConfigError, DataError: see `with_tokenizer` and `check_gpt_data`.
+    """
+    config, tokenizer = with_tokenizer(config)
+    check_gpt_data(config, tokenizer)
+    return config, tokenizer
+
+
+def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
+    """Round the vocabulary up so that every tensor-parallel rank holds the same share of it.
+
+    Raises:
+        ConfigError: a given size that is less than the vocabulary.
+    """
+    model = dataclasses.replace(model, unpadded_vocab_size=vocab_size)
+    given = model.padded_vocab_size
+    if given and given < vocab_size:
+        raise ConfigError(
+            f"`--padded-vocab-size` ({given}) must be at least the {vocab_size} entries of the "
+            "tokenizer; leave it out to have it computed."
+        )
+    if not given:
+        multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
+        padded = -(-vocab_size // multiple) * multiple
+        model = dataclasses.replace(model, padded_vocab_size=padded)
+    return model
+
+
+def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Tokenize and check the conversations, and turn epochs into steps; see `Task.preflight`.
+
+    Validation goes through the whole split; ``--eval-iters 0`` switches it off.
+
+    Raises:
+        ConfigError, DataError: see `build_splits`; flags that do not fit the number of steps.
+    """
+    config, tokenizer = with_tokenizer(config)
+    train = build_splits(config, tokenizer).train
+    training = config.training
+    training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
+    if training.train_epochs is not None and isinstance(train, SftDataset):
+        assert train.plan is not None
+        training = training.in_steps(train.plan.steps_per_epoch)
+    errors = list(optimizer_errors(config.optimizer, training))
+    if errors:
+        raise ConfigError(errors)
+    return dataclasses.replace(config, training=training), tokenizer
 
 
 GPT = Task(

@@ -19,8 +19,7 @@ from megatron_ext.errors import ConfigError
 class _Steps:
     """A list of batch sizes, each of which begins at a number of consumed tokens.
 
-    megatron-core has this calculator from 0.17 on. The names are megatron-core's, so that its
-    calculator can take over.
+    megatron-core has this calculator from 0.17 on; the names are its, so that it can take over.
     """
 
     def __init__(self, steps: list[tuple[int, int]], seq_length: int, multiple: int) -> None:
@@ -30,44 +29,41 @@ class _Steps:
 
     def update(self, consumed_samples: int, consistency_check: bool) -> None:
         """Take the last step whose start has been reached."""
-        self.current_running_global_batch_size = max(
-            step for step in self.steps if step[0] <= consumed_samples
-        )[1]
+        reached = [step for step in self.steps if step[0] <= consumed_samples]
+        self.current_running_global_batch_size = max(reached)[1]
         self.num_micro_batches = self.current_running_global_batch_size // self._multiple
 
 
 class BatchSize:
-    """The batch size of the current step: constant, or growing with the consumed samples."""
+    """The batch size of the current step: constant, or growing with the consumed samples.
+
+    Attributes:
+        samples_per_microbatch: samples of one micro-batch of each data-parallel rank, together.
+    """
 
     def __init__(
         self, training: TrainingConfig, seq_length: int | None, data_parallel_size: int
     ) -> None:
         micro_batch_size, global_batch_size = training.batch_sizes
-        common = (
-            global_batch_size,
-            micro_batch_size,
-            data_parallel_size,
-            training.decrease_batch_size_if_needed,
-            -1,  # no rank logs: the iteration line shows the batch size
-        )
-        by_steps = training.step_batch_size_schedule is not None
-        self._flag = "--step-batch-size-schedule" if by_steps else "--rampup-batch-size"
-        self._multiple = micro_batch_size * data_parallel_size
+        decreases = training.decrease_batch_size_if_needed
+        # -1: no rank logs, since the iteration line shows the batch size.
+        common = (global_batch_size, micro_batch_size, data_parallel_size, decreases, -1)
+        self.samples_per_microbatch = micro_batch_size * data_parallel_size
         self._calculator: (
             ConstantNumMicroBatchesCalculator | RampupBatchsizeNumMicroBatchesCalculator | _Steps
         )
-        self._ramp_end = -1
+        self._flag, self._ramp_end = "--rampup-batch-size", -1
         if training.step_batch_size_schedule is not None:
+            self._flag = "--step-batch-size-schedule"
             steps = parse_batch_schedule(training.step_batch_size_schedule)
-            self._calculator = _Steps(steps, seq_length or 1, self._multiple)
+            self._calculator = _Steps(steps, seq_length or 1, self.samples_per_microbatch)
             self._ramp_end = self._calculator.steps[-1][0] - 1
         elif training.rampup_batch_size is None:
             self._calculator = ConstantNumMicroBatchesCalculator(*common)
         else:
-            start, increment, samples = (int(x) for x in training.rampup_batch_size)
-            self._ramp_end = samples
+            start, increment, self._ramp_end = training.rampup_batch_size
             self._calculator = RampupBatchsizeNumMicroBatchesCalculator(
-                *common, start, increment, samples
+                *common, start, increment, self._ramp_end
             )
 
     def update(self, consumed_samples: int) -> bool:
@@ -79,11 +75,11 @@ class BatchSize:
         before = self.num_microbatches
         self._calculator.update(consumed_samples, consistency_check=False)
         size = self._calculator.current_running_global_batch_size
-        if size % self._multiple:
+        if size % self.samples_per_microbatch:
             raise ConfigError(
                 f"`{self._flag}` reaches the global batch size {size}, which must be "
                 "divisible by micro-batch size × data-parallel size "
-                f"({self._multiple}); change the start or increment, or give "
+                f"({self.samples_per_microbatch}); change the start or increment, or give "
                 "`--decrease-batch-size-if-needed`."
             )
         return self.num_microbatches != before
@@ -126,10 +122,8 @@ def split_sizes(training: TrainingConfig, num_iterations: int) -> list[int | Non
     assert batch is not None
     train = training.train_samples or num_iterations * batch
     test = training.eval_iters * batch
-    if training.full_validation:
-        return [train, None, test]
     rounds = 1 if training.skip_train else num_iterations // training.eval_interval + 1
-    return [train, rounds * training.eval_iters * batch, test]
+    return [train, None if training.full_validation else rounds * test, test]
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,6 @@ class StepStats:
     """The amount of work in a training step, on all ranks together.
 
     Attributes:
-        samples: samples that the step consumes.
         tokens: positions that it computes.
         flops: floating-point operations of the model, forward and backward.
     """
@@ -149,19 +142,16 @@ class StepStats:
 
 @dataclass
 class Progress:
-    """Counters of a run, which are saved with every checkpoint.
+    """Counters of a run on all ranks together, which are saved with every checkpoint.
 
     Attributes:
         iteration: training steps done, skipped ones included.
-        consumed_train_samples: training samples used by all ranks together.
-        consumed_valid_samples: validation samples used by all ranks together.
         epoch: passes through the training data so far, with the part of the last one; None where
             the data has no epochs.
         skipped_iterations: steps without an update because of a non-finite gradient.
         nan_iterations: skipped steps whose loss was not finite either.
-        floating_point_operations: work of the model so far, forward and backward, on all ranks.
-        best_checkpoints: checkpoints of the lowest validation losses, lowest first
-            (``--keep-best``).
+        floating_point_operations: work of the model so far, forward and backward.
+        best_checkpoints: those of the lowest validation losses (``--keep-best``), lowest first.
         lowest_loss: validation loss that early stopping compares with; None before the first.
         stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
         data_plan: identity of the plan of the training data, where it has one.

@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -44,17 +44,11 @@ _FOLLOWS = (EXIT_CODE_NO_ANSWER, EXIT_CODE_LOST_CONTACT)
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Supervisor:
-    """Waits for ranks that this process has started.
-
-    Args:
-        children: ranks by process id.
-        timeout_minutes: ``--distributed-timeout-minutes``, for which a rank may be stopped.
-    """
+class _Supervisor:
+    """Waits for ranks by process id, each of which may be stopped for so many minutes."""
 
     def __init__(self, children: dict[int, int], timeout_minutes: float) -> None:
-        self._children = dict(children)
-        self._timeout_minutes = timeout_minutes
+        self._children, self._timeout_minutes = children, timeout_minutes
         self._code = 0
         self._kill_at: float | None = None
         self._name_at: float | None = None
@@ -75,16 +69,13 @@ class Supervisor:
         return self._code
 
     def _reap(self) -> bool:
-        """Note the ranks that have ended, and return whether any has.
-
-        Only ranks are looked at, no other children of this process. A rank whose status another
-        part of this process has taken counts as failed.
-        """
+        """Note the ranks that have ended, and return whether any has."""
         before = len(self._children)
         for pid in list(self._children):
             try:
                 done, status = os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
+                # Another part of this process has taken the status: the rank counts as failed.
                 done, status = pid, 1 << 8
             if done:
                 self._ended(self._children.pop(pid), os.waitstatus_to_exitcode(status))
@@ -92,23 +83,21 @@ class Supervisor:
 
     def _forward(self, number: int, _frame: FrameType | None = None) -> None:
         for pid in list(self._children):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass
 
     def _ended(self, rank: int, status: int) -> None:
         """Note a rank's end; one that waited in vain gives the cause a moment to show itself."""
-        if status == 0:
-            return
-        if status in _FOLLOWS:
-            if self._code == 0:
-                self._code = status
-                self._name_at = time.monotonic() + _SECONDS_FOR_THE_CAUSE
-            return
-        if self._code in (0, *_FOLLOWS) and self._kill_at is None:
-            self._code = _exit_code(status, rank)
-            self._end_all()
+        if status in _FOLLOWS and self._code == 0:
+            self._code = status
+            self._name_at = time.monotonic() + _SECONDS_FOR_THE_CAUSE
+        elif status not in (0, *_FOLLOWS) and self._code in (0, *_FOLLOWS):
+            if self._kill_at is None:
+                if status < 0:
+                    _say(rank, f"was ended by {signal.Signals(-status).name}")
+                # A shell's code for a process that a signal has ended.
+                self._code = status if status > 0 else 128 - status
+                self._end_all()
 
     def _look(self, now: float) -> None:
         """Act on the clock: kill ranks, name silent ranks, or look for stopped ones."""
@@ -138,12 +127,10 @@ class Supervisor:
 
     def _find_stopped(self, now: float) -> None:
         """End all when a rank has been stopped for too long."""
-        for pid, rank in self._children.items():
-            if not _is_stopped(pid):
-                self._stopped_since.pop(pid, None)
-                continue
-            since = self._stopped_since.setdefault(pid, now)
-            if now - since > 60 * self._timeout_minutes:
+        stopped = {pid: rank for pid, rank in self._children.items() if _is_stopped(pid)}
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        for pid, rank in stopped.items():
+            if now - self._stopped_since[pid] > 60 * self._timeout_minutes:
                 _say(
                     rank,
                     "has been stopped by a signal (such as SIGSTOP) for longer than "
@@ -164,14 +151,6 @@ def _is_stopped(pid: int) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
-
-
-def _exit_code(status: int, rank: int) -> int:
-    """Return the exit code as of a shell, and name the signal that has killed a rank."""
-    if status >= 0:
-        return status
-    _say(rank, f"was ended by {signal.Signals(-status).name}")
-    return 128 - status
 
 
 def _say(rank: int, text: str) -> None:
@@ -203,8 +182,7 @@ def refuse(error: MegatronExtError) -> int:
 
 def _tell_torchrun(message: str) -> None:
     """Put an error into the summary that torchrun ends with, where torchrun has started us."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
         text = json.dumps({"message": {"message": message, "extraInfo": shown}})
         Path(path).write_text(text, encoding="utf-8")
@@ -228,22 +206,18 @@ def run_rank(main: Main) -> int:
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
-        message, code = _described(error)
+        fault = contact_fault(error)
+        message, code = traceback.format_exc(), 1
+        if fault is not None:
+            timed_out = fault is NoAnswer.TIMEOUT
+            message = fault.value
+            code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
     # One write keeps the text in one piece, as other ranks print too.
     text = f"[rank {os.environ.get('RANK', '0')}] {message}"
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     _tell_torchrun(text)
     return code
-
-
-def _described(error: BaseException) -> tuple[str, int]:
-    """Return the message and the exit code of a failure that nobody raised on purpose."""
-    fault = contact_fault(error)
-    if fault is None:
-        return traceback.format_exc(), 1
-    code = EXIT_CODE_NO_ANSWER if fault is NoAnswer.TIMEOUT else EXIT_CODE_LOST_CONTACT
-    return fault.value, code
 
 
 def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: float = 10) -> int:
@@ -264,43 +238,28 @@ def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: 
             _leave(code)
         return code
     if device.kind == "cuda" and nproc_per_node > 1:
-        return _torch_launcher(nproc_per_node)
-    if nproc_per_node == 1:
-        with _set_in_environment(_environment(0, 1)):
-            return run_rank(main)
-    return fork_ranks(main, nproc_per_node, timeout_minutes=timeout_minutes)
+        from torch.distributed.run import main as torchrun
 
-
-def _torch_launcher(nproc_per_node: int) -> int:
-    """Start this program again under torch's elastic launcher, one process for each GPU."""
-    from torch.distributed.run import main as torchrun
-
-    torchrun(["--standalone", f"--nproc-per-node={nproc_per_node}", *sys.argv])
-    return 0
+        torchrun(["--standalone", f"--nproc-per-node={nproc_per_node}", *sys.argv])
+        return 0
+    if nproc_per_node > 1:
+        return fork_ranks(main, nproc_per_node, timeout_minutes=timeout_minutes)
+    before = dict(os.environ)
+    os.environ.update(_environment(0, 1))
+    try:
+        return run_rank(main)
+    finally:
+        # The process must not look started by torchrun any more.
+        for name in _environment(0, 1):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-    }
-
-
-@contextmanager
-def _set_in_environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables within a block; after it the process does not look started by torchrun."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes}
 
 
 @contextmanager
@@ -342,7 +301,7 @@ def fork_ranks(main: Main, world_size: int, *, timeout_minutes: float = 10) -> i
                 _child(main, rank, world_size, address, parent)
             children[pid] = rank
         gc.unfreeze()
-        return Supervisor(children, timeout_minutes).wait()
+        return _Supervisor(children, timeout_minutes).wait()
 
 
 def _child(main: Main, rank: int, world_size: int, address: str, parent: int) -> None:

@@ -1,20 +1,29 @@
-"""The training loop: steps, and the callbacks between them."""
+"""The training loop: steps, the callbacks between them, and the metrics of an interval."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_ext.train.callbacks.averaging import WeightAverage
-from megatron_ext.train.callbacks.callback import Callback, Decision
-from megatron_ext.train.callbacks.early_stopping import EarlyStopping
-from megatron_ext.train.callbacks.evaluation import Evaluation
-from megatron_ext.train.callbacks.garbage import GarbageCollection
+import numpy as np
+import torch
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from torch import Tensor
+
+from megatron_ext.train.batch_size import StepStats
+from megatron_ext.train.callbacks.callback import (
+    Callback,
+    Decision,
+    GarbageCollection,
+    StepProfiler,
+    StopConditions,
+    WeightAverage,
+)
+from megatron_ext.train.callbacks.evaluation import EarlyStopping, Evaluation
 from megatron_ext.train.callbacks.invariants import Invariants
-from megatron_ext.train.callbacks.profiler import StepProfiler
-from megatron_ext.train.callbacks.stopping import StopConditions
-from megatron_ext.train.metrics import IntervalMetrics
+from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 
@@ -30,15 +39,26 @@ def train(run: Run) -> int | None:
         reason = early_stopping.exhausted
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
         return 0
-    callbacks = _callbacks(run, early_stopping)
+    callbacks: list[Callback] = [WeightAverage(run), StepProfiler(run), Invariants(run)]
+    callbacks.append(Evaluation(run, callbacks))
+    callbacks += [build(run) for build in run.task.callbacks]
+    callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]
     metrics = IntervalMetrics(run)
-    saves = _Saves(run, metrics)
+    saved_at = run.progress.iteration
+
+    def save(superseded: Sequence[int] = ()) -> None:
+        nonlocal saved_at
+        if saved_at != run.progress.iteration:
+            metrics.settle()
+            run.save(superseded)
+            saved_at = run.progress.iteration
+
     for callback in callbacks:
         callback.on_train_start()
     decision = Decision()
     while run.progress.iteration < run.num_iterations and decision.stop is None:
         if run.batch_size.update(run.progress.consumed_train_samples):
-            saves.save()
+            save()
         for callback in callbacks:
             callback.before_step()
         result = take_step(run, metrics)
@@ -52,24 +72,14 @@ def train(run: Run) -> int | None:
         for callback in callbacks:
             callback.decide(decision)
         if decision.save or decision.stop is not None:
-            saves.save(decision.superseded)
+            save(decision.superseded)
         metrics.pause(time.perf_counter() - started)
     if decision.stop is not None:
         run.reporters.say(f"exiting at iteration {run.progress.iteration} ({decision.stop})")
     for callback in callbacks:
         callback.on_train_end()
-    saves.save()
+    save()
     return None if decision.stop is None else decision.exit_code
-
-
-def _callbacks(run: Run, early_stopping: EarlyStopping) -> list[Callback]:
-    """Build the callbacks of a run, in the order in which they are called."""
-    callbacks: list[Callback] = []
-    callbacks += [WeightAverage(run), StepProfiler(run), Invariants(run)]
-    callbacks.append(Evaluation(run, callbacks))
-    callbacks += [build(run) for build in run.task.callbacks]
-    callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]
-    return callbacks
 
 
 def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
@@ -77,12 +87,8 @@ def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
     num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
     stats = run.task.step_stats(run, num_microbatches)
     batches = run.train_source.next_step(num_microbatches)
-    result = run.runner.train(
-        batches,
-        num_microbatches,
-        run.progress.consumed_train_samples,
-        run.batch_size.global_batch_size,
-    )
+    consumed, num_samples = run.progress.consumed_train_samples, run.batch_size.global_batch_size
+    result = run.runner.train(batches, num_microbatches, consumed, num_samples)
     if result.flops is not None:
         stats = replace(stats, flops=result.flops)
     run.parameter_gather.switch_on()
@@ -92,16 +98,128 @@ def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
     return result
 
 
-class _Saves:
-    """Saves checkpoints of a run, each iteration once."""
+class IntervalMetrics:
+    """Sums of the steps between two reports."""
 
-    def __init__(self, run: Run, metrics: IntervalMetrics) -> None:
-        self._run, self._metrics = run, metrics
-        self._saved_at = run.progress.iteration
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._unsettled: tuple[int, StepResult] | None = None
+        self._reset()
 
-    def save(self, superseded: Sequence[int] = ()) -> None:
-        """Save a checkpoint of this iteration, unless that has been done."""
-        if self._saved_at != self._run.progress.iteration:
-            self._metrics.settle()
-            self._run.save(superseded)
-            self._saved_at = self._run.progress.iteration
+    def _reset(self) -> None:
+        self._losses: dict[str, Tensor] = {}
+        self._steps = self._skipped = self._nans = self._samples = self._tokens = 0
+        self._flops = self._pause = 0.0
+        self._last: StepResult | None = None
+        self._last_samples = 0
+        self._start = time.perf_counter()
+
+    def add(self, result: StepResult, stats: StepStats) -> None:
+        """Add a step."""
+        self._count_last()
+        self._last, self._last_samples = result, stats.samples
+        self._steps += 1
+        self._samples += stats.samples
+        self._tokens += stats.tokens
+        self._flops += stats.flops
+        for name, loss in result.losses.items():
+            counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
+            counted = torch.where(result.update.flag, counted, 0.0)
+            self._losses[name] = self._losses.get(name, torch.zeros_like(counted)) + counted
+        self._unsettled = self._run.progress.iteration, result
+        if self._run.runner.settled:
+            self._count_last()
+
+    def settle(self) -> None:
+        """Wait for the last update, count its step, and let the learning rate follow it."""
+        self._run.runner.settle()
+        self._count_last()
+
+    def _count_last(self) -> None:
+        """Count and announce the last step if it was skipped, and whether its loss was finite."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None or unsettled[1].update.applied:
+            return
+        iteration, result = unsettled
+        nan = any(not math.isfinite(float(loss)) for loss in result.losses.values())
+        self._skipped += 1
+        self._nans += nan
+        self._run.progress.skipped_iterations += 1
+        self._run.progress.nan_iterations += nan
+        self._run.reporters.say(
+            f"iteration {iteration} was skipped: its gradient norm is {result.update.grad_norm} "
+            f"({self._run.progress.skipped_iterations} skipped so far)"
+        )
+
+    def pause(self, seconds: float) -> None:
+        """Leave out a time that went into something other than steps."""
+        self._pause += seconds
+
+    def report_if_due(self) -> None:
+        """Report every ``--log-interval`` steps, and after the first step of a run.
+
+        Megatron-LM lets the first step, which it reports at once, count again in the first full
+        interval. Our lines are its lines, so a run that starts at iteration 0 does the same.
+        """
+        iteration = self._run.progress.iteration
+        if iteration == 1 or iteration % self._run.config.logging.log_interval == 0:
+            self.report(keep=iteration == 1)
+
+    def report(self, *, keep: bool = False) -> None:
+        """Report the steps since the last report, and start anew unless the sums are kept."""
+        self.settle()
+        run, last = self._run, self._last
+        assert last is not None and run.optimizer is not None
+        params_norm = run.params_norm() if run.config.logging.log_params_norm else None
+        losses = self._means()
+        if self._skipped == self._steps:
+            # Finite where only the gradients were not, as after an overflow of a loss scale.
+            losses = {name: float(loss) for name, loss in last.losses.items()}
+        elapsed = time.perf_counter() - self._start - self._pause
+        memory = {}
+        if run.device.type == "cuda":
+            memory["allocated"] = float(torch.cuda.memory_allocated(run.device))
+            memory["reserved"] = float(torch.cuda.memory_reserved(run.device))
+        rate = get_canonical_lr_for_logging(run.optimizer.param_groups) or 0.0
+        record = IterationRecord(
+            iteration=run.progress.iteration,
+            num_iterations=run.num_iterations,
+            consumed_samples=run.progress.consumed_train_samples,
+            seconds=max(elapsed, 1e-9) / self._steps,
+            # Megatron-LM's learning rate goes through a float32 tensor.
+            learning_rate=float(np.float32(rate)),
+            global_batch_size=self._last_samples,
+            losses=losses,
+            loss_scale=float(run.optimizer.get_loss_scale()),
+            grad_norm=last.update.grad_norm,
+            samples=self._samples / self._steps,
+            sample_name=run.task.sample_name,
+            tokens=self._tokens / self._steps,
+            flops=self._flops / self._steps,
+            world_size=run.context.layout.world_size,
+            skipped=self._skipped,
+            nans=self._nans,
+            total_skipped=run.progress.skipped_iterations,
+            num_zeros=last.update.num_zeros,
+            params_norm=params_norm,
+            peak_flops=run.peak_flops,
+            memory=memory,
+            epoch=run.progress.epoch,
+        )
+        run.reporters.on_iteration(record)
+        if not keep:
+            self._reset()
+
+    def _means(self) -> dict[str, float]:
+        """Return the mean of each loss over the steps that had targets of this loss.
+
+        A loss that had no target in any step, such as that of a condition mode that was not drawn,
+        is left out. The first loss, which is the loss of the run, always stays, and is then 0.
+        """
+        totals = {name: total.tolist() for name, total in self._losses.items()}
+        first = next(iter(totals), None)
+        return {
+            name: total / max(count, 1.0)
+            for name, (total, count) in totals.items()
+            if count or name == first
+        }

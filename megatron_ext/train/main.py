@@ -11,27 +11,31 @@ from typing import Any
 
 import torch
 
+from megatron_ext.checkpoint.compatibility import check_resume
 from megatron_ext.checkpoint.files import root_of
-from megatron_ext.checkpoint.lock import check_save_folder, hold_save_folder
-from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
+from megatron_ext.checkpoint.stored import check_start, read_run_config
+from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.parser import parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
+from megatron_ext.data.indexed import why_not_writable
 from megatron_ext.device import Device, select
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.layers.compiled import compile_nothing
+from megatron_ext.layers.transformer_config import check_core
+from megatron_ext.losses.custom import load_loss
 from megatron_ext.parallel.context import embedding_ranks, init_groups, mtp_rank, seed_everything
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.planning.checks import check_core, check_host_memory
+from megatron_ext.planning.memory import check_host_memory
 from megatron_ext.planning.report import print_plan
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.launch import launch, refuse
 from megatron_ext.train.loop import train
-from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.build import build_reporters
-from megatron_ext.train.reporting.start import as_yaml, start_lines
+from megatron_ext.train.reporting.start import start_lines
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from megatron_ext.train.task import Task, TaskChoice, check_step_flags
+from megatron_ext.train.task import Preflight, Task, TaskChoice, check_step_flags
 
 EVERYWHERE = (
     # megatron-core deprecates its own default of a field.
@@ -53,18 +57,12 @@ ON_A_CPU = (
 
 
 def silence_known_warnings(device: str) -> None:
-    """Filter known warnings in this process and in the ranks that it forks.
-
-    Args:
-        device: ``cuda`` or ``cpu``.
-    """
+    """Filter known warnings in this process and the ranks that it forks on ``cuda`` or ``cpu``."""
     for message in EVERYWHERE + (ON_A_CPU if device == "cpu" else ()):
         warnings.filterwarnings("ignore", message=message)
 
 
 Work = Callable[[Run], "int | None"]
-
-logger = logging.getLogger(__name__)
 
 
 def main(
@@ -88,70 +86,43 @@ def main(
         The exit code of the program; 2 after a user's error, whose sentences are printed; of
         ``--dry-run`` 1 where the run does not fit the GPU that is named.
     """
+    first = int(os.environ.get("RANK", "0")) == 0
     try:
-        task, device, config, assets = _prepare(program, argv, defaults, elsewhere)
-        if int(os.environ.get("RANK", "0")) == 0 and work is None:
-            given = {flag.field for flag in read_words(argv, program).given}
-            print("\n".join(start_lines(config, given)), flush=True)
+        parsed = parse_args(
+            argv,
+            program,
+            world_size=int(os.environ.get("WORLD_SIZE", "0")),
+            device=select().kind,
+            checkpoint_config=stored_config(argv, program),
+            defaults=defaults,
+            elsewhere=elsewhere,
+        )
+        if parsed.print_config:
+            print(parsed.config.to_yaml() if first else "", end="")
+            return 0
+        logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
+        device, task = select(parsed.config.parallel.distributed_backend), parsed.task
+        check_step_flags(task, parsed.config)
+        config, assets = preflight(parsed.config, task.preflight)
+        silence_known_warnings(device.kind)
+        for note in parsed.notes if first else ():
+            print(f"> {note}", flush=True)
+        if config.planning.dry_run:
+            return int(first and not print_plan(config, task.cost))
+        check_core(config)
+        check_host_memory(config, task.cost)
+        if first:
+            check_save_folder(config.checkpoint.save)
+        if first and work is None:
+            print("\n".join(start_lines(config, parsed.given)), flush=True)
     except MegatronExtError as error:
         return refuse(error)
-    except _NothingToRun as asked:
-        return asked.exit_code
     return launch(
         lambda: pretrain(task, config, device=device, assets=assets, work=work),
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
-
-
-class _NothingToRun(Exception):
-    """The command line asked for something else than a run."""
-
-    def __init__(self, exit_code: int = 0) -> None:
-        super().__init__()
-        self.exit_code = exit_code
-
-
-def _prepare(
-    program: Task | TaskChoice,
-    argv: Sequence[str],
-    defaults: Mapping[str, Any] | None,
-    elsewhere: Mapping[str, Sequence[type]] | None,
-) -> tuple[Task, Device, RunConfig, Any]:
-    """Do everything that needs no other rank; it is the same on all of them."""
-    device = select()
-    parsed = parse_args(
-        argv,
-        program,
-        world_size=int(os.environ.get("WORLD_SIZE", "0")),
-        device=device.kind,
-        checkpoint_config=stored_config(argv, program),
-        defaults=defaults,
-        elsewhere=elsewhere,
-    )
-    first = int(os.environ.get("RANK", "0")) == 0
-    if parsed.print_config:
-        if first:
-            print(as_yaml(parsed.config), end="")
-        raise _NothingToRun
-    logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
-    device = select(parsed.config.parallel.distributed_backend)
-    task = parsed.task
-    check_step_flags(task, parsed.config)
-    config, assets = preflight(parsed.config, task.preflight)
-    silence_known_warnings(device.kind)
-    if first:
-        for note in parsed.notes:
-            print(f"> {note}", flush=True)
-    if config.planning.dry_run:
-        fits = print_plan(config, task.cost) if first else True
-        raise _NothingToRun(0 if fits else 1)
-    check_core(config)
-    check_host_memory(config, task.cost)
-    if first:
-        check_save_folder(config.checkpoint.save)
-    return task, device, config, assets
 
 
 def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | None:
@@ -168,7 +139,7 @@ def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | Non
 def train_and_evaluate(run: Run) -> int | None:
     """Train and evaluate as the flags say; return the exit code of a run that ends early."""
     code = None if run.config.training.skip_train else train(run)
-    if code is None and run.evaluates:
+    if code is None and run.config.training.evaluates:
         evaluate_at_end(run)
     return code
 
@@ -186,8 +157,8 @@ def pretrain(
 
     Args:
         task: what to train.
-        config: the resolved configuration of the run.
-        device: the kind of device that the ranks run on.
+        config: the resolved configuration.
+        device: the kind of device.
         assets: what `Task.preflight` returned.
         prepare: called with the parts of the run before it starts, to observe it.
         work: called with the run; None trains and evaluates.
@@ -207,26 +178,58 @@ def pretrain(
         ),
     )
     try:
-        seed_everything(
-            context,
-            config.training.seed,
-            data_parallel_random_init=config.training.data_parallel_random_init,
-        )
+        random_init = config.training.data_parallel_random_init
+        seed_everything(context, config.training.seed, data_parallel_random_init=random_init)
         if config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         if not config.model.compile:
             compile_nothing()
         with hold_save_folder(config.checkpoint.save, context):
             run = build_run(config, task, context, torch_device, assets)
+            resumed_at, steps = run.progress.iteration, run.num_iterations
             with build_reporters(
-                config,
-                context,
-                resumed_at=run.progress.iteration,
-                num_iterations=run.num_iterations,
-            ) as reporters:
-                run.reporters = reporters
+                config, context, resumed_at=resumed_at, num_iterations=steps
+            ) as run.reporters:
                 if prepare is not None:
                     prepare(run)
                 return (work or train_and_evaluate)(run) or 0
     finally:
         context.destroy()
+
+
+def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
+    """Check that the folders which a run writes to can be written.
+
+    Raises:
+        ConfigError: has one sentence for each folder that cannot.
+    """
+    folders = {"save": checkpoint.save, "tensorboard-dir": logs.tensorboard_dir}
+    if logs.wandb_project:
+        folders["wandb-save-dir"] = logs.wandb_save_dir
+    found = [
+        f"`--{name}` ({folder}) cannot be written ({reason}); give a folder that can."
+        for name, folder in folders.items()
+        if folder and (reason := why_not_writable(Path(folder))) is not None
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]:
+    """Check folders, checkpoints and data before any process group, the same on every rank.
+
+    Returns what `Task.preflight`, here ``check_data``, does: the configuration with what the data
+    decides, and the task's assets.
+
+    Raises:
+        CheckpointError: see `check_start` and `check_resume`.
+        ConfigError, DataError: see `check_folders`, `load_loss` and the task's check.
+    """
+    if not config.planning.dry_run:
+        check_folders(config.logging, config.checkpoint)
+    check_start(config.checkpoint, initializes=config.model.perform_initialization)
+    if config.loss.loss is not None:
+        load_loss(config.loss.loss, tuple(config.loss.loss_args))
+    config, assets = check_data(config)
+    check_resume(config)
+    return config, assets

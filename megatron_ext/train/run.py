@@ -1,27 +1,79 @@
-"""The parts of one training run on one rank, under one name each."""
+"""The parts of one training run on one rank, and the requests to stop it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
 
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
+from megatron_ext.device import HostCopy, to_device
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.step import StepRunner
-from megatron_ext.train.stop_requests import StopRequests
 from megatron_ext.train.task import Task
-from megatron_ext.train.totals import params_norm
+
+EXIT_CODE_SIGNAL = 143
+"""Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM)."""
+
+
+class StopRequests:
+    """Watches the exit signal and the clock, which `time.time` tells, as the flags ask for it."""
+
+    def __init__(self, training: TrainingConfig, started: float) -> None:
+        minutes = training.exit_duration_in_mins
+        self._end = None if minutes is None else started + 60.0 * minutes
+        self._signalled = False
+        self._before: HostCopy | None = None
+        self._watch_signal = training.exit_signal_handler
+        if self._watch_signal:
+            signal.signal(signal.Signals[training.exit_signal], self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
+        """Return why all ranks should stop now: ``"signal"``, ``"duration"`` or None.
+
+        All ranks call this together. It costs one small all-reduce where a watch is on.
+
+        Args:
+            device: device on which the ranks can reduce.
+            late: return the answer to the previous check, which has arrived by now, so that the
+                host does not wait for a GPU; the default is to do so on a GPU.
+        """
+        if not self._watch_signal and self._end is None:
+            return None
+        over = self._end is not None and time.time() > self._end
+        flags = to_device(torch.tensor([self._signalled, over], dtype=torch.int32), device)
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+        answer: HostCopy | None = HostCopy(flags)
+        if late is None:
+            late = device.type == "cuda"
+        if late:
+            answer, self._before = self._before, answer
+        if answer is None:
+            return None
+        signalled, over_anywhere = answer.read()
+        if signalled:
+            return "signal"
+        return "duration" if over_anywhere else None
 
 
 @dataclass
@@ -51,32 +103,16 @@ class Run:
     peak_flops: float | None = None
 
     @property
-    def evaluates(self) -> bool:
-        """Return whether validation is asked for."""
-        return self.config.training.evaluates
-
-    @property
     def evaluation_batch_size(self) -> int:
         """Return the samples of one evaluation step: the global batch at the end of a ramp-up."""
         return self.config.training.batch_sizes[1]
 
-    @property
-    def evaluation_microbatches(self) -> int:
-        """Return the micro-batches of one evaluation step on each data-parallel rank."""
-        micro_batch_size, _ = self.config.training.batch_sizes
-        share = micro_batch_size * self.context.layout.data_parallel_size
-        return self.evaluation_batch_size // share
-
     def rows_of(self, num_microbatches: int) -> int:
         """Return the number of sequences in a step on all ranks."""
-        replicas = self.context.layout.data_parallel_size
-        return num_microbatches * self.config.training.batch_sizes[0] * replicas
+        return num_microbatches * self.batch_size.samples_per_microbatch
 
     def evaluation_samples(self, source: BatchSource) -> int:
-        """Return the samples of one evaluation of a split; all ranks call this together.
-
-        A source with a plan of its own is evaluated in whole steps.
-        """
+        """Return the samples of one evaluation of a split; all ranks call this together."""
         if source.plan is not None:
             return source.plan.steps_per_epoch * self.evaluation_batch_size
         if source.whole_epochs:
@@ -88,15 +124,12 @@ class Run:
 
     def params_norm(self) -> float:
         """Return the global L2 norm of the parameters; all ranks call this together."""
-        with self.parameter_gather.paused():
-            return params_norm(self.chunks, self.context)
+        with self.parameter_gather.paused(), torch.no_grad():
+            squares = _summed(lambda p: p.double().square().sum(), self.chunks, self.context)
+            return float(squares.sqrt())
 
     def save(self, superseded: Collection[int] = ()) -> None:
-        """Save a checkpoint, where a folder is given.
-
-        Args:
-            superseded: iterations of checkpoints that may go, see `CheckpointManager.save`.
-        """
+        """Save a checkpoint, where a folder is given; checkpoints of these iterations may go."""
         if self.config.checkpoint.save is None or self.optimizer is None:
             return
         with self.parameter_gather.paused():
@@ -112,3 +145,41 @@ class Run:
                 best=self.progress.best_checkpoints,
                 superseded=superseded,
             )
+
+
+def count_parameters(
+    chunks: Sequence[DistributedDataParallel], context: ParallelContext
+) -> tuple[int, int, int]:
+    """Count the parameters, those that are trained, and the most on a rank; all ranks call this."""
+
+    def measured(parameter: torch.nn.Parameter) -> Tensor:
+        sizes = [parameter.numel(), parameter.numel() * parameter.requires_grad]
+        return torch.tensor(sizes, dtype=torch.float64, device=parameter.device)
+
+    model, trained = _summed(measured, chunks, context).tolist()
+    here = [p for chunk in chunks for p in chunk.parameters()]
+    largest = torch.tensor(sum(p.numel() for p in here), device=here[0].device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return int(model), int(trained), int(largest)
+
+
+def _summed(
+    measured: Callable[[torch.nn.Parameter], Tensor],
+    chunks: Sequence[DistributedDataParallel],
+    context: ParallelContext,
+) -> Tensor:
+    """Sum a measure in double precision over all parameters, each once, whatever the layout."""
+    zero = torch.zeros_like(measured(next(chunks[0].parameters())))
+    dense, experts = zero, zero
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if not param_is_not_tensor_parallel_duplicate(parameter):
+                continue
+            if not getattr(parameter, "allreduce", True):
+                experts = experts + measured(parameter)
+            elif param_is_not_shared(parameter):
+                dense = dense + measured(parameter)
+    dense, experts = dense.clone(), experts.clone()
+    torch.distributed.all_reduce(dense, group=context.pgs.mp)
+    torch.distributed.all_reduce(experts, group=context.pgs.tp_ep_pp)
+    return dense + experts

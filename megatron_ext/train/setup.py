@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import LoadedCheckpoint
-from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.device.gpus import peak_flops
@@ -28,19 +24,13 @@ from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
-from megatron_ext.train.run import Run
+from megatron_ext.train.run import Run, StopRequests, count_parameters
 from megatron_ext.train.step import StepRunner
-from megatron_ext.train.stop_requests import StopRequests
 from megatron_ext.train.task import Datasets, Task
-from megatron_ext.train.totals import count_parameters
 
 
 def build_run(
-    config: RunConfig,
-    task: Task,
-    context: ParallelContext,
-    device: torch.device,
-    assets: Any,
+    config: RunConfig, task: Task, context: ParallelContext, device: torch.device, assets: Any
 ) -> Run:
     """Build model, optimizer and data of this rank, and load the checkpoint that is asked for."""
     started = time.time()
@@ -51,15 +41,20 @@ def build_run(
     )
     chunks = wrap_chunks(bare, config, transformer_config, context, device)
     optimizer = scheduler = None
-    if not config.training.skip_train:
+    trains = not config.training.skip_train
+    if trains:
         optimizer = build_optimizer(config, chunks)
         scheduler = build_scheduler(config.optimizer, config.training, optimizer)
     sizes = count_parameters(chunks, context)
     if context.rank == 0:
         print(f"> {parameters_line(*sizes)}", flush=True)
-        print(f"> {implementation_line(config, optimizer)}", flush=True)
-    ema = _average(config.ema, chunks, optimizer)
-    checkpoints = CheckpointManager(config.checkpoint, context, FrozenBase.of_run(config))
+        print(f"> {implementation_line(config.model, config.fp8, optimizer)}", flush=True)
+    ema = None
+    if config.ema.keeps_average(trains=trains):
+        decay, start = config.ema.ema_decay or 0.0, config.ema.ema_start or 1
+        ema = ShardedEMA(chunks, optimizer, decay=decay, start=start)
+    frozen = FrozenBase.of_run(config.lora, config.training.seed)
+    checkpoints = CheckpointManager(config.checkpoint, context, frozen)
     make_runner = task.step_runner or StepRunner
     runner = make_runner(config, task, context, transformer_config, chunks, optimizer, scheduler)
     loaded = checkpoints.load(
@@ -70,6 +65,9 @@ def build_run(
         extra_state=runner.extra_state,
         run_config=config,
     )
+    overlap = config.optimizer.overlap_param_gather and trains
+    parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)
+    parameter_gather.switch_off(gather=False)
     replicas = context.layout.data_parallel_size
     run = Run(
         config=config,
@@ -82,7 +80,7 @@ def build_run(
         optimizer=optimizer,
         scheduler=scheduler,
         runner=runner,
-        parameter_gather=_parameter_gather(config, transformer_config, chunks),
+        parameter_gather=parameter_gather,
         checkpoints=checkpoints,
         progress=_progress_after(loaded, context),
         ema=ema,
@@ -96,7 +94,6 @@ def build_run(
     resumed = torch.random.fork_rng(devices=[]) if loaded is not None else nullcontext()
     with resumed:
         attach_data(run, task, assets)
-    _note_changed_data(run)
     return run
 
 
@@ -111,48 +108,14 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
     return Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
 
 
-def _note_changed_data(run: Run) -> None:
-    """Say where a run that goes on will not see what it would have seen."""
-    plan = run.train_source.plan
-    if plan is None:
-        return
-    before, run.progress.data_plan = run.progress.data_plan, plan.identity
-    if before not in ("", plan.identity) and run.context.rank == 0:
-        print(
-            "> the samples, or how they fill batches, are not those of the checkpoint: the run "
-            "goes on at its step of other epochs",
-            flush=True,
-        )
-
-
-def _average(
-    config: EmaConfig,
-    chunks: list[DistributedDataParallel],
-    optimizer: MegatronOptimizer | None,
-) -> ShardedEMA | None:
-    if not config.keeps_average(trains=optimizer is not None):
-        return None
-    decay, start = config.ema_decay, config.ema_start
-    return ShardedEMA(chunks, optimizer, decay=decay or 0.0, start=start or 1)
-
-
-def _parameter_gather(
-    config: RunConfig, transformer_config: TransformerConfig, chunks: list[DistributedDataParallel]
-) -> ParameterGather:
-    overlap = config.optimizer.overlap_param_gather and not config.training.skip_train
-    gather = ParameterGather(chunks, transformer_config, overlap=overlap)
-    gather.switch_off(gather=False)
-    return gather
-
-
 def attach_data(run: Run, task: Task, assets: Any) -> None:
-    """Build the datasets and give the run its three sources."""
+    """Build the datasets and give the run its sources; say where a resumed run sees other data."""
     config, context = run.config, run.context
     datasets = task.datasets(
         config,
         assets,
         split_sizes(config.training, run.num_iterations),
-        lambda: reads_dataset(config, context),
+        lambda: reads_dataset(config.model, config.parallel, context),
     )
 
     def source(dataset: Any, consumed: int, *, full_epoch: bool = False) -> BatchSource:
@@ -167,19 +130,29 @@ def attach_data(run: Run, task: Task, assets: Any) -> None:
         with torch.random.fork_rng(devices=[]):
             valid, test = _evaluation_sources(run, datasets, source)
         run.ema_sources = {"validation": valid, "test": test}
+    plan = run.train_source.plan
+    if plan is not None:
+        before, run.progress.data_plan = run.progress.data_plan, plan.identity
+        if before not in ("", plan.identity) and run.context.rank == 0:
+            print(
+                "> the samples, or how they fill batches, are not those of the checkpoint: the run "
+                "goes on at its step of other epochs",
+                flush=True,
+            )
 
 
 def _evaluation_sources(
     run: Run, datasets: Datasets, source: Callable[..., BatchSource]
 ) -> tuple[list[BatchSource], list[BatchSource]]:
     """Build the sources of the validation sets and of the test set, where the run is in them."""
-    training, valid, test = run.config.training, list[BatchSource](), list[BatchSource]()
-    if run.evaluates:
+    training, several = run.config.training, datasets.valid
+    valid, test = list[BatchSource](), list[BatchSource]()
+    if training.evaluates:
         full = training.full_validation
         consumed = 0 if full or training.skip_train else run.progress.consumed_valid_samples
         valid = [
             source(dataset, consumed, full_epoch=full)
-            for dataset in validation_sets(datasets)
+            for dataset in (several if isinstance(several, list) else [several])
             if _exists(dataset, run.device)
         ]
     if training.eval_iters > 0 and _exists(datasets.test, run.device):
@@ -192,8 +165,3 @@ def _exists(dataset: Any, device: torch.device) -> bool:
     found = torch.tensor(int(dataset is not None), device=device)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return bool(found)
-
-
-def validation_sets(datasets: Datasets) -> Sequence[Any]:
-    """Return the validation split as a list, several with --multiple-validation-sets."""
-    return datasets.valid if isinstance(datasets.valid, list) else [datasets.valid]

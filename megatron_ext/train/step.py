@@ -14,22 +14,25 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
 from torch import Tensor
 
 from megatron_ext.checkpoint.state import ExtraState
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
-from megatron_ext.data.step_loader import iterators_per_chunk
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
-from megatron_ext.losses.contract import LossFunction, StepCounts, checked
+from megatron_ext.layers.specs import expert_pattern
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.schedules.graphs import step_graphs
-from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
+from megatron_ext.schedules.runtime import PipelineEngine, step_graphs
 from megatron_ext.train.task import Task
-from megatron_ext.train.totals import count_targets, mean_of, reduce_reports, take_auxiliary_losses
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,10 @@ class StepRunner:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
     ) -> None:
-        self.config = config
-        self.task = task
-        self.context = context
-        self.chunks = chunks
+        self.config, self.task, self.context = config, task, context
+        self.chunks, self.transformer_config = chunks, transformer_config
+        self.optimizer, self.scheduler = optimizer, scheduler
         self.device = next(p for chunk in chunks for p in chunk.parameters()).device
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.transformer_config = transformer_config
         self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
@@ -98,6 +97,7 @@ class StepRunner:
             self.engine = PipelineEngine(
                 schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
             )
+        self._micro_batch_size = config.training.batch_sizes[0]
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
         self.check_zeroed: Callable[[list[DistributedDataParallel]], None] | None = None
@@ -139,7 +139,6 @@ class StepRunner:
         Args:
             batches: micro-batches; None on stages that read no data.
             num_microbatches: number of micro-batches on each data-parallel rank.
-            forward_only: compute no gradients.
             consumed_samples: samples of all earlier training steps, by which the samples of this
                 step are numbered for ``--deterministic-dropout``.
             collect_non_loss_data: return the data of `Task.process_non_loss_data`, not reports.
@@ -148,14 +147,12 @@ class StepRunner:
             One report, or one piece of collected data, for each micro-batch on the last stage;
             nothing on the other stages.
         """
-        prepare = self.task.prepare_batches
+        prepare, run_chunk = self.task.prepare_batches, self.task.forward_step
+        assert run_chunk is not None
         if prepare is not None and batches is not None and self.context.is_last_stage:
             batches = prepare(self.config, batches, self.context)
         counts = None if forward_only else self._count(batches, num_microbatches)
         masks = self._masks(consumed_samples)
-
-        run_chunk = self.task.forward_step
-        assert run_chunk is not None
 
         def forward_step(
             iterator: Iterator[Batch] | None, chunk: torch.nn.Module
@@ -165,32 +162,35 @@ class StepRunner:
                 output, loss = run_chunk(self.config, batch, chunk, counts)
             return output, checked(loss)
 
-        iterators = iterators_per_chunk(batches, len(self.chunks))
-        if self.engine is None:
-            return self._run_core_schedule(
-                forward_step, iterators, num_microbatches, forward_only, collect_non_loss_data
-            )
-        return self.engine.run(
-            forward_step,
-            iterators,
-            num_microbatches,
-            self._shape(batches),
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            force_all_reduce=self.observer is not None,
+        iterators = [None if batches is None else iter(batches) for _ in self.chunks]
+        wishes = {
+            "forward_only": forward_only,
+            "collect_non_loss_data": collect_non_loss_data,
+            "force_all_reduce": self.observer is not None,
+        }
+        if self.engine is not None:
+            shape = self._shape(batches)
+            return self.engine.run(forward_step, iterators, num_microbatches, shape, **wishes)
+        reports: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=_one_or_list(iterators),
+            model=_one_or_list(self.chunks),
+            num_microbatches=num_microbatches,
+            seq_length=self.config.model.seq_length,
+            micro_batch_size=self._micro_batch_size,
+            decoder_seq_length=self.config.model.seq_length,
+            **wishes,
         )
+        return reports
 
     def _masks(
         self, consumed_samples: int
     ) -> Callable[[torch.nn.Module], AbstractContextManager[None]]:
-        """Return the context that a forward pass of a chunk runs in, for the dropout masks.
-
-        Each chunk sees the micro-batches in order, so that its calls can be counted.
-        """
+        """Return the context of a chunk's forward pass; its calls count the micro-batches."""
         if not self.config.model.deterministic_dropout:
             return lambda chunk: nullcontext()
         seen: Counter[torch.nn.Module] = Counter()
-        size, replicas = self.config.training.batch_sizes[0], self.context.pgs.dp.size()
+        size, replicas = self._micro_batch_size, self.context.pgs.dp.size()
 
         def masks(chunk: torch.nn.Module) -> AbstractContextManager[None]:
             number = seen[chunk] * replicas + self.context.dp_rank
@@ -209,31 +209,7 @@ class StepRunner:
         length //= self.context.pgs.cp.size()
         if self.transformer_config.sequence_parallel:
             length //= self.context.pgs.tp.size()
-        return length, self.config.training.batch_sizes[0], self.transformer_config.hidden_size
-
-    def _run_core_schedule(
-        self,
-        forward_step: ForwardStep,
-        iterators: list[Iterator[Batch] | None],
-        num_microbatches: int,
-        forward_only: bool,
-        collect_non_loss_data: bool,
-    ) -> list[Any]:
-        """Run megatron-core's own schedule, which ours are compared with."""
-        several = len(self.chunks) > 1
-        reports: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if several else iterators[0],
-            model=self.chunks if several else self.chunks[0],
-            num_microbatches=num_microbatches,
-            seq_length=self.config.model.seq_length,
-            micro_batch_size=self.config.training.micro_batch_size,
-            decoder_seq_length=self.config.model.seq_length,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            force_all_reduce=self.observer is not None,
-        )
-        return reports
+        return length, self._micro_batch_size, self.transformer_config.hidden_size
 
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
         """Count the step's targets on the last stage; all ranks call this together."""
@@ -263,8 +239,6 @@ class StepRunner:
 
         Args:
             batches: micro-batches; None on stages that read no data.
-            num_microbatches: number of micro-batches on each data-parallel rank.
-            consumed_samples: samples of all earlier training steps.
             num_samples: samples of this step, by which the schedule of the learning rate moves on.
         """
         assert self.optimizer is not None and self.scheduler is not None
@@ -291,7 +265,7 @@ class StepRunner:
         losses = {name: mean_of(total) for name, total in totals.items()}
         counts = {name: total[1] for name, total in totals.items()}
         if self.transformer_config.num_moe_experts is not None:
-            auxiliary = take_auxiliary_losses(
+            auxiliary = _take_auxiliary_losses(
                 self.transformer_config, self.context, num_microbatches
             )
             losses |= auxiliary
@@ -330,3 +304,74 @@ _NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
 def _one_or_list(items: list[Any]) -> Any:
     """Return the bare item where there is one, as megatron-core wants it for a single chunk."""
     return items[0] if len(items) == 1 else items
+
+
+def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCounts:
+    """Count the targets of a step over all micro-batches, data- and context-parallel ranks."""
+
+    def counted(batch: Batch) -> Tensor:
+        weights = (batch.loss_weights, *batch.mtp_loss_weights)
+        targets = torch.count_nonzero(batch.loss_weights).float()
+        return torch.stack([targets, *(weight.sum() for weight in weights)])
+
+    sums = torch.stack([counted(batch) for batch in batches]).sum(dim=0)
+    torch.distributed.all_reduce(sums, group=context.pgs.dp_cp)
+    return StepCounts(main=sums[0], weight=sums[1], mtp=sums[2:], num_microbatches=len(batches))
+
+
+def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[str, Tensor]:
+    """Sum ``[sum, count]`` entries over micro-batches, data- and context-parallel ranks."""
+    if not reports:
+        return {}
+    keys = list(reports[0])
+    # In double precision: a count beyond 2^24 tokens is not exact in single.
+    entries = [torch.stack([report[key].view(2).double() for report in reports]) for key in keys]
+    totals = torch.stack([entry.sum(dim=0) for entry in entries])
+    torch.distributed.all_reduce(totals, group=context.pgs.dp_cp)
+    return dict(zip(keys, totals.unbind(0), strict=True))
+
+
+def mean_of(entry: Tensor) -> Tensor:
+    """Divide the sum by the count of ``[sum, count]``; a count of 0 gives 0."""
+    return torch.where(entry[1] > 0, entry[0] / entry[1].clamp(min=1e-30), 0.0)
+
+
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Maps ``--moe-router-load-balancing-type`` to the name that Megatron-LM logs."""
+
+
+def _take_auxiliary_losses(
+    transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
+) -> dict[str, torch.Tensor]:
+    """Return the mean of each auxiliary loss over layers and micro-batches; all ranks call this.
+
+    megatron-core's own reduction needs experts on every pipeline
+    stage, and a collective that Gloo does not have. A load-balancing loss is kept in parts on the
+    tensor- and context-parallel ranks, the global one also on the replicas; the parts add up. A
+    z-loss is whole on each rank.
+    """
+    tracker = get_moe_layer_wise_logging_tracker()
+    kinds = transformer_config.moe_router_load_balancing_type
+    given = [kinds] if isinstance(kinds, str) else kinds
+    names = [NAMES[kind] for kind in given if kind in NAMES]
+    names += ["z_loss"] if transformer_config.moe_z_loss_coeff is not None else []
+    device = torch.device("cuda", torch.cuda.current_device())
+    totals = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for index, name in enumerate(names):
+        if name in tracker:
+            totals[index] = tracker[name]["values"].double().sum()
+    clear_aux_losses_tracker()
+    pattern = expert_pattern(transformer_config)
+    layers = sum(pattern) + (transformer_config.mtp_num_layers or 0) * pattern[-1]
+    # Replicas and whole copies are averaged by hand: Gloo has no average.
+    torch.distributed.all_reduce(totals)
+    replicas = context.layout.data_parallel_size
+    copies = {"z_loss": replicas * context.pgs.tp_cp.size(), NAMES["global_aux_loss"]: 1}
+    return {
+        name: total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
+        for name, total in zip(names, totals.unbind(0), strict=True)
+    }

@@ -6,8 +6,9 @@ The `train.run.Run` that tasks' functions take holds the task, so that it is not
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_ext.config.flags import changed
-from megatron_ext.config.megatron_flags import Need
-from megatron_ext.config.run import LeftOut, RunConfig
-from megatron_ext.config.sections import named
+from megatron_ext.config.run import LeftOut, RunConfig, TaskFlags, named
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.errors import ConfigError
@@ -55,29 +54,11 @@ STEP_FLAGS = {
 """Flags by section that do nothing but through a forward step that looks at them, as GPT's does."""
 
 
-def without_data(config: RunConfig) -> tuple[RunConfig, Any]:
-    """Check nothing, and bring no assets; see `Task.preflight`."""
-    return config, None
-
-
-def as_it_is(config: RunConfig) -> RunConfig:
-    """Return the configuration; see `Task.resolve`."""
-    return config
-
-
-def no_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return no sentence; see `Task.rules`."""
-    return []
-
-
-def whole_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
-    """Return the stored model section with all of its fields; see `Task.stored_model`."""
-    return {"model": stored["model"]}
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Task(TaskFlags):
     """Everything that a program trains: flags, data, model, step and cost.
+
+    What it adds to a configuration, and to the engine's flags, is in `config.run.TaskFlags`.
 
     Attributes:
         datasets: ``(config, assets, sizes, is_built_on_rank)`` to the three splits.
@@ -106,9 +87,6 @@ class Task:
             task's assets, which its data and steps need; checks the data before any process group
             exists, on every rank alike.
         cost: what a plan (``--dry-run``, tools/plan.py) asks of the task; None plans nothing.
-        sections, left_out, defaults, resolve, rules, stored_model: what the task adds to a
-            configuration, see `config.run.TaskFlags`; ``needs``: flags of its sections that do
-            nothing without another one, as in `config.megatron_flags.NEEDS`.
         takes_step_flags: the forward step does what `STEP_FLAGS` say: True, or the function that
             does where it is the task's. They are refused otherwise.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
@@ -124,7 +102,7 @@ class Task:
     source: SourceProvider
     step_stats: Callable[[Any, int], StepStats]
     forward_step: ForwardStep | None = None
-    preflight: Preflight = without_data
+    preflight: Preflight = lambda config: (config, None)
     auxiliary_losses: bool = False
     prepare_batches: PrepareBatches | None = None
     boundary_shape: BoundaryShape | None = None
@@ -133,13 +111,6 @@ class Task:
     perplexity: bool = False
     step_runner: Callable[..., Any] | None = None
     cost: TaskCost | None = None
-    sections: tuple[type, ...] = ()
-    left_out: LeftOut = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    needs: tuple[Need, ...] = ()
-    resolve: Callable[[RunConfig], RunConfig] = as_it_is
-    rules: Callable[[RunConfig, RunConfig], list[str]] = no_rules
-    stored_model: Callable[[Mapping[str, Any], RunConfig], Mapping[str, Any]] = whole_model
     takes_step_flags: bool | ForwardStep = False
     process_non_loss_data: ProcessNonLossData | None = None
     non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
@@ -179,7 +150,7 @@ class TaskChoice:
         """Return the sections of all tasks."""
         return tuple(dict.fromkeys(kind for task in self.tasks for kind in task.sections))
 
-    @property
+    @functools.cached_property
     def left_out(self) -> LeftOut:
         """Return the flags of the engine that no task has a use for."""
         first, *others = (task.left_out for task in self.tasks)
@@ -219,26 +190,18 @@ def check_step_flags(task: Task, config: RunConfig) -> None:
         return
     given = [x for name, only in STEP_FLAGS.items() for x in changed(config, [name], only)]
     step = getattr(task.forward_step, "__name__", "none")
+    left_out = {name for fields in task.left_out.values() for name in fields}
     errors = [
         f"`{flag}` is left out of account by the forward step of this task (`{step}`); leave it "
         "out, or let the step call `text.step.gpt_forward_step`, which knows it, and say "
         "`takes_step_flags=True` in the task."
         for flag in given
-        if flag.lstrip("-").replace("-", "_") not in _left_out_fields(task)
+        if flag.lstrip("-").replace("-", "_") not in left_out
     ]
     if errors:
         raise ConfigError(errors)
 
 
-def _left_out_fields(task: Task) -> set[str]:
-    return {name for fields in task.left_out.values() for name in fields}
-
-
-def no_datasets(
-    config: RunConfig,
-    assets: Any,
-    sizes: Sequence[int | None],
-    is_built_on_rank: Callable[[], bool],
-) -> Datasets:
+def no_datasets(*_: Any) -> Datasets:
     """Return no splits, for a task that reads no samples; see `Task.datasets`."""
     return Datasets(None, None, None)

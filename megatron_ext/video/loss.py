@@ -28,7 +28,6 @@ from megatron_ext.video.model.tokens import LatentShape, tokens_per_frame
 
 _REDUCTIONS = {"per_token": "token", "per_sample": "sample"}
 
-
 QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
 """Names in the log of the quarters of [0, 1]; clips of all sizes share them, whatever the shift."""
 
@@ -61,14 +60,10 @@ def shift(times: Tensor, factor: float) -> Tensor:
 
 
 def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
-    """Return training times of samples.
+    """Return training times t in [0, 1], float32 in the shape of standard ``normals`` u.
 
     Args:
-        normals: u, standard normal, ``[b]`` or of any other shape.
-        factor: what `shift_factor` gives.
-
-    Returns:
-        t in [0, 1], float32 in the shape of ``normals``.
+        factor: returned by `shift_factor`.
     """
     u = config.timestep_mean + config.timestep_std * normals.float()
     return shift(torch.sigmoid(u), factor)
@@ -174,18 +169,18 @@ def flow_matching_loss(
     timed = sums
     if quarter.dim() == 2:
         timed = torch.stack([losses.detach(), weights], dim=2).flatten(0, 1)
-    by_time = _grouped(timed, quarter.flatten(), range(len(QUARTERS)))
-    by_mode = _grouped(sums, targets.modes, [MODES.index(mode) for mode in reported_modes])
-    names = [*QUARTERS, *reported_modes]
+        quarter = quarter.flatten()
+
+    def among(sums: Tensor, groups: Tensor, number: int) -> Tensor:
+        """Return sums ``[k, 2]`` of the samples or tokens of a group, added up, ``[2]``."""
+        return torch.where((groups.to(sums.device) == number)[:, None], sums, 0.0).sum(dim=0)
+
     report = {"loss": pair(total, weights.sum())}
-    report |= {f"loss {name}": x for name, x in zip(names, [*by_time, *by_mode], strict=True)}
+    report |= {f"loss {name}": among(timed, quarter, i) for i, name in enumerate(QUARTERS)}
+    report |= {
+        f"loss {mode}": among(sums, targets.modes, MODES.index(mode)) for mode in reported_modes
+    }
     return total * share, number_of_targets(weights), report
-
-
-def _grouped(sums: Tensor, groups: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-    """Return sums ``[k, 2]`` of samples or tokens, added up by group number, ``[2]`` each."""
-    of_groups = groups.to(sums.device)
-    return [torch.where((of_groups == i)[:, None], sums, 0.0).sum(dim=0) for i in numbers]
 
 
 def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
@@ -204,15 +199,6 @@ def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
     """
     x0 = x_t.double() - spread(sigma, x_t) * flow.double()
     return x0.to(x_t.dtype)
-
-
-def flow_from_x0(x_t: Tensor, x0: Tensor, sigma: Tensor) -> Tensor:
-    """Return the flow that leads to clean latents, ``(x_t - x0) / sigma``; see `x0_from_flow`.
-
-    Sigma must not be 0, where there is no noise that tells the flow.
-    """
-    flow = (x_t.double() - x0.double()) / spread(sigma, x_t)
-    return flow.to(x_t.dtype)
 
 
 def spread(sigma: Tensor, x: Tensor) -> Tensor:

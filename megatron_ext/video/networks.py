@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from megatron_ext.config.run import RunConfig
-from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.model.mmdit.flow import MMDIT
-from megatron_ext.video.model.wan.flow import WAN
-from megatron_ext.video.step import FlowNetwork
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
-NETWORKS: dict[str, FlowNetwork] = {"mmdit": MMDIT, "video-dit": WAN, "causal-video-dit": WAN}
+from megatron_ext.config.run import RunConfig
+from megatron_ext.losses.contract import LossFunction, StepCounts
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.model.chunk import VideoChunk
+from megatron_ext.video.model.mmdit.flow import MMDiTFlow
+from megatron_ext.video.model.wan.flow import WanFlow
+from megatron_ext.video.step import FlowMicrobatch, FlowNetwork
+
+NETWORKS: dict[str, type[FlowNetwork]] = {
+    "mmdit": MMDiTFlow,
+    "video-dit": WanFlow,
+    "causal-video-dit": WanFlow,
+}
 """Networks by the value of ``--video-model``."""
 
 
 def network_of(config: RunConfig) -> FlowNetwork:
     """Return the network that a run trains."""
-    return NETWORKS[config.section(VideoConfig).video_model]
+    return NETWORKS[config.section(VideoConfig).video_model](config)
+
+
+def build_chunk(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+) -> VideoChunk:
+    """Build one pipeline chunk of the run's network; see `Task.model_chunk`."""
+    return network_of(config).build_chunk(transformer_config, context, vp_stage)
+
+
+def forward_step(
+    config: RunConfig, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
+) -> tuple[Tensor, LossFunction]:
+    """Run one chunk on one micro-batch; see `Task.forward_step`."""
+    return network_of(config).forward_step(batch, model, counts)

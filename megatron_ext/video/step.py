@@ -16,11 +16,14 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.device.streams import to_device
+from megatron_ext.device import to_device
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, share_of_step
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.run import ConditionConfig, FlowConfig, TextDropoutConfig
+from megatron_ext.video.cost.clip import Clip, ClipNetwork
 from megatron_ext.video.data.conditions import Text, drop_text, frame_masks, loss_mask
 from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import Randomness, draw_microbatch
@@ -35,6 +38,7 @@ from megatron_ext.video.loss import (
 )
 from megatron_ext.video.model.chunk import VideoChunk
 from megatron_ext.video.model.tokens import pack, tokens_per_frame
+from megatron_ext.video.sampling.velocity import ParallelVelocity
 
 
 @dataclass(frozen=True)
@@ -151,16 +155,20 @@ class FlowBatchBuilder(ABC):
 
 
 class FlowNetwork(ABC):
-    """A network as a flow-matching run needs to know it."""
+    """The network of a run as flow matching needs to know it."""
 
     builder: type[FlowBatchBuilder]
 
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @property
     @abstractmethod
-    def patch_size(self, config: RunConfig) -> int:
+    def patch_size(self) -> int:
         """Return p; a token is a square of so many latent cells a side."""
 
     @abstractmethod
-    def with_widths(self, config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
+    def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
         """Return the configuration with the model for a dataset's latents and embeddings.
 
         Raises:
@@ -168,14 +176,14 @@ class FlowNetwork(ABC):
         """
 
     @abstractmethod
-    def checked(self, config: RunConfig) -> RunConfig:
+    def checked(self) -> RunConfig:
         """Return the configuration with what its flags decide about the network.
 
         Raises:
             ConfigError: no rank could build it: too many stages, or heads that ranks cannot share.
         """
 
-    def check_clips(self, config: RunConfig, shape: tuple[int, int, int], what: str) -> None:
+    def check_clips(self, shape: tuple[int, int, int], what: str) -> None:
         """Refuse clips that the network does not take; by default it takes all.
 
         Args:
@@ -187,81 +195,74 @@ class FlowNetwork(ABC):
         """
         return
 
-    def sequence_multiple(self, config: RunConfig) -> int:
+    @property
+    def sequence_multiple(self) -> int:
         """Return what the tokens of text and image together must be a multiple of."""
         return 1
 
     @abstractmethod
-    def flops(self, config: RunConfig, sequence: Geometry) -> float:
+    def flops(self, sequence: Geometry) -> float:
         """Return the floating-point operations of one clip, forward and backward."""
+
+    @abstractmethod
+    def planned(self, clip: Clip) -> ClipNetwork:
+        """Return the network as a plan sees it, on the clips of one bucket."""
+
+    @abstractmethod
+    def recomputing(self, mode: str) -> RunConfig:
+        """Return the configuration with all blocks recomputed (``full``) or none."""
 
     @abstractmethod
     def build_chunk(
         self,
-        config: RunConfig,
         transformer_config: TransformerConfig,
         context: ParallelContext,
-        *,
-        pre_process: bool,
-        post_process: bool,
         vp_stage: int | None = None,
     ) -> VideoChunk:
         """Build one pipeline chunk; see `Task.model_chunk`."""
 
     @abstractmethod
-    def boundary_shape(
-        self, batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module
-    ) -> Sequence[int]:
-        """Return the shape of the tensor between stages; see `Task.boundary_shape`."""
+    def sampled(
+        self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
+    ) -> ParallelVelocity:
+        """Return the velocity of a trained model, which a sampler follows."""
 
-    def velocity(self, config: RunConfig, output: Tensor) -> Tensor:
+    def velocity(self, output: Tensor) -> Tensor:
         """Return the velocity of the targets' tokens from the output of the last stage."""
         return output
 
     def forward_step(
-        self,
-        config: RunConfig,
-        batch: FlowMicrobatch,
-        model: torch.nn.Module,
-        counts: StepCounts | None,
+        self, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
     ) -> tuple[Tensor, LossFunction]:
         """Run one chunk on one micro-batch; see `Task.forward_step`."""
         output: Tensor = model(**batch.inputs)
-        return output, partial(self.loss, config=config, batch=batch, counts=counts)
+        return output, partial(self._loss, batch=batch, counts=counts)
 
-    def loss(
-        self,
-        output: Tensor,
-        *,
-        config: RunConfig,
-        batch: FlowMicrobatch,
-        counts: StepCounts | None,
+    def _loss(
+        self, output: Tensor, *, batch: FlowMicrobatch, counts: StepCounts | None
     ) -> tuple[Tensor, Tensor, Report]:
-        """Return the loss of a micro-batch on the last stage; see `flow_matching_loss`."""
         assert batch.targets is not None
         share = share_of_step(
             batch.loss_weights,
             counts,
-            per_token=config.training.calculate_per_token_loss,
+            per_token=self.config.training.calculate_per_token_loss,
             usual_weight=batch.targets.usual_weight,
         )
         return flow_matching_loss(
-            self.velocity(config, output),
+            self.velocity(output),
             targets=batch.targets,
             share=share,
-            reported_modes=config.section(ConditionConfig).modes,
+            reported_modes=self.config.section(ConditionConfig).modes,
         )
 
 
-def sharing_ranks(config: RunConfig) -> int:
+def sharing_ranks(parallel: ParallelConfig) -> int:
     """Return how many ranks share the tokens of a clip."""
-    parallel = config.parallel
     shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return parallel.context_parallel_size * shared
 
 
-def num_stages(config: RunConfig) -> int:
+def num_stages(parallel: ParallelConfig) -> int:
     """Return the number of pipeline stages, virtual ones included."""
-    parallel = config.parallel
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     return parallel.pipeline_model_parallel_size * chunks

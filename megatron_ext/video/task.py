@@ -3,52 +3,83 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.network import Case, TaskCost
 from megatron_ext.train.task import Task, TaskChoice
 from megatron_ext.video.config.rules import (
     FLOW_LEFT_OUT,
     SECTIONS,
     VIDEO_DEFAULTS,
     VIDEO_DIT_DEFAULTS,
-    flow_rules,
-    resolve_flow,
+    dit_rules,
+    mmdit_rules,
+    resolve_dit,
+    resolve_mmdit,
 )
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
-from megatron_ext.video.cost.flow import FLOW_COST
-from megatron_ext.video.data.setup import build_video_datasets, prepare_video
-from megatron_ext.video.data.step_loader import video_source, video_step_stats
-from megatron_ext.video.model.mmdit.flow import MMDIT
-from megatron_ext.video.model.wan.flow import WAN
-from megatron_ext.video.sampling.samples import SampleWhileTraining
+from megatron_ext.video.data.setup import (
+    build_video_datasets,
+    planned_clips,
+    prepare_video,
+    video_source,
+    video_step_stats,
+)
+from megatron_ext.video.model.mmdit.flow import mmdit_boundary_shape
+from megatron_ext.video.model.wan.flow import wan_boundary_shape
+from megatron_ext.video.networks import build_chunk, forward_step, network_of
+from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining
 from megatron_ext.video.streaming.task import STREAMING
+
+
+def cases(config: RunConfig) -> Sequence[Case]:
+    """Return the network on each bucket of the data, which is opened."""
+    return [
+        Case(
+            network=network_of(config).planned(clip),
+            name=clip.name,
+            share=clip.share,
+            columns={
+                "clips at a time": str(clip.micro_batch_size),
+                "text + image tokens": f"{clip.num_text} + {clip.num_image}",
+            },
+        )
+        for clip in planned_clips(config)
+    ]
+
 
 FLOW = Task(
     sections=SECTIONS,
     left_out=FLOW_LEFT_OUT,
     defaults=VIDEO_DEFAULTS,
-    resolve=resolve_flow,
-    rules=flow_rules,
+    resolve=resolve_mmdit,
+    rules=mmdit_rules,
     stored_model=stored_video_model,
     preflight=prepare_video,
     datasets=build_video_datasets,
     source=video_source,
-    model_chunk=MMDIT.build_chunk,
-    boundary_shape=MMDIT.boundary_shape,
-    forward_step=MMDIT.forward_step,
+    model_chunk=build_chunk,
+    boundary_shape=mmdit_boundary_shape,
+    forward_step=forward_step,
     step_stats=video_step_stats,
-    callbacks=(SampleWhileTraining,),
-    cost=FLOW_COST,
+    callbacks=(partial(SampleWhileTraining, build=ClipSampler),),
+    cost=TaskCost(
+        cases=cases,
+        modes=("none", "full"),
+        recompute=lambda config, mode: network_of(config).recomputing(mode),
+    ),
     sample_name="videos",
 )
 
 FLOW_OF_DIT = dataclasses.replace(
     FLOW,
     defaults=VIDEO_DIT_DEFAULTS,
-    model_chunk=WAN.build_chunk,
-    forward_step=WAN.forward_step,
-    boundary_shape=WAN.boundary_shape,
+    resolve=resolve_dit,
+    rules=dit_rules,
+    boundary_shape=wan_boundary_shape,
 )
 
 

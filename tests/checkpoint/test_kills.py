@@ -1,6 +1,4 @@
-"""Tests of kills and full disks while a run saves."""
-
-from __future__ import annotations
+"""Kills and full disks while a run saves, and two runs that save to one folder."""
 
 import os
 import random
@@ -14,19 +12,24 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.files import TRACKER, published
+from megatron_ext.checkpoint.publish import LOCK, _lock, hold_save_folder
 from megatron_ext.checkpoint.stored import choose, newest_whole
 from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.task import GPT
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
+from megatron_ext.train.reporting.start import STARTED
 from tests.checkpoint.tiny import build, load, manager, save
 from tests.ranks import ranks, run_on_ranks
+from tests.training_runs import TINY, mock_data
 
 KILLS = 20
 
 
 def save_for_ever(rank: int, root: Path, store: Path, start: int) -> None:
-    """Save on one of two ranks without pause, until it is killed."""
     torch.set_num_threads(1)
     device = select()
     device.activate(rank)
@@ -99,3 +102,72 @@ def test_a_folder_that_cannot_be_made_is_refused(context: Any, tmp_path: Path) -
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(CheckpointError, match=r"`--save` \(.*/file/x\) cannot be written"):
         save(manager(context, tmp_path / "file" / "x"), build(context), 1, context)
+
+
+def _holder(folder: Path) -> tuple[int, int]:
+    """Start a process that holds the lock, and another that it has forked, as data loaders are."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _lock(folder)
+            loader = os.fork()
+            if loader:
+                os.write(writing, f"{loader}\n".encode())
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    loader = int(os.read(reading, 100))
+    os.close(reading), os.close(writing)
+    return pid, loader
+
+
+def test_a_folder_is_free_as_soon_as_its_run_is_killed(tmp_path: Path) -> None:
+    pid, loader = _holder(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"being written by process {pid} on \S+; wait for"):
+        _lock(tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    started = time.monotonic()
+    held = _lock(tmp_path)
+    assert time.monotonic() - started < 1
+    os.close(held)
+    os.kill(loader, signal.SIGKILL)
+
+
+def test_a_second_run_is_refused_before_any_rank_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid, loader = _holder(tmp_path)
+    flags = [*TINY, *mock_data(), "--nproc-per-node", "2", "--train-iters", "1"]
+    assert main(GPT, [*flags, "--save", str(tmp_path)]) == EXIT_CODE_USER_ERROR
+    shown = capfd.readouterr()
+    assert f"error: `--save` ({tmp_path}) is being written by process {pid} on " in shown.err
+    assert STARTED not in shown.out
+    os.kill(pid, signal.SIGKILL)
+    os.kill(loader, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert main(GPT, [*flags, "--save", str(tmp_path)]) == 0
+
+
+@ranks(dp=2)
+def test_every_rank_learns_of_another_run(context: Any, tmp_path: Path) -> None:
+    pid = loader = 0
+    if context.rank == 1:
+        pid, loader = _holder(tmp_path)
+    torch.distributed.barrier()
+    refused = pytest.raises(CheckpointError, match=r"`--save` \(.*\) is being written by process")
+    with refused, hold_save_folder(str(tmp_path), context):
+        pass
+    if pid:
+        os.kill(pid, signal.SIGKILL)
+        os.kill(loader, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    torch.distributed.barrier()
+    for _ in range(2):
+        with hold_save_folder(str(tmp_path), context):
+            assert (tmp_path / LOCK).is_file()
+    torch.distributed.barrier()
+    refused = pytest.raises(CheckpointError, match=r"`--save` \(.*/x\) cannot be written \(Not")
+    with refused, hold_save_folder(str(tmp_path / LOCK / "x"), context):
+        pass

@@ -1,7 +1,5 @@
 """A resumed run has the optimizer that it would have without an interruption."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.errors import CheckpointError
 from tests.checkpoint.tiny import whole_tensors
-from tests.training_runs import train_on_ranks, training_rows
+from tests.training_runs import train_on_ranks, train_steps
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -28,9 +26,7 @@ EXPERTS = "--num-experts 2 --expert-model-parallel-size 2"
 
 def train(flags: str, save: Path, ranks: int = 1) -> list[dict[str, Any]]:
     """Train four steps, or from step 2 on with --load; return the rows of the steps."""
-    code, rows = train_on_ranks([*TINY, *flags.split()], ranks=ranks, save=save)
-    assert code == 0
-    return training_rows(rows)
+    return train_steps([*TINY, *flags.split()], save, ranks)
 
 
 def check_that_it_goes_on(flags: str, folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
@@ -61,7 +57,6 @@ def test_each_group_of_parameters_keeps_its_learning_rate(
 
 @pytest.mark.parametrize("shared", ["", SHARED])
 def test_each_group_keeps_its_learning_rate_in_another_layout(shared: str, tmp_path: Path) -> None:
-    """Go from one rank to two stages, of which one has no embedding of its own."""
     flags = f"--decoupled-lr 1e-3 --disable-bias-linear {shared}"
     whole = train(flags, tmp_path / "whole")
     load = f"--load {tmp_path / 'whole'} --ckpt-step 2"
@@ -88,8 +83,7 @@ def test_learning_rates_of_the_flags_or_of_the_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["", "--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --fp8-format hybrid"],
+    "flags", ["", "--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --fp8-format hybrid"]
 )
 def test_sgd_goes_on_with_its_momentum(flags: str, tmp_path: Path) -> None:
     check_that_it_goes_on(f"--optimizer sgd {flags}", tmp_path)
@@ -124,7 +118,6 @@ def test_a_stage_without_experts_goes_on_in_16_bits(flags: str, tmp_path: Path) 
     ("before", "now"), [("--bf16", ""), ("", "--bf16"), ("--fp16 --loss-scale 256", "")]
 )
 def test_shared_state_goes_on_in_another_precision(before: str, now: str, tmp_path: Path) -> None:
-    """Check that fp32 weights saved at once again are the checkpoint's."""
     train(f"{SHARED} {before}", tmp_path / "whole")
     load = f"--load {tmp_path / 'whole'} --ckpt-step 2 --lr 1e-30 --override-opt-param-scheduler"
     train(f"{SHARED} {now} {load}", tmp_path / "again")
@@ -154,8 +147,7 @@ def test_whole_state_in_another_precision_is_refused_before_any_rank_starts(
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["", "--bf16 --grad-reduce-in-bf16 --overlap-grad-reduce --overlap-param-gather"],
+    "flags", ["", "--bf16 --grad-reduce-in-bf16 --overlap-grad-reduce --overlap-param-gather"]
 )
 def test_state_of_one_layout_goes_on(flags: str, tmp_path: Path) -> None:
     """Check the format that needs the same tensor, pipeline and expert parallel sizes."""

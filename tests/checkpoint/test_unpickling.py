@@ -1,7 +1,5 @@
 """Checkpoints of strangers run no code: a pickle that would make a file makes none."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re
@@ -37,8 +35,7 @@ class Trap:
 
 
 def _into_metadata(path: Path, trap: Trap) -> None:
-    with (path / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.planner_data = trap
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
@@ -50,11 +47,9 @@ def _into_common(path: Path, trap: Trap) -> None:
 
 def _into_objects(path: Path, trap: Trap) -> None:
     """Put the trap into the place of the random states, an object among the shards."""
-    with (path / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
     index = next(i for i in metadata.storage_data if i.fqn.startswith("rng_state/"))
-    with (path / "strange.distcp").open("wb") as file:
-        torch.save([trap], file)
+    torch.save([trap], path / "strange.distcp")
     place = metadata.storage_data[index]
     place.relative_path, place.offset = "strange.distcp", 0
     place.length = (path / "strange.distcp").stat().st_size
@@ -72,19 +67,22 @@ TRAPS = {".metadata": _into_metadata, "common.pt": _into_common, "rng_state": _i
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a run's checkpoint on two ranks."""
     folder = tmp_path_factory.mktemp("stranger") / "run"
     two = [*TINY, *mock_data(), "--nproc-per-node", "2", "--train-iters", "1"]
     assert main(GPT, [*two, "--save", str(folder)]) == 0
     return folder
 
 
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
 @pytest.mark.parametrize("place", TRAPS)
 def test_a_prepared_pickle_is_refused(
-    place: str, saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    place: str, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    root, marker = tmp_path / "run", tmp_path / "marker"
-    shutil.copytree(saved, root)
+    marker = tmp_path / "marker"
     TRAPS[place](folder_of(root, 1), Trap(marker))
     _sign(folder_of(root, 1))
     capfd.readouterr()
@@ -101,14 +99,12 @@ def test_a_prepared_pickle_is_refused(
 
 
 def test_tools_refuse_a_prepared_pickle(
-    saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Run the tool in a process of its own, since ranks are forked from this one later."""
-    root, marker = tmp_path / "run", tmp_path / "marker"
-    shutil.copytree(saved, root)
+    marker, target = tmp_path / "marker", tmp_path / "out"
     _into_metadata(folder_of(root, 1), Trap(marker))
     _sign(folder_of(root, 1))
-    target = tmp_path / "out"
     words = ["export", "--load", str(root), "--hf", str(target)]
     assert fork_ranks(lambda: convert(words), 1) == EXIT_CODE_USER_ERROR
     assert "/.metadata names `io.open`, which does not belong" in capfd.readouterr().err
@@ -118,27 +114,23 @@ def test_tools_refuse_a_prepared_pickle(
     assert not target.exists()
 
 
-def test_a_tensor_that_claims_to_be_an_object_is_not_unpickled(saved: Path, tmp_path: Path) -> None:
+def test_a_tensor_that_claims_to_be_an_object_is_not_unpickled(saved: Path) -> None:
     """Check it of `read_tensors`, since the index decides how an entry is read."""
-    root = tmp_path / "run"
-    shutil.copytree(saved, root)
-    name = next(n for n in MetadataReader(str(folder_of(root, 1))).read_metadata()
-                .state_dict_metadata if n.startswith("rng_state/"))  # fmt: skip
+    path = folder_of(saved, 1)
+    entries = MetadataReader(str(path)).read_metadata().state_dict_metadata
+    name = next(name for name in entries if name.startswith("rng_state/"))
     with pytest.raises(CheckpointError, match="holds no tensor `rng_state/"):
-        read_tensors(folder_of(root, 1), [name])
+        read_tensors(path, [name])
 
 
-def test_files_outside_of_the_folder_are_refused(saved: Path, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    shutil.copytree(saved, root)
+def test_files_outside_of_the_folder_are_refused(root: Path) -> None:
     path = folder_of(root, 1)
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"]["../../secret"] = manifest["files"]["common.pt"]
     (path / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="names ../../secret, which does not lie in"):
         read_manifest(path)
-    with (path / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
     next(iter(metadata.storage_data.values())).relative_path = "/etc/passwd"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="names the file /etc/passwd, but shards lie in"):

@@ -1,7 +1,5 @@
 """A tiny GPT with its optimizer, in any layout, and its state as whole tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.parallel.context import ParallelContext
 
 RUN_CONFIG: dict[str, Any] = {"training": {"seed": 1234}, "model": {"num_layers": 4}}
@@ -25,8 +23,6 @@ RUN_CONFIG: dict[str, Any] = {"training": {"seed": 1234}, "model": {"num_layers"
 
 @dataclass
 class Tiny:
-    """Model, optimizer and schedule of one rank."""
-
     model: list[Any]
     optimizer: Any
     scheduler: Any
@@ -57,7 +53,6 @@ def build(
     precision: str = "fp32",
     distributed: bool = True,
 ) -> Tiny:
-    """Build the model of this rank, with megatron-core's local layers."""
     layout = context.layout
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     low = precision != "fp32"
@@ -117,13 +112,11 @@ def build(
 
 
 def manager(context: ParallelContext, folder: Path, **options: Any) -> CheckpointManager:
-    """Return a manager that saves to and loads from one folder."""
     values = {"save": str(folder), "load": str(folder), **options}
     return CheckpointManager(CheckpointConfig(**values), context)
 
 
 def save(checkpoints: CheckpointManager, tiny: Tiny, iteration: int, context: Any) -> Path:
-    """Save as a run does."""
     layout = context.layout
     parallel = {
         name: getattr(layout, name)
@@ -141,7 +134,6 @@ def save(checkpoints: CheckpointManager, tiny: Tiny, iteration: int, context: An
 
 
 def load(checkpoints: CheckpointManager, tiny: Tiny) -> Any:
-    """Load as a run does."""
     return checkpoints.load(model=tiny.model, optimizer=tiny.optimizer, scheduler=tiny.scheduler)
 
 

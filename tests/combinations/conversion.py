@@ -1,7 +1,5 @@
 """Round trips: public weights are imported, loaded in a layout and exported as the same bits."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import runpy
@@ -21,17 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Case:
-    """One round trip.
-
-    Attributes:
-        model: name of a tiny model.
-        stored: type of the public weights.
-        imported: ``--dtype`` of the import, None for the source's.
-        pad: flags about the vocabulary.
-        layout: layout of the run between import and export.
-        run: flags of that run.
-        shards: ``--max-shard-size`` of the export.
-    """
+    """One round trip; `run` are flags of the run between import and export."""
 
     model: str
     stored: str
@@ -43,7 +31,6 @@ class Case:
 
 
 def draw(dice: random.Random) -> Case:
-    """Draw a round trip."""
     pads = ("", "--target-tensor-parallel-size 2", "--make-vocab-size-divisible-by 1")
     runs = ("", "", "--use-distributed-optimizer", "--bf16", "--ckpt-fully-parallel-load")
     # Two layers and heads for two groups are what the models have.
@@ -89,10 +76,8 @@ def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
         second = execute(lambda: train(TEXT, given), folder, name="run", limit=2 * limit)
         if second.code != 0:
             return _ended(second, commands)
-        third = tool(
-            "export",
-            f"export --load trained --hf back --vocab-size 300 --max-shard-size {case.shards}",
-        )
+        back = f"--hf back --vocab-size 300 --max-shard-size {case.shards}"
+        third = tool("export", f"export --load trained {back}")
         if third.code != 0:
             return _ended(third, commands)
         if name := _difference(folder, case):
@@ -133,5 +118,4 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def search(arguments: argparse.Namespace, data: Path) -> int:
-    """Draw round trips, judge them, and print what fails."""
     return judge_all(draw, judge, arguments, data)

@@ -1,15 +1,12 @@
 """Drawing combinations: pairs that no case has had come first, and anything may meet anything."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.combinations.layouts import ONE, Layout
-from tests.combinations.options import Option, joined, settings_of
+from tests.combinations.options import Option, joined, settings_of, words_of
 from tests.combinations.programs import PROGRAMS, Program
-from tests.combinations.values import words_of
 
 CANDIDATES = 16
 """Options that are looked at for the next place of a case."""
@@ -17,15 +14,9 @@ CANDIDATES = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One combination.
+    """One combination: texts of options in a layout, and names of further comparisons.
 
-    Attributes:
-        number: its place in the draw.
-        kind: name of the program.
-        options: texts of the options.
-        layout: layout of the run.
-        judges: names of further comparisons, see `judge.py`.
-        other: layout that the checkpoint is continued in.
+    `other` is the layout that the checkpoint is continued in.
     """
 
     number: int
@@ -37,7 +28,6 @@ class Case:
 
     @property
     def program(self) -> Program:
-        """Return the program that is run."""
         return PROGRAMS[self.kind]
 
     def words(self, data: str, layout: Layout | None = None) -> list[str]:
@@ -50,14 +40,7 @@ class Case:
 
 @dataclass
 class Draws:
-    """Draws the cases of a program.
-
-    Attributes:
-        program: the program whose flags are combined.
-        dice: decides everything.
-        max_ranks: most ranks of a layout.
-        seen: pairs that an earlier case had.
-    """
+    """Draws the cases of a program; `seen` holds pairs that an earlier case had."""
 
     program: Program
     dice: random.Random
@@ -97,7 +80,6 @@ class Draws:
         return case
 
     def layout(self, experts: bool) -> Layout:
-        """Draw a layout, with one for experts or without."""
         while True:
             layout = self.program.layout(self.dice, experts)
             if layout.ranks <= self.max_ranks:
@@ -133,15 +115,7 @@ def has(words: Sequence[str], *fields: str) -> bool:
 def cases_of(
     kind: str, seed: int, count: int, judged: Mapping[str, int], max_ranks: int = 8
 ) -> list[Case]:
-    """Draw all cases of a search, each with its comparisons.
-
-    Args:
-        kind: name of the program.
-        seed: decides everything.
-        count: number of cases.
-        judged: number of cases for each comparison, by its name in `judge.py`.
-        max_ranks: most ranks of a layout.
-    """
+    """Draw all cases of a search, with so many of each comparison by its name in `judge.py`."""
     dice = random.Random(seed)
     draws = Draws(PROGRAMS[kind], dice, max_ranks=max_ranks)
     wanted, cases = dict(judged), []

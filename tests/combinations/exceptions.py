@@ -1,7 +1,5 @@
 """Differences between runs that the documentation allows, and how large rounding may be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from tests.combinations.layouts import Layout
@@ -30,7 +28,6 @@ def _balances(*names: str) -> _Rule:
 
 
 def _masks(settings: Settings) -> bool:
-    """Return whether some targets weigh nothing."""
     return any(_on(x)(settings) for x in ("eod_mask_loss", "mtp_num_layers", "ignore_index", "sft"))
 
 
@@ -104,11 +101,6 @@ def tolerance_of(words: Sequence[str], key: str, steps: int) -> float:
 
     In fp32 the first step is compared to 1e-6. Each update multiplies what rounding has left, since
     Adam divides a small gradient by its own size; a norm sums squares of small numbers.
-
-    Args:
-        words: the command line.
-        key: name of the value.
-        steps: updates since the runs were the same.
     """
     settings = settings_of(words)
     if any(_on(name)(settings) for name in ("fp8_format",)):

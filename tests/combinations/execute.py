@@ -4,8 +4,6 @@ The process leads a group, works in a folder of its own, and keeps its temporary
 that what it leaves behind is seen: processes, and files.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import multiprocessing
@@ -39,14 +37,9 @@ PATIENCE = 2.0
 
 @dataclass
 class Ended:
-    """How a program ended.
+    """How a program ended; its code is None where it was stopped after its time.
 
-    Attributes:
-        code: exit code; None for a program that was stopped after its time.
-        seconds: wall clock.
-        out, err: its output and its errors.
-        left: sentences about processes and files that it left behind.
-        rows: the rows of ``metrics.jsonl``.
+    `left` are sentences about processes and files that it left behind.
     """
 
     code: int | None
@@ -58,7 +51,6 @@ class Ended:
 
     @property
     def started(self) -> bool:
-        """Return whether ranks were started."""
         return STARTED in self.out
 
 
@@ -91,12 +83,7 @@ def work_directory(data: Path) -> Any:
 def side_by_side(
     work: Iterable[tuple[Callable[..., Any], tuple[Any, ...]]], jobs: int
 ) -> Iterator[Any]:
-    """Yield the results of functions as they come, so many at a time, in forked processes.
-
-    Args:
-        work: functions and their arguments; the next is asked for when a process is free.
-        jobs: processes.
-    """
+    """Yield the results of functions as they come, so many at a time, in forked processes."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         running: set[Future[Any]] = set()
@@ -117,11 +104,7 @@ def judge_all(
 ) -> int:
     """Draw cases, judge each, and print the failures; return the exit code.
 
-    Args:
-        draw: makes a case.
-        judge: gives its kind, "equal", "refused" or that of a failure, and a text.
-        arguments: with ``seed``, ``cases``, ``jobs``, ``limit`` and ``verbose``.
-        data: folder of the inputs.
+    ``judge`` gives the kind of a case, "equal", "refused" or that of a failure, and a text.
     """
     dice, counts = random.Random(arguments.seed), dict[str, int]()
     cases = [draw(dice) for _ in range(arguments.cases or 100)]
@@ -147,13 +130,8 @@ def execute(
 ) -> Ended:
     """Run ``main`` in a process of its own.
 
-    Args:
-        main: the program; its return value is the exit code.
-        folder: work directory.
-        name: name of the run, for its files in the folder; ``metrics.jsonl`` is read from there.
-        limit: seconds after which it counts as hanging.
-        pictures: draw ``loss.png``, a third of the time of a short run.
-        stdin: a file to read as standard input; None is an empty one.
+    Its files in the work directory begin with its name. After ``limit`` seconds it counts as
+    hanging. ``pictures`` draws ``loss.png``, which takes a third of the time of a short run.
     """
     temporary = folder / f"{name}.tmp"
     temporary.mkdir()
@@ -262,7 +240,6 @@ def _end_group(pid: int, *, ended: bool) -> list[str]:
 
 
 def _lives(group: int) -> bool:
-    """Return whether the group has a process that has not ended."""
     return _signal(group, 0) and any(state != "Z" for _, state, _ in _members(group))
 
 

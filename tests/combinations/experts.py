@@ -1,7 +1,5 @@
 """Compares every layout of experts with one rank: losses, norms, and each parameter's gradient."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import shlex
@@ -19,6 +17,7 @@ from megatron_ext.inspect.parity import (
     parse_layout,
     record,
 )
+from megatron_ext.text.task import TEXT
 from tests.combinations.execute import execute, work_directory
 
 STEPS = 2
@@ -42,7 +41,6 @@ KINDS = {
 
 
 def layouts(max_ranks: int) -> Iterator[str]:
-    """Yield the names of all layouts of experts up to a number of ranks."""
     for ranks in (size for size in SIZES if size <= max_ranks):
         for tp, cp, pp, ep, etp in product(SIZES, SIZES, SIZES[:3], SIZES, SIZES):
             if ranks % (tp * cp * pp) == 0 and ranks // pp % (ep * etp) == 0:
@@ -52,14 +50,8 @@ def layouts(max_ranks: int) -> Iterator[str]:
 
 def check(layout: NamedLayout, words: list[str], truth: Recording, folder: Path) -> Parity:
     """Compare a layout with one rank; it runs in this process's forks."""
-    mine = record(_task(), words, layout, STEPS, folder, select())
+    mine = record(TEXT, words, layout, STEPS, folder, select())
     return compare(mine, truth, Tolerances(loss=1e-5, gradient=1e-5))
-
-
-def _task() -> object:
-    from megatron_ext.text.task import TEXT
-
-    return TEXT
 
 
 def search(arguments: argparse.Namespace, data: Path) -> int:
@@ -74,7 +66,7 @@ def search(arguments: argparse.Namespace, data: Path) -> int:
             continue
         words = f"{MODEL} {KINDS[kind]}".split()
         with work_directory(data) as folder:
-            truth = record(_task(), words, parse_layout("dp1"), STEPS, folder / "one", select())
+            truth = record(TEXT, words, parse_layout("dp1"), STEPS, folder / "one", select())
             for number, name in enumerate(mine):
                 verdict = _in_a_process(name, words, truth, folder, number, arguments.limit)
                 failures += verdict not in ("right", "refused")
@@ -117,5 +109,4 @@ def _sentence(parity: Parity) -> str:
 
 
 def command(name: str, words: list[str]) -> str:
-    """Return the command by which a user sees the same."""
     return f"python tools/parity.py --steps {STEPS} --layouts {name} -- {shlex.join(words)}"

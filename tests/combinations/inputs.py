@@ -1,7 +1,5 @@
 """Small data for every kind of run, made once in a folder that the commands name."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -56,7 +54,6 @@ def _write_text(folder: Path, final: Path) -> None:
 
 
 def _write_documents(folder: Path) -> None:
-    """Write texts to preprocess, and tokenizers for them."""
     documents = tiny.corpus(90)
     dice = random.Random(4)
     for document in documents:
@@ -99,7 +96,6 @@ def _write_chats(folder: Path) -> None:
 
 
 def _write_video(folder: Path) -> None:
-    """Write clips of three sizes and prompts."""
     write_clips(folder / "clips", {IMAGE: 9, SHORT: 19, LONG: 17})
     write_clips(folder / "one_bucket", {SHORT: 24})
     write_clips(folder / "valid_clips", {SHORT: 8, LONG: 9})

@@ -1,21 +1,18 @@
 """Judges a case: it must train, or be refused, and then resume and agree with other layouts."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests.checkpoint.tiny import whole_tensors
 from tests.combinations.draw import Case
 from tests.combinations.exceptions import (
     NOT_IN_LOGS,
@@ -35,16 +32,10 @@ CHANCE_ZEROS = 10
 
 @dataclass
 class Verdict:
-    """The result of a case.
+    """The result of a case: "trained", "refused", or the kind of failure, and what tells of it.
 
-    Attributes:
-        kind: "trained", "refused", or the kind of failure.
-        text: last lines of the output of a failure, or what differs; the sentence of a refusal.
-        commands: one for each program that was run.
-        excused: comparisons that were left out, with the reason from the documentation.
-        compared: comparisons that were passed.
-        largest: the largest relative difference of a loss in fp32, by comparison.
-        seconds: wall clock.
+    `excused` holds comparisons that were left out with the reason from the documentation,
+    `largest` the largest relative difference of a loss in fp32 by comparison.
     """
 
     kind: str
@@ -72,14 +63,7 @@ class _Failed(Exception):
 
 @dataclass
 class Bench:
-    """The place where the runs of one case happen.
-
-    Attributes:
-        case: the case.
-        data: folder of the inputs.
-        folder: work directory.
-        limit: seconds after which a run counts as hanging.
-    """
+    """The place where the runs of one case happen; one hangs after ``limit`` seconds."""
 
     case: Case
     data: Path
@@ -88,7 +72,6 @@ class Bench:
     verdict: Verdict = field(default_factory=lambda: Verdict("trained"))
 
     def run(self, name: str, more: Sequence[str] = (), layout: Layout | None = None) -> Ended:
-        """Run the program, saving into a folder of the run's name."""
         words = self.case.words(str(self.data), layout)
         saved = "--save-interval" in words
         interval = [] if saved else ["--save-interval", str(self.case.program.saved_at)]
@@ -105,12 +88,7 @@ class Bench:
     def trained(self, ended: Ended, *, goes_on: bool = False) -> bool:
         """Return whether the run trained; False if it was refused as it should be.
 
-        Args:
-            ended: the run.
-            goes_on: it continues a checkpoint, after which no step may be left.
-
-        Raises:
-            _Failed: it did neither.
+        A run that goes on from a checkpoint may have no step left.
         """
         if ended.code == 2 and not ended.started:
             check_sentences(ended)
@@ -188,14 +166,12 @@ def tail(ended: Ended, lines: int = 12) -> str:
 
 
 def stacks(ended: Ended) -> str:
-    """Return where each process was when it was stopped."""
     blocks = re.split(r"(?:Current thread|Thread) 0x\w+ \(most recent call first\):", ended.err)
     found = {"\n".join(block.strip().splitlines()[:5]) for block in blocks[1:]}
     return "\n--\n".join(sorted(found)) + "\nhang"
 
 
 def steps(ended: Ended) -> list[dict[str, Any]]:
-    """Return the rows of the training steps."""
     return [row for row in ended.rows if row["kind"] == "train"]
 
 
@@ -207,12 +183,10 @@ def _trains(words: Sequence[str]) -> bool:
 
 
 def logged(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a step that do not depend on the clock."""
     return {k: v for k, v in row.items() if not any(word in k for word in NOT_IN_LOGS)}
 
 
 def goes_on(bench: Bench, step: int) -> list[str]:
-    """Return flags that continue the first run from a step."""
     mode = "resume_mode" in settings_of(bench.case.words(str(bench.data)))
     return [*["--resume-mode", "path"] * mode, "--load", "a", "--ckpt-step", str(step)]
 
@@ -242,58 +216,39 @@ def _resume(bench: Bench, first: Ended) -> None:
 
 
 def _relayout(bench: Bench, first: Ended) -> None:
-    """Continue in another layout."""
     at = bench.case.program.saved_at
-    if not (bench.folder / "a" / f"iter_{at:07d}").is_dir():
+    if (bench.folder / "a" / f"iter_{at:07d}").is_dir():
+        _elsewhere(bench, "relayout", first, bench.case.other or ONE, at)
+    else:
         bench.verdict.excused["relayout"] = "the flags keep no checkpoint of that step"
-        return
-    other = bench.case.other or ONE
-    second = bench.run("c", goes_on(bench, at), other)
-    if not bench.trained(second, goes_on=True):
-        bench.verdict.excused["relayout"] = f"refused: {second.err.strip()}"
-        return
-    words = bench.case.words(str(bench.data))
-    pair = [bench.case.layout, other]
-    reason = reason_resume_differs(words) or reason_layouts_differ(words, pair)
-    reason = reason or reason_replicas_differ(bench.case.kind, pair)
-    if reason:
-        bench.verdict.excused["relayout"] = reason
-        return
-    if _vocabularies_differ(bench, "relayout", first, second):
-        return
-    wanted = {row["iteration"]: logged(row) for row in steps(first) if row["iteration"] > at}
-    _close(bench, "relayout", {r["iteration"]: logged(r) for r in steps(second)}, wanted)
 
 
 def _one_rank(bench: Bench, first: Ended) -> None:
-    """Train the same on one rank."""
-    if bench.case.layout.ranks == 1:
-        return
-    words = bench.case.words(str(bench.data))
-    pair = [bench.case.layout, ONE]
-    reason = reason_layouts_differ(words, pair) or reason_starts_differ(words, pair)
-    if reason := reason or reason_replicas_differ(bench.case.kind, pair):
-        bench.verdict.excused["one rank"] = reason
-        return
-    second = bench.run("d", layout=ONE)
-    if not bench.trained(second):
-        bench.verdict.excused["one rank"] = f"refused: {second.err.strip()}"
-        return
-    if _vocabularies_differ(bench, "one rank", first, second):
-        return
-    _close(
-        bench,
-        "one rank",
-        {row["iteration"]: logged(row) for row in steps(first)},
-        {row["iteration"]: logged(row) for row in steps(second)},
-    )
+    if bench.case.layout.ranks > 1:
+        _elsewhere(bench, "one rank", first, ONE)
 
 
-_JUDGES: dict[str, Callable[[Bench, Ended], None]] = {
-    "resume": _resume,
-    "relayout": _relayout,
-    "one rank": _one_rank,
-}
+def _elsewhere(bench: Bench, name: str, first: Ended, layout: Layout, at: int = 0) -> None:
+    """Train in another layout, from the checkpoint of a step or from the start, and compare."""
+    words, pair = bench.case.words(str(bench.data)), [bench.case.layout, layout]
+    reason = reason_layouts_differ(words, pair) or reason_replicas_differ(bench.case.kind, pair)
+    reason = (reason_resume_differs(words) if at else reason_starts_differ(words, pair)) or reason
+    # What goes on must run even where its numbers may differ.
+    if at or not reason:
+        second = bench.run("c" if at else "d", goes_on(bench, at) if at else (), layout)
+        if not bench.trained(second, goes_on=at > 0):
+            reason = f"refused: {second.err.strip()}"
+    if reason:
+        bench.verdict.excused[name] = reason
+    elif not _vocabularies_differ(bench, name, first, second):
+        mine, theirs = (
+            {row["iteration"]: logged(row) for row in steps(ended) if row["iteration"] > at}
+            for ended in (first, second)
+        )
+        _close(bench, name, *((theirs, mine) if at else (mine, theirs)))
+
+
+_JUDGES = {"resume": _resume, "relayout": _relayout, "one rank": _one_rank}
 
 
 def _vocabularies_differ(bench: Bench, name: str, a: Ended, b: Ended) -> bool:
@@ -343,12 +298,13 @@ def _first_difference(got: dict[int, Any], wanted: dict[int, Any]) -> str:
 
 def differing_tensors(a: Path, b: Path) -> list[str]:
     """Return names of tensors that only one of two checkpoints has, or that differ in bits."""
-    mine, theirs = _tensors(a), _tensors(b)
-    names = sorted(mine.keys() | theirs.keys())
+    mine, theirs = (whole_tensors(path, path.with_suffix(".whole")) for path in (a, b))
     return [
         name
-        for name in names
-        if name not in mine or name not in theirs or not _same(mine[name], theirs[name])
+        for name in sorted(mine.keys() | theirs.keys())
+        # Padding of these buffers is whatever memory held before; what they hold decides the rows.
+        if "dp_group_idx" not in name
+        and not (name in mine and name in theirs and _same(mine[name], theirs[name]))
     ]
 
 
@@ -356,22 +312,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    reader = FileSystemReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-        # Padding of these buffers is whatever memory held before; what they hold decides the rows.
-        and "dp_group_idx" not in name
-    }
-    load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
 def shown(case: Case, words: Sequence[str]) -> str:
-    """Return the command as a user would type it in the repository's root."""
     import shlex
 
     return f"python {case.program.script} {shlex.join(words)}"

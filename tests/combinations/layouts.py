@@ -1,7 +1,5 @@
 """Layouts of 1 to 8 ranks, drawn at random or counted one by one."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator
@@ -15,12 +13,9 @@ VPP = "--num-virtual-stages-per-pipeline-rank"
 
 @dataclass(frozen=True)
 class Layout:
-    """The way in which ranks share a model.
+    """The way in which ranks share a model: flags that belong together, one text each.
 
-    Attributes:
-        ranks: number of ranks.
-        pieces: flags that belong together, one text each.
-        model: flags that a run on one rank must share, to be the same run.
+    `model` are flags that a run on one rank must share, to be the same run.
     """
 
     ranks: int
@@ -29,12 +24,10 @@ class Layout:
 
     @property
     def words(self) -> list[str]:
-        """Return its flags, without those of the model."""
         return [*" ".join(self.pieces).split(), "--nproc-per-node", str(self.ranks)]
 
     @property
     def replicas(self) -> int:
-        """Return its data-parallel size."""
         sizes = [p.split()[p.split().index(k) + 1] for p in self.pieces for k in _DENSE if k in p]
         return self.ranks // math.prod(int(size) for size in sizes)
 
@@ -65,14 +58,10 @@ def draw(
     limits: tuple[int, int, int] = (4, 4, 4),
     stages: tuple[str, ...] = (),
 ) -> Layout:
-    """Draw a layout.
+    """Draw a layout, with experts shared out too if asked for.
 
-    Args:
-        dice: decides.
-        ranks: numbers of ranks, from which one is drawn.
-        experts: also draw how experts are shared out.
-        limits: largest sizes of tensor, pipeline and context parallelism.
-        stages: ways of sharing out layers, in the place of all.
+    ``limits`` are the largest sizes of tensor, pipeline and context parallelism, ``stages`` ways
+    of sharing out layers in the place of all.
     """
     count = dice.choice(ranks)
     choices = list(_factors(count, limits))
@@ -136,7 +125,6 @@ def _pipeline(dice: random.Random, pp: int, model: list[str], stages: tuple[str,
 
 
 def _experts(dice: random.Random, ranks: int, tp: int, model: list[str]) -> list[str]:
-    """Draw how experts share the ranks of one pipeline stage."""
     choices = [
         (ep, etp)
         for ep in (1, 2, 4)

@@ -1,17 +1,50 @@
-"""Options that may vary in a run: one for each value of each flag, read from the flags."""
-
-from __future__ import annotations
+"""Options that may vary in a run: values of each flag, from the flags and ``values.txt``."""
 
 import functools
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_ext.config.flags import Flag, flags_of
-from megatron_ext.config.program_flags import all_flags, spellings
-from megatron_ext.config.sections import section_name
+from megatron_ext.config.sections import all_flags, section_name, spellings
 from megatron_ext.text.task import TEXT
 from megatron_ext.video.task import VIDEO
-from tests.combinations.values import FIXED, NEEDS, SECTION_NEEDS, VALUES, WHOLES, whole, words_of
+
+
+def _sections() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    name = ""
+    text = (Path(__file__).parent / "values.txt").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if line.startswith("["):
+            name = line[1:-1]
+            found[name] = []
+        elif line and not line.startswith("#"):
+            found[name].append(line)
+    return found
+
+
+SECTIONS = _sections()
+
+
+def _pairs(name: str) -> dict[str, str]:
+    return dict(line.split(": ", 1) if ": " in line else (line, "") for line in SECTIONS[name])
+
+
+def _lists(name: str) -> dict[str, list[str]]:
+    return {key: [x.strip() for x in text.split("|")] for key, text in _pairs(name).items()}
+
+
+VALUES, NEEDS = _lists("values"), _lists("needs")
+SECTION_NEEDS, FIXED = _pairs("section needs"), _pairs("fixed")
+WHOLES = {name: lines for name, lines in SECTIONS.items() if name.startswith("whole")}
+
+
+def words_of(text: str, data: str) -> list[str]:
+    """Return the words of a text, with the folder of the inputs in its place."""
+    return [word.format(data=data) for word in shlex.split(text)]
+
 
 Settings = dict[str, tuple[bool, tuple[str, ...]]]
 """Fields, each with its sign and its values."""
@@ -19,11 +52,9 @@ Settings = dict[str, tuple[bool, tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class Option:
-    """Flags that are drawn together.
+    """Flags that are drawn together, with ``{data}`` for the folder of inputs.
 
-    Attributes:
-        text: the flags, as on a command line, with ``{data}`` for the folder of inputs.
-        section: section of its main flag; "whole" for flags that are usually given together.
+    The section is that of the main flag, or "whole" for flags that are usually given together.
     """
 
     text: str
@@ -31,7 +62,6 @@ class Option:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """Return the fields that it sets."""
         return settings_of(words_of(self.text, "{data}"))
 
     def agrees_with(self, settings: Settings) -> bool:
@@ -99,7 +129,6 @@ def values_of(flag: Flag) -> list[str] | None:
 
 @functools.cache
 def every_flag() -> list[Flag]:
-    """Return the flags of both programs."""
     return list({flag.field: flag for flag in (*all_flags(TEXT), *all_flags(VIDEO))}.values())
 
 
@@ -125,6 +154,6 @@ def options_of(sections: tuple[str, ...], script: str) -> tuple[Option, ...]:
             found[text] = Option(text, flag.section)
     for name in sections:
         if name in WHOLES:
-            found.update({text: Option(text, name) for text in whole(name)})
+            found.update({text: Option(text, name) for text in WHOLES[name]})
     foreign = words_elsewhere(script)
     return tuple(found[text] for text in found if not foreign & set(text.split()))

@@ -1,7 +1,5 @@
 """Checks that preprocessing writes the files of one plain process, whatever its flags are."""
 
-from __future__ import annotations
-
 import argparse
 import glob
 import random
@@ -14,53 +12,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from tests.combinations.execute import Ended, execute, judge_all, work_directory
-
-CONTENT = """
---append-eod
---json-keys text title
---json-keys title
---split-sentences
---split-sentences --keep-newlines
---split-sentences --lang german
---split-sentences --append-eod
---on-bad-line quarantine
---tokenizer-type GPT2BPETokenizer --vocab-file {data}/vocab.json --merge-file {data}/merges.txt
---tokenizer-type SentencePieceTokenizer --tokenizer-model {data}/sentencepiece.model
---tokenizer-type SentencePieceTokenizer --tokenizer-model {data}/sentencepiece.model \
---tokenizer-sentencepiece-legacy
---tokenizer-type TikTokenizer --tokenizer-model {data}/tiktoken.json --vocab-size 1300
---tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer
---tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
---tokenizer-hf-include-special-tokens
---tokenizer-type NullTokenizer --vocab-size 500 --json-keys numbers
---sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer
---sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
---sft-on-mismatch realign
---sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
---sft-row-format prompt-response
---sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
---sft-row-format sharegpt
---sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
---sft-chat-template {data}/chatml_generation.jinja
---padded-vocab-size 128
-"""
-"""Flags that decide the files."""
-
-HOW = """
---workers 2
---workers 3
---partitions 2
---partitions 3 --keep-sequential-samples
---keep-sequential-samples
---log-interval 1
---log-interval 1000000
---engine native
---engine auto
---part-megabytes 0.001
---part-megabytes 0.01
---part-megabytes 1000
-"""
-"""Flags that must not change the files."""
+from tests.combinations.options import SECTIONS
 
 FORMS = ("plain", "gzip", "zstd", "several", "glob", "stdin", "parquet", "no last newline")
 USUAL = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {data}/sentencepiece.model"
@@ -91,27 +43,21 @@ class Case:
         return [word for part in parts for word in part.format(data=data).split()]
 
 
-def lines(text: str) -> list[str]:
-    """Return the lines of a table."""
-    return [line for line in text.replace("\\\n", "").splitlines() if line]
-
-
 def draw(dice: random.Random) -> Case:
     """Draw up to three flags about the files and up to four that must not change them."""
 
-    def few(table: str, most: int) -> tuple[str, ...]:
+    def few(name: str, most: int) -> tuple[str, ...]:
         chosen: dict[str, str] = {}
-        for text in dice.sample(lines(table), dice.randint(0, most)):
+        for text in dice.sample(SECTIONS[name], dice.randint(0, most)):
             names = {word for word in text.split() if word.startswith("--")}
             if not names & chosen.keys():
                 chosen |= dict.fromkeys(names, text)
         return tuple(dict.fromkeys(chosen.values()))
 
-    return Case(few(CONTENT, 3), few(HOW, 4), dice.choice(FORMS))
+    return Case(few("preprocess files", 3), few("preprocess how", 4), dice.choice(FORMS))
 
 
 def given(source: Path, form: str, folder: Path) -> list[str]:
-    """Write the input in a form, and return its words of the command line."""
     text = source.read_bytes()
     rows = text.splitlines(keepends=True)
     if form == "gzip":
@@ -144,7 +90,6 @@ def given(source: Path, form: str, folder: Path) -> list[str]:
 
 
 def run(words: list[str], folder: Path, name: str, limit: float) -> Ended:
-    """Run the tool in a process of its own."""
     from megatron_ext.text.preprocess.cli import main
 
     stdin = folder / "input"
@@ -226,5 +171,4 @@ def _documents(prefix: Path) -> list[bytes]:
 
 
 def search(arguments: argparse.Namespace, data: Path) -> int:
-    """Draw cases, judge them, and print what fails."""
     return judge_all(draw, judge, arguments, data)

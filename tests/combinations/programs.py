@@ -1,7 +1,5 @@
 """The programs whose flags are combined: the smallest run of each, and the options it may take."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable
@@ -20,17 +18,10 @@ ENGINE = (
 
 @dataclass(frozen=True)
 class Program:
-    """One kind of run.
+    """One kind of run: the script that a user would start, its smallest flags, and its sections.
 
-    Attributes:
-        name: its name in ``--kind``.
-        script: the script that a user would start.
-        base: flags of the smallest run; ``{data}`` is the folder of inputs.
-        main: the script as a function, from the words to the exit code.
-        sections: its own sections, whose flags are drawn more often than those of ``others``.
-        others: sections whose flags it takes as well.
-        layout: draws a layout; its second argument says whether experts are drawn.
-        iterations, saved_at: length of a run, and the step that it is continued from.
+    Flags of its own sections are drawn more often than those of ``others``. A run has so many
+    iterations and goes on from the step ``saved_at``.
     """
 
     name: str
@@ -47,7 +38,6 @@ class Program:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """Return everything that may be combined."""
         return options_of((*self.sections, *self.others), self.script)
 
 
@@ -64,7 +54,6 @@ def _video(words: list[str]) -> int:
 
 
 def joined_text(*texts: str) -> str:
-    """Join flags to one text, in which a later one wins."""
     return " ".join(joined([text.split() for text in texts]))
 
 

@@ -5,8 +5,6 @@ python tests/combinations/run.py --seed 7 --cases 1000 --resume 200 --relayout 2
 python tests/combinations/run.py --replay 'CASE'    # as a failure prints it
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -32,22 +30,15 @@ from tests.combinations.layouts import Layout
 from tests.combinations.programs import PROGRAMS
 from tests.combinations.shrink import shrink
 
-OTHERS = {
-    "experts": experts.search,
-    "preprocess": preprocess.search,
-    "conversion": conversion.search,
-}
+OTHERS = {"experts": experts, "preprocess": preprocess, "conversion": conversion}
 """Kinds of searches that are no training runs of drawn flags."""
 
 
 @dataclasses.dataclass
 class Result:
-    """The result of one draw.
+    """The result of one draw: a verdict for each set of options that was tried; the last counts.
 
-    Attributes:
-        case: the case, without the options that were dropped.
-        verdicts: one for each set of options that was tried; the last one counts.
-        shrunk: the smallest case that fails alike.
+    `case` is the case without the options that were dropped.
     """
 
     case: Case
@@ -56,12 +47,7 @@ class Result:
 
 
 def settle(
-    case: Case,
-    data: Path,
-    limit: float,
-    known: list[dict[str, object]],
-    *,
-    shrinks: bool = True,
+    case: Case, data: Path, limit: float, known: list[dict[str, object]], *, shrinks: bool = True
 ) -> Result:
     """Judge a case; if it is refused, drop one option after the other until it trains."""
     dice = random.Random(case.number)
@@ -99,7 +85,6 @@ def is_known(case: Case, verdict: Verdict, known: list[dict[str, object]]) -> bo
 
 
 def search(cases: list[Case], arguments: argparse.Namespace) -> int:
-    """Run the cases side by side, print what fails, and count."""
     data = inputs.make(arguments.data)
     load()
     counts: Counter[str] = Counter()
@@ -161,7 +146,6 @@ def count(
 
 
 def line_of(result: Result) -> str:
-    """Describe a case on one line."""
     refusals = "".join(f"\n    {x.text}" for x in result.verdicts if x.kind == "refused")
     last = result.verdicts[-1]
     passed = ", ".join(last.compared)
@@ -170,7 +154,6 @@ def line_of(result: Result) -> str:
 
 
 def report(entry: dict[str, object]) -> None:
-    """Print a failure as one command."""
     print(f"\nFAILED {entry['number']}: {entry['kind']}: {entry['options']} {entry['layout']}")
     for command in entry["commands"]:  # type: ignore[attr-defined]
         print(f"  {command}")
@@ -179,7 +162,6 @@ def report(entry: dict[str, object]) -> None:
 
 
 def print_table(counts: Counter[str], largest: dict[str, float], done: int, seconds: float) -> None:
-    """Print the counts."""
     print(f"\n{done} cases in {seconds:.0f} s")
     for name, size in largest.items():
         print(f"{name}: losses in fp32 differ by {size:.1e} at most")
@@ -188,7 +170,6 @@ def print_table(counts: Counter[str], largest: dict[str, float], done: int, seco
 
 
 def replay_text(case: Case) -> str:
-    """Write a case as one word of a command line."""
     return json.dumps(dataclasses.asdict(case))
 
 
@@ -222,24 +203,18 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.kind in OTHERS:
         load()
-        return OTHERS[arguments.kind](arguments, inputs.make(arguments.data))
+        return OTHERS[arguments.kind].search(arguments, inputs.make(arguments.data))
     arguments.cases = 100 if arguments.cases is None else arguments.cases
     for name, share in (("resume", 5), ("relayout", 5), ("one", 2)):
         if getattr(arguments, name) is None:
             setattr(arguments, name, arguments.cases // share)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    cases = (
-        cases_of(
-            arguments.kind,
-            arguments.seed,
-            arguments.start + arguments.cases,
-            {"resume": arguments.resume, "relayout": arguments.relayout, "one rank": arguments.one},
-            arguments.max_ranks,
-        )[arguments.start :]
-        if arguments.replay is None
-        else [replayed(arguments.replay)]
-    )
-    return search(cases, arguments)
+    if arguments.replay is not None:
+        return search([replayed(arguments.replay)], arguments)
+    judged = {"resume": arguments.resume, "relayout": arguments.relayout, "one rank": arguments.one}
+    number = arguments.start + arguments.cases
+    cases = cases_of(arguments.kind, arguments.seed, number, judged, arguments.max_ranks)
+    return search(cases[arguments.start :], arguments)
 
 
 if __name__ == "__main__":

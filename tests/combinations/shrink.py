@@ -1,7 +1,5 @@
 """Shrinks a failure: fewer options, a simpler layout, the same kind of failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
@@ -19,14 +17,7 @@ HANG = 15.0
 
 @dataclass
 class Shrinking:
-    """The smallest case so far that fails alike.
-
-    Attributes:
-        best, verdict: that case, and its failure.
-        data: folder of the inputs.
-        limit: seconds after which a run counts as hanging.
-        end: time after which nothing more is tried.
-    """
+    """The smallest case so far that fails alike; nothing more is tried after `end`."""
 
     best: Case
     verdict: Verdict
@@ -62,7 +53,6 @@ class Shrinking:
             size //= 2
 
     def simpler_layout(self, name: str) -> None:
-        """Take the simplest layout that fails, else drop pieces of the layout."""
         layout: Layout = getattr(self.best, name) or ONE
         for simple in _simpler(self.best, layout):
             if self.take(dataclasses.replace(self.best, **{name: simple})):
@@ -75,7 +65,6 @@ class Shrinking:
                 self.take(dataclasses.replace(self.best, **{name: fewer}))
 
     def fewer_words(self) -> None:
-        """Drop flags of options that are several."""
         for place in range(len(self.best.options)):
             for group in _groups(self.best.options[place]):
                 options = list(self.best.options)

@@ -3,8 +3,6 @@
 Each number of a seed is a test of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Callable
@@ -41,7 +39,6 @@ def numbers(
 
 
 def passes(case: Case) -> None:
-    """Fail with the command of a case that fails."""
     load()
     result: Result = settle(case, inputs.make(), LIMIT, [], shrinks=False)
     last = result.verdicts[-1]

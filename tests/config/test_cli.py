@@ -1,17 +1,16 @@
 """Launch scripts of Megatron-LM run unchanged, and every common flag gets an answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_ext.config.parser import parse_args, read_words
+from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import DataConfig
 from megatron_ext.text.task import TEXT
+from tests.config.runs import SMALL
+from tests.training_runs import config_of, errors_of, parsed
 
 GPT3 = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
@@ -64,23 +63,12 @@ MIXTRAL = (
     "--no-load-optim --no-load-rng --wandb-project Mixtral --wandb-exp-name X "
 )
 FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
-TINY = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 12 "
-    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 "
-)
 BY_USE = (Path(__file__).parent / "flags_by_use.txt").read_text(encoding="utf-8").split()
-
-
-def _errors(flags: str, world_size: int = 1) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        parse_args(flags.split(), TEXT, world_size=world_size, device="cpu")
-    return str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_gpt3_script(device: str) -> None:
-    config = parse_args(GPT3.split(), TEXT, world_size=128, device=device).config
+    config = config_of(GPT3, ranks=128, device=device)
     assert config.precision.fp16
     assert config.training.rampup_batch_size == [16, 16, 5859375]
     assert config.parallel.data_parallel_size == 1
@@ -90,80 +78,52 @@ def test_gpt3_script(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_llama3_script_with_the_quotes_its_bash_array_passes_on(device: str) -> None:
-    parsed = parse_args(LLAMA3.split(), TEXT, world_size=8, device=device)
-    assert parsed.config.section(DataConfig).split == "99,1,0"
-    assert parsed.config.optimizer.decoupled_lr == 5.0e-4
-    assert parsed.config.parallel.sequence_parallel is False
+    found = parsed(LLAMA3, ranks=8, device=device)
+    assert found.config.section(DataConfig).split == "99,1,0"
+    assert found.config.optimizer.decoupled_lr == 5.0e-4
+    assert found.config.parallel.sequence_parallel is False
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_llama3_script_with_fp8(device: str) -> None:
-    parsed = parse_args(f"{LLAMA3} {FP8}".split(), TEXT, world_size=8, device=device)
-    assert parsed.config.fp8.fp8_recipe == "delayed"
-    assert parsed.config.fp8.fp8_amax_history_len == 1024
+    found = parsed(f"{LLAMA3} {FP8}", ranks=8, device=device)
+    assert found.config.fp8.fp8_recipe == "delayed"
+    assert found.config.fp8.fp8_amax_history_len == 1024
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_llama3_script_gathers_parameters_in_bf16_without_transformer_engine(device: str) -> None:
     words = f"{LLAMA3} {FP8} --fp8-param-gather".split()
-    parsed = parse_args(words, TEXT, world_size=8, device=device)
-    assert not parsed.config.fp8.fp8_param_gather
+    found = parsed(words, ranks=8, device=device)
+    assert not found.config.fp8.fp8_param_gather
     assert (
         "`--fp8-param-gather` has no effect without Transformer Engine: the torch layers keep and "
-        "gather their weights in bf16." in parsed.notes
+        "gather their weights in bf16." in found.notes
     )
 
 
 def test_groups_of_queries_without_grouped_attention_get_a_note() -> None:
-    notes = parse_args(
-        f"{TINY} --num-query-groups 2".split(), TEXT, world_size=1, device="cpu"
-    ).notes
+    notes = parsed(f"{SMALL} --num-query-groups 2").notes
     assert (
         "`--num-query-groups` has no effect without `--group-query-attention`: each head has keys "
         "and values of its own." in notes
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--decoupled-min-lr 1e-5", "`--decoupled-min-lr` (1e-05) needs `--decoupled-lr`; give"),
-        (
-            "--min-lr 1e-4 --decoupled-lr 1e-5",
-            "`--decoupled-lr` (1e-05) must be at least `--min-lr` (0.0001)",
-        ),
-        (
-            "--decoupled-lr 1e-5 --decoupled-min-lr 1e-3",
-            "`--decoupled-lr` (1e-05) must be at least `--decoupled-min-lr` (0.001)",
-        ),
-        (
-            "--start-weight-decay 0.2",
-            "`--start-weight-decay` (0.2) needs `--weight-decay-incr-style` linear or cosine",
-        ),
-        (
-            "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
-            "`--end-weight-decay` (0.1) must be at least `--start-weight-decay` (0.2)",
-        ),
-    ],
-)
-def test_a_flag_that_would_be_ignored_alone_gets_a_sentence(flags: str, sentence: str) -> None:
-    assert sentence in "\n".join(_errors(TINY + flags))
-
-
 def test_kernels_of_experts_get_one_note_on_any_device() -> None:
     for device in ("cpu", "cuda"):
         words = f"{MIXTRAL} --moe-permute-fusion --moe-router-fusion".split()
-        notes = parse_args(words, TEXT, world_size=32, device=device).notes
+        notes = parsed(words, ranks=32, device=device).notes
         for flag in ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"):
             assert len([note for note in notes if f"`{flag}` has no effect" in note]) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_mixtral_script_keeps_rope(device: str) -> None:
-    parsed = parse_args(MIXTRAL.split(), TEXT, world_size=32, device=device)
-    assert parsed.config.model.position_embedding_type == "rope"
-    assert parsed.config.moe.num_experts == 8
-    assert any("`--no-position-embedding` has no effect" in note for note in parsed.notes)
+    found = parsed(MIXTRAL, ranks=32, device=device)
+    assert found.config.model.position_embedding_type == "rope"
+    assert found.config.moe.num_experts == 8
+    assert any("`--no-position-embedding` has no effect" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("name", [name for name in BY_USE if name != "--help"])
@@ -175,97 +135,34 @@ def test_there_are_342_common_flags() -> None:
     assert len(set(BY_USE)) == 342
 
 
-BAD = [
-    ("--hiden-size 8", "`--hiden-size` is not a flag of this program; did you mean `--hidden"),
-    ("--sft-tokenizer-prompt-format x", "`--sft-tokenizer-prompt-format` is known from Megatron"),
-    ("--num-layers two", "`--num-layers` (two) must be an integer."),
-    ("--lr fast", "`--lr` (fast) must be a number."),
-    ("--bf16 yes", "`--bf16` takes no value, but got yes; leave it out."),
-    ("--rampup-batch-size 4 4", "`--rampup-batch-size` takes 3 value(s), but got 2."),
-    ("--global-batch-size 3", "`--global-batch-size` (3) must be divisible by micro-batch size"),
-    ("--bf16 --fp16", "`--bf16` and `--fp16` exclude each other; give one."),
-    ("--split 1,2,3,4", "`--split` (1,2,3,4) must be one to three shares"),
-    ("--data-path d", "`--data-path` and `--mock-data` exclude each other"),
-    (
-        "--num-workers -1",
-        "`--num-workers` (-1) must be at least 0 and at most 256; 2 is the default.",
-    ),
-    ("--seed 0", "`--seed` (0) must be at least 1; 1234 is the default."),
-    ("--exit-signal SIGNONE", "`--exit-signal` (SIGNONE) is no signal; use SIGTERM."),
-    ("--train-samples 9", "`--train-iters` (12) and `--train-samples` (9) exclude each other"),
-    ("--save-interval 5", "`--save-interval` needs `--save`; give a folder."),
-    (
-        "--use-checkpoint-args",
-        "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`",
-    ),
-    ("--keep-best 2", "`--keep-best` needs `--save`; give a folder."),
-    ("--save s --keep-best 0", "`--keep-best` (0) must be at least 1; use 1."),
-    ("--save s --keep-best 2 --eval-iters 0", "`--keep-best` (2) needs evaluation, but"),
-    ("--manual-gc --manual-gc-interval -1", "`--manual-gc-interval` (-1) must be at least 0"),
-    ("--manual-gc-interval 5", "`--manual-gc-interval` (5) needs `--manual-gc`; give both."),
-    ("--no-manual-gc-eval", "`--no-manual-gc-eval` needs `--manual-gc`; give both."),
-    ("--early-stop-patience 0", "`--early-stop-patience` (0) must be at least 1"),
-    ("--early-stop-patience 2 --eval-iters 0", "`--early-stop-patience` (2) needs evaluation"),
-    ("--early-stop-patience 2 --early-stop-min-delta -1", "(-1.0) must be at least 0; 0.0 is the"),
-    (
-        "--early-stop-patience 2 --early-stop-min-delta nan",
-        "(nan) must be a finite number, at least",
-    ),
-    ("--early-stop-min-delta 1", "`--early-stop-min-delta` (1.0) needs `--early-stop-patience`"),
-    ("--resume-mode never", "`--resume-mode` (never) must be one of"),
-    ("--resume-mode disable --load l", "`--resume-mode disable` starts anew and contradicts `--lo"),
-    ("--resume-mode path", "`--resume-mode path` needs `--load`; give the folder to go on from."),
-    ("--resume-mode path --load l --pretrained-checkpoint p", "(p) has no use; leave one out."),
-    ("--resume-mode auto", "`--resume-mode auto` needs `--save`; give the folder to go on in."),
-    ("--resume-mode auto --save s --load s --ckpt-step 3", "`--ckpt-step` (3) contradicts"),
-    ("--resume-mode auto --save s --load s --finetune", "`--load` (s) must differ from `--save`"),
-    ("--wandb-project p", "`--wandb-project` (p) needs `--wandb-exp-name`"),
-    ("--multiple-validation-sets", "`--multiple-validation-sets` needs `--full-validation`"),
-    ("--no-position-embedding", "`--no-position-embedding` contradicts"),
-    ("--transformer-impl transformer_engine", "needs Transformer Engine and a GPU"),
-    ("--step-batch-size-schedule 5:8", "must list TOKENS:BATCH_SIZE with rising tokens from 0"),
-    ("--optimizer sgd --use-distributed-optimizer", "keeps Adam's state only; leave the latter"),
-    ("--pipeline-model-parallel-size 3", "The number of ranks (1) must be divisible by"),
-    ("--tensor-model-parallel-size 0", "(0) must be at least 1; 1 is the default."),
-]
-
-
-@pytest.mark.parametrize(("flags", "sentence"), BAD, ids=[flags for flags, _ in BAD])
-def test_sentence(flags: str, sentence: str) -> None:
-    assert any(sentence in error for error in _errors(TINY + flags))
-
-
 def test_all_errors_are_reported_together() -> None:
-    errors = _errors(TINY + "--hiden-size 8 --bf16 --fp16 --seed 0")
-    assert len(errors) == 3
+    assert len(errors_of(f"{SMALL} --hiden-size 8 --bf16 --fp16 --seed 0")) == 3
 
 
 def test_printed_configuration_can_be_fed_back(tmp_path: Path) -> None:
-    config = parse_args(TINY.split(), TEXT, world_size=1, device="cpu").config
+    config = config_of(SMALL)
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config.to_dict()), encoding="utf-8")
-    assert parse_args(["--config", str(file)], TEXT, world_size=1, device="cpu").config == config
-    again = parse_args(
-        ["--config", str(file), "--seed", "7"], TEXT, world_size=1, device="cpu"
-    ).config
+    assert config_of(["--config", str(file)]) == config
+    again = config_of(["--config", str(file), "--seed", "7"])
     assert again.training.seed == 7
     assert RunConfig.from_dict(config.to_dict(), TEXT.sections) == config
 
 
 def test_dashes_and_underscores_mean_the_same() -> None:
-    dashed = parse_args(TINY.split(), TEXT, world_size=1, device="cpu").config
+    dashed = config_of(SMALL)
     lined = [
         word.replace("-", "_").replace("__", "--", 1) if word.startswith("--") else word
-        for word in TINY.split()
+        for word in SMALL.split()
     ]
-    assert parse_args(lined, TEXT, world_size=1, device="cpu").config == dashed
+    assert config_of(lined) == dashed
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_switch_that_is_always_on_says_so(device: str) -> None:
     words = [*MIXTRAL.split(), "--tokenizer-hf-use-fast"]
-    (note,) = set(parse_args(words, TEXT, world_size=32, device=device).notes) - set(
-        parse_args(MIXTRAL.split(), TEXT, world_size=32, device=device).notes
+    (note,) = set(parsed(words, ranks=32, device=device).notes) - set(
+        parsed(MIXTRAL, ranks=32, device=device).notes
     )
     assert note.startswith("`--tokenizer-hf-use-fast` has no effect: Hugging Face tokenizers are")
 
@@ -287,17 +184,17 @@ IDLE = {
 @pytest.mark.parametrize("flags", IDLE)
 def test_a_flag_that_does_nothing_without_another_says_so(flags: str) -> None:
     name, needed = flags.split()[0], IDLE[flags]
-    notes = parse_args((TINY + flags).split(), TEXT, world_size=1, device="cpu").notes
+    notes = parsed(f"{SMALL} {flags}").notes
     assert notes == [f"`{name}` has no effect without `{needed}`."]
     value = {"--mtp-num-layers": " 1", "--num-experts": " 2 --moe-router-pre-softmax"}.get(needed)
     if needed == "--use-rope-scaling":
         value = " --position-embedding-type rope"
-    both = f"{TINY}{flags} {needed}{value or ''}"
-    assert not parse_args(both.split(), TEXT, world_size=1, device="cpu").notes
+    both = f"{SMALL} {flags} {needed}{value or ''}"
+    assert not parsed(both).notes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_kernel_that_no_attention_here_takes_is_named(device: str) -> None:
-    words = [*TINY.split(), "--no-masked-softmax-fusion"]
-    (note,) = parse_args(words, TEXT, world_size=1, device=device).notes
+    words = [*SMALL.split(), "--no-masked-softmax-fusion"]
+    (note,) = parsed(words, device=device).notes
     assert note.startswith("`--no-masked-softmax-fusion` has no effect: attention is computed by")

@@ -1,7 +1,5 @@
 """Flags of a user's own stand in --help, files, configurations and checkpoints as ours do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +8,12 @@ import pytest
 import yaml
 
 from megatron_ext.config.flags import flag
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.main import main
-
-RUN = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
-    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127"
-).split()
+from tests.training_runs import SMALL as RUN
+from tests.training_runs import config_of, errors_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class CapFlags:
 
 def parsed(*words: str, **options: Any) -> RunConfig:
     program = TEXT.with_sections(*options.pop("sections", (CapFlags,)))
-    return parse_args([*RUN, *words], program, world_size=1, device="cpu", **options).config
+    return config_of([*RUN, *words], program, **options)
 
 
 def test_own_flags_are_read_from_the_command_line() -> None:
@@ -49,7 +42,7 @@ def test_own_flags_are_read_from_the_command_line() -> None:
 
 def test_own_flags_are_listed_in_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_args(["--help"], TEXT.with_sections(CapFlags), world_size=1, device="cpu")
+        config_of("--help", TEXT.with_sections(CapFlags))
     shown = capsys.readouterr().out
     assert "cap_flags:\n  --hidden-cap UNITS\n        bound of the hidden states\n" in shown
 
@@ -65,12 +58,8 @@ def test_own_flags_are_printed_and_read_from_a_file(
     assert yaml.safe_load(printed)["cap_flags"] == cap
     file = tmp_path / "run.yaml"
     file.write_text(printed)
-    again = parse_args(
-        ["--config", str(file), "--cap-kind", "soft"],
-        TEXT.with_sections(CapFlags),
-        world_size=1,
-        device="cpu",
-    ).config
+    words = ["--config", str(file), "--cap-kind", "soft"]
+    again = config_of(words, TEXT.with_sections(CapFlags))
     assert again.section(CapFlags) == CapFlags(3.0, [1], "soft")
 
 
@@ -94,10 +83,9 @@ def test_own_flags_come_with_the_arguments_of_a_checkpoint() -> None:
     ],
 )  # fmt: skip
 def test_wrong_values_of_own_flags_are_refused_with_all_others(words: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parsed(*words.split(), "--seq-len", "3")
-    assert any(text.startswith(sentence) for text in caught.value.messages)
-    assert any("`--seq-len`" in text for text in caught.value.messages)
+    errors = errors_of([*RUN, *words.split(), "--seq-len", "3"], TEXT.with_sections(CapFlags))
+    assert any(text.startswith(sentence) for text in errors)
+    assert any("`--seq-len`" in text for text in errors)
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Each numeric flag has a range, and any value ends in a configuration or in one sentence."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex
@@ -11,22 +9,18 @@ from random import Random
 import pytest
 
 from megatron_ext.config.flags import COUNT, SHARE, Flag, Range, range_errors
-from megatron_ext.config.parser import parse_args
-from megatron_ext.config.program_flags import all_flags
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import all_flags
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
-from megatron_ext.planning.checks import check_core
+from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.text.config import DataConfig
 from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.preflight import preflight
+from megatron_ext.train.main import preflight
 from megatron_ext.video.task import VIDEO
 from tests.combinations.options import every_flag
+from tests.training_runs import SMALL, check_refused, config_of, errors_of
 
-TINY = shlex.split(
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 6 "
-    "--lr 1e-2 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0"
-)
+TINY = [*SMALL, *"--train-iters 6 --eval-iters 0".split()]
 FLOW = shlex.split(
     "--micro-batch-size 1 --train-iters 6 --lr 1e-2 --video-data-path d --eval-iters 0"
 )
@@ -70,7 +64,7 @@ def test_any_word_ends_in_a_configuration_or_in_sentences(flag: Flag) -> None:
     for word in WORDS:
         argv = [*base, flag.positive[0], *[word] * number]
         try:
-            parse_args(argv, tasks, world_size=1, device="cpu")
+            config_of(argv, tasks)
         except ConfigError:
             continue
         assert math.isfinite(float(word)), f"{flag.positive[0]} {word}"
@@ -81,9 +75,8 @@ def test_what_is_no_number_of_use_is_told_with_the_flag(flag: Flag) -> None:
     word = "nan" if flag.type is float else "1" + 20 * "0"
     number = flag.nargs if isinstance(flag.nargs, int) else 1
     base, tasks = PROGRAMS[PROGRAM_OF.get(flag.section, "text")]
-    with pytest.raises(ConfigError) as caught:
-        parse_args([*base, flag.positive[0], *[word] * number], tasks, world_size=1, device="cpu")
-    named = [text for text in caught.value.messages if text.startswith(f"`{flag.positive[0]}` (")]
+    errors = errors_of([*base, flag.positive[0], *[word] * number], tasks)
+    named = [text for text in errors if text.startswith(f"`{flag.positive[0]}` (")]
     assert len(named) == 1 and "must be" in named[0]
 
 
@@ -107,9 +100,7 @@ def test_the_rule_that_a_number_breaks(bounds: Range, value: float, rule: str | 
 
 def test_a_number_out_of_range_does_not_hide_other_errors_nor_cause_them() -> None:
     argv = [*TINY, "--num-layers", "0", "--lr", "nan", "--bf16", "--fp16"]
-    with pytest.raises(ConfigError) as caught:
-        parse_args(argv, TEXT, world_size=1, device="cpu")
-    assert caught.value.messages == (
+    assert errors_of(argv) == (
         "`--num-layers` (0) must be at least 1; use 1.",
         "`--lr` (nan) must be a finite number, at least 0 and at most 1000; give another, or leave "
         "it out.",
@@ -137,22 +128,18 @@ def test_an_entry_of_a_file_is_read_as_the_flag_would_be(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(entry, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        parse_args(["--config", str(file), *TINY[6:]], TEXT, world_size=1, device="cpu")
-    assert any(sentence in text for text in caught.value.messages)
+    check_refused(["--config", str(file), *TINY[6:]], sentence)
 
 
 def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("min_lr: 1e-4\nrampup_batch_size: [2, 2, 8]", encoding="utf-8")
-    argv = [*TINY, "--config", str(file)]
-    config = parse_args(argv, TEXT, world_size=1, device="cpu").config
+    config = config_of([*TINY, "--config", str(file)])
     assert config.optimizer.min_lr == 1e-4
     assert config.training.rampup_batch_size == [2, 2, 8]
 
 
 def _drawn(flag: Flag, random: Random) -> list[str]:
-    """Draw the words of a flag, most of them such as a user may mean."""
     if flag.type is bool:
         return [random.choice((*flag.positive, *flag.negative))]
     words = list(map(str, flag.choices or ()))
@@ -185,7 +172,7 @@ def test_any_two_flags_end_in_a_configuration_or_in_sentences(program: str) -> N
         layout = random.choice(("", "", *LAYOUTS))
         argv, size = [*base, *layout.split(), *pair], 4 if layout else random.choice((1, 2))
         try:
-            config = parse_args(argv, tasks, world_size=size, device="cpu").config
+            config = config_of(argv, tasks, ranks=size)
             if config.has(DataConfig) and config.section(DataConfig).mock_data:
                 config, _ = preflight(config, GPT.preflight)
             check_core(config)

@@ -1,8 +1,7 @@
 """Batches against megatron-core's masks, shifts written by hand, and weights sample by sample."""
 
-from __future__ import annotations
-
 import math
+from itertools import islice
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from megatron_ext.data.batch import (
     Batch,
+    StepLoader,
     document_attention_mask,
     documents_of_positions,
     documents_of_tokens,
@@ -19,7 +19,8 @@ from megatron_ext.data.batch import (
     with_mtp_targets,
     with_reduced_weights,
 )
-from megatron_ext.data.step_loader import StepLoader
+from megatron_ext.data.samplers import RandomSampler, SequentialSampler
+from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
 
@@ -34,9 +35,8 @@ def test_document_mask_equals_megatron_cores() -> None:
     theirs = [
         _get_ltor_masks_and_position_ids(row, EOD, False, True, False, True)[0] for row in tokens
     ]
-    assert torch.equal(
-        document_attention_mask(documents_of_tokens(tokens, EOD)), torch.stack(theirs)
-    )
+    found = document_attention_mask(documents_of_tokens(tokens, EOD))
+    assert torch.equal(found, torch.stack(theirs))
 
 
 def test_mtp_targets_are_further_shifts_of_labels_and_mask() -> None:
@@ -97,20 +97,16 @@ def test_padding_belongs_to_no_sample() -> None:
     assert float(found.sum()) == pytest.approx(DENOMINATORS["square"], rel=1e-6)
 
 
-def test_rows_without_targets_weigh_nothing() -> None:
-    for reduction in DENOMINATORS:
-        found = reduced_weights(torch.zeros_like(WEIGHTS), documents(), reduction)
-        assert not found.any()
+@pytest.mark.parametrize("reduction", DENOMINATORS)
+def test_rows_without_targets_weigh_nothing(reduction: str) -> None:
+    assert not reduced_weights(torch.zeros_like(WEIGHTS), documents(), reduction).any()
 
 
 def test_prediction_depths_are_calibrated_by_themselves() -> None:
     ids = torch.zeros_like(POSITIONS)
     fewer = torch.tensor([[1.0, 0, 0, 1, 1, 0, 0, 0], [0.0] * 8])
-    found = with_reduced_weights(
-        Batch(ids, ids, WEIGHTS, POSITIONS, mtp_labels=(ids,), mtp_loss_weights=(fewer,)),
-        documents(),
-        "sample",
-    )
+    batch = Batch(ids, ids, WEIGHTS, POSITIONS, mtp_labels=(ids,), mtp_loss_weights=(fewer,))
+    found = with_reduced_weights(batch, documents(), "sample")
     assert float(found.loss_weights.sum()) == pytest.approx(3)
     assert float(found.mtp_loss_weights[0].sum()) == pytest.approx(2)
 
@@ -129,15 +125,8 @@ def test_ignored_labels_weigh_nothing_at_any_depth(
     }
 
     def first(ignore_index: int) -> tuple[list[float], list[float]]:
-        loader = StepLoader(
-            iter([sample]),
-            context,
-            (1, 6),
-            torch.device("cpu"),
-            mtp_depths=1,
-            reduction=reduction,
-            ignore_index=ignore_index,
-        )
+        how = {"mtp_depths": 1, "reduction": reduction, "ignore_index": ignore_index}
+        loader = StepLoader(iter([sample]), context, (1, 6), torch.device("cpu"), **how)
         (batch,) = loader.next_step(1)
         return batch.loss_weights[0].tolist(), batch.mtp_loss_weights[0][0].tolist()
 
@@ -149,3 +138,40 @@ def test_ignored_labels_weigh_nothing_at_any_depth(
     )
     whole = 1 if reduction == "token" else 1 / 5
     assert first(-100)[0] == pytest.approx([whole] * 5 + [0])
+
+
+def test_sequential_gives_each_rank_its_share_of_every_micro_batch() -> None:
+    ranks = [list(SequentialSampler(9, 0, 2, rank, 2)) for rank in range(2)]
+    assert ranks == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_sequential_resumes_after_consumed_samples() -> None:
+    whole = list(SequentialSampler(24, 0, 2, 1, 3))
+    assert list(SequentialSampler(24, 12, 2, 1, 3)) == whole[2:]
+    assert len(SequentialSampler(24, 12, 2, 1, 3)) == 2
+
+
+def test_sequential_refuses_an_exhausted_dataset() -> None:
+    with pytest.raises(DataError, match=r"has consumed 8 samples, but the dataset holds 8"):
+        SequentialSampler(8, 8, 2, 0, 2)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_random_covers_each_epoch_once_and_resumes(sharded: bool) -> None:
+    def micro_batches(consumed: int, count: int) -> list[list[list[int]]]:
+        return [
+            list(islice(RandomSampler(12, consumed, 2, r, 3, data_sharding=sharded), count))
+            for r in range(3)
+        ]
+
+    four = micro_batches(0, 4)  # two epochs of two micro-batches on each of three ranks
+    for epoch in (0, 1):
+        seen = [i for rank in four for batch in rank[2 * epoch : 2 * epoch + 2] for i in batch]
+        assert sorted(seen) == list(range(12))
+    assert [rank[:2] for rank in four] != [rank[2:] for rank in four]
+    assert micro_batches(6, 3) == [rank[1:] for rank in four]
+
+
+def test_random_refuses_a_dataset_below_one_micro_batch() -> None:
+    with pytest.raises(DataError, match=r"holds 5 samples, but one micro-batch .* takes 6"):
+        RandomSampler(5, 0, 2, 0, 3, data_sharding=True)

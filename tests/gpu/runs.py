@@ -1,7 +1,5 @@
 """Whole runs of pretrain_gpt.py, each in a process of its own, on a GPU or with the GPUs hidden."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -52,13 +50,11 @@ def train(
 
 
 def needs_gpus(count: int) -> None:
-    """Skip the test where this machine has fewer GPUs."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs, this machine has {torch.cuda.device_count()}")
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the losses of the steps, in order."""
     return [row["lm loss"] for row in rows]
 
 

@@ -1,7 +1,5 @@
 """Attention on a GPU: float64's numbers, the fastest kernel, and masks that skip blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +9,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from benchmarks.attention import SHAPES, Inputs, Shape, make_inputs, measure, ours
-from megatron_ext.device.rates import seconds_of
+from megatron_ext.device.gpus import seconds_of
 from megatron_ext.layers import sdpa
 from megatron_ext.layers import sdpa as block_mask
 from megatron_ext.layers.attention import DotProductAttention

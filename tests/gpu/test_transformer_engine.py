@@ -1,7 +1,5 @@
 """Transformer Engine's layers: bf16 beside the torch layers, and each recipe beside bf16."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.config.rules.transformer_engine import found_version
-from megatron_ext.device.rates import FIRST
+from megatron_ext.device.gpus import FIRST
 from megatron_ext.layers.transformer_engine import recipe_error
 from tests.gpu.runs import losses, needs_gpus, train
 from tests.training_runs import TINY, mock_data

@@ -4,8 +4,6 @@
 so that every layout holds the same model.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import zlib
@@ -19,11 +17,7 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    forbidden: Tensor,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, forbidden: Tensor, scale: float | None = None
 ) -> Tensor:
     """Attend: ``[s, b, n, d]`` and twice ``[s, b, g, d]`` give ``[s, b, n * d]``."""
     repeats = query.size(2) // key.size(2)
@@ -75,7 +69,6 @@ def full_weight(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def global_name(name: str, context: ParallelContext, num_experts: int) -> str:
-    """Return the name with the number of the expert among all experts."""
     local = num_experts // context.pgs.ep.size()
     first = context.pgs.ep.rank() * local
     return re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{first + int(m[1])}", name)
@@ -83,8 +76,6 @@ def global_name(name: str, context: ParallelContext, num_experts: int) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a full weight that a parameter holds."""
-
     name: str
     shape: tuple[int, ...]
     dim: int

@@ -5,8 +5,6 @@ run of `RUNS` for a few steps, and prints as lines of JSON what it reported and 
 was asked for. The configuration is that of a GPU, the ranks run on the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -21,15 +19,12 @@ import torch
 import transformer_engine.record as record
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.device import Device
 from megatron_ext.layers.transformer_engine import prepare_transformer_engine
-from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import pretrain
-from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.files import LossPlot, read_metrics
 from megatron_ext.train.run import Run
-from tests.training_runs import TINY, mock_data, training_rows
+from tests.training_runs import TINY, config_of, mock_data, prepared, training_rows
 
 STEPS = 2
 TE = "--transformer-impl transformer_engine"
@@ -67,7 +62,6 @@ def flags_of(name: str, save: Path, more: str = "") -> list[str]:
 
 
 def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
-    """Return what a run reported, and what it asked the stand-in for."""
     if BREAK in name:
         first, name = name.split(BREAK)
         train(first, folder, "--save-interval 1 --exit-interval 1")
@@ -75,9 +69,7 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
         return train(name, folder, f"--load {folder}")
     record.CALLS.clear()
     os.environ["MEGATRON_EXT_INIT_METHOD"] = f"file://{folder}/rendezvous"
-    parsed = parse_args(flags_of(name, folder, more), TEXT, world_size=1, device="cuda")
-    task = parsed.task
-    config, tokenizer = preflight(parsed.config, task.preflight)
+    task, config, tokenizer = prepared(flags_of(name, folder, more), ranks=1, device="cuda")
     seen: dict[str, Any] = {}
 
     def look(run: Run) -> None:
@@ -91,7 +83,8 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        pretrain(task, config, device=Device("cpu", "gloo"), assets=tokenizer, prepare=look)
+        cpu = Device("cpu", "gloo")
+        pretrain(task, config, device=cpu, assets=tokenizer, prepare=look)
     rows = training_rows(read_metrics(folder / "metrics.jsonl"))
     said = [line for line in output.getvalue().splitlines() if line.startswith("> layers:")]
     return {
@@ -110,7 +103,7 @@ def set_up_buffers() -> dict[str, Any]:
         "--tp-comm-bootstrap-backend gloo --train-iters 1 --deterministic-mode"
     )
     flags = [*TINY, *mock_data(), *words.split()]
-    prepare_transformer_engine(parse_args(flags, TEXT, world_size=2, device="cuda").config)
+    prepare_transformer_engine(config_of(flags, ranks=2, device="cuda"))
     names = ("NVTE_APPLY_QK_LAYER_SCALING", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
     return {"calls": record.CALLS[:], "environment": [os.environ.pop(name) for name in names]}
 
@@ -131,7 +124,6 @@ def gather_one_by_one() -> None:
 
 
 def main(names: list[str]) -> None:
-    """Train the named runs, and print what was seen."""
     torch.set_num_threads(1)
     # What the rules about a GPU ask for: one that has all recipes.
     Device("cpu", "gloo").activate(0)

@@ -1,7 +1,6 @@
-"""Attention on one rank: plain arithmetic, and megatron-core's own module for its roundings."""
+"""Attention: plain arithmetic in every layout, and megatron-core's own module for its roundings."""
 
-from __future__ import annotations
-
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention as CoreAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
@@ -19,7 +19,7 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.specs import torch_layer_spec
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from tests.layers import plain
-from tests.ranks import ranks
+from tests.ranks import on_ranks, ranks
 
 S, B, N, D = 16, 2, 4, 8
 ENDS = [[5, 6, 11], [8]]
@@ -58,7 +58,6 @@ def random_qkv(groups: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def outcome(module: Any, qkv: list[Tensor], mask: Tensor | None, seed: int = 3) -> list[Tensor]:
-    """Return output and the three gradients, from a fixed random state."""
     own = [x.detach().clone().requires_grad_() for x in qkv]
     torch.manual_seed(seed)
     out = module(*own, mask) if not isinstance(module, SimpleNamespace) else module.call(*own)
@@ -84,30 +83,30 @@ def assert_near(got: list[Tensor], want: list[Tensor], tolerance: float) -> None
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @ranks()
 def test_equals_plain_arithmetic(context: ParallelContext, groups: int, masked: bool) -> None:
+    """The scale of the softmax is the default one, then a given one."""
     forbidden = plain.documents(S, ENDS) if masked else plain.causal(S, B)
     qkv = random_qkv(groups)
     ours = build(DotProductAttention, config(num_query_groups=groups), context)
     mask = forbidden[:, None] if masked else None
     assert_near(outcome(ours, qkv, mask), expected(qkv, forbidden), 1e-6)
+    given = build(DotProductAttention, config(num_query_groups=groups), context, softmax_scale=0.7)
+    assert_near(outcome(given, qkv, mask), expected(qkv, forbidden, 0.7), 1e-6)
 
 
-@ranks()
-def test_a_given_softmax_scale_is_used(context: ParallelContext) -> None:
-    qkv = random_qkv(N)
-    ours = build(DotProductAttention, config(), context, softmax_scale=0.7)
-    assert_near(outcome(ours, qkv, None), expected(qkv, plain.causal(S, B), 0.7), 1e-6)
+def forbidden_by(mask: str, window: int = 3) -> Tensor:
+    forbidden = plain.documents(S, ENDS) if "documents" in mask else plain.causal(S, B)
+    if "window" in mask:
+        distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+        forbidden = forbidden | (distance > window)
+    return forbidden
 
 
 @ranks()
 def test_a_sliding_window_hides_far_keys(context: ParallelContext) -> None:
-    """One layer has the window, the other is exempt from it."""
     qkv = random_qkv(N)
     transformer_config = config(window_size=(3, 0), window_attn_skip_freq=2)
-    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
-    for layer in (1, 2):
-        forbidden = plain.causal(S, B)
-        if layer == 1:
-            forbidden = forbidden | (distance > 3)
+    for layer, mask in ((1, "window"), (2, "causal")):
+        forbidden = forbidden_by(mask)
         ours = build(DotProductAttention, transformer_config, context, layer_number=layer)
         assert_near(outcome(ours, qkv, None), expected(qkv, forbidden), 1e-6)
         theirs = build(CoreAttention, transformer_config, context, layer_number=layer)
@@ -117,11 +116,9 @@ def test_a_sliding_window_hides_far_keys(context: ParallelContext) -> None:
 @ranks()
 def test_sliding_window_joins_a_document_mask(context: ParallelContext) -> None:
     qkv = random_qkv(N)
-    forbidden = plain.documents(S, ENDS)
     ours = build(DotProductAttention, config(window_size=(2, 0)), context)
-    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
-    want = expected(qkv, forbidden | (distance > 2))
-    assert_near(outcome(ours, qkv, forbidden[:, None]), want, 1e-6)
+    want = expected(qkv, forbidden_by("documents and window", 2))
+    assert_near(outcome(ours, qkv, plain.documents(S, ENDS)[:, None]), want, 1e-6)
 
 
 HALF = [
@@ -207,3 +204,107 @@ def test_what_it_cannot_do_it_says(context: ParallelContext) -> None:
     learnable.softmax_type = "learnable"
     with pytest.raises(ConfigError, match=r"`--softmax-type` \(learnable\) must be vanilla"):
         build(DotProductAttention, learnable, context)
+
+
+CP_HEADS, CP_WIDTH = 8, 4
+CP_KINDS = ["p2p", "all_gather", "a2a"]
+MASKS = ["causal", "documents", "window", "documents and window"]
+
+
+def full_qkv(groups: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(S, B, n, CP_WIDTH) for n in (CP_HEADS, groups, groups)]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def check_part(
+    context: ParallelContext, kind: str, mask: str, groups: int, dtype: torch.dtype
+) -> None:
+    """Check output and gradients of this rank's heads and part of the sequence."""
+    tp, cp = context.pgs.tp, context.pgs.cp
+    full = [x.requires_grad_() for x in full_qkv(groups, dtype)]
+    truth = plain.attention(*(x.double() for x in full), forbidden_by(mask))
+    cotangent = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1)).double()
+    wanted = [truth, *torch.autograd.grad(truth, full, cotangent)]
+
+    def own(tensor: Tensor) -> Tensor:
+        """Return this rank's heads and positions of ``[s, b, heads(, d)]``."""
+        return plain.zigzag(tensor.chunk(tp.size(), dim=2)[tp.rank()], cp.rank(), cp.size())
+
+    transformer_config = config(
+        hidden_size=CP_HEADS * CP_WIDTH,
+        num_attention_heads=CP_HEADS,
+        num_query_groups=groups,
+        context_parallel_size=cp.size(),
+        tensor_model_parallel_size=tp.size(),
+        window_size=(3, 0) if "window" in mask else None,
+    )
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type=kind)
+    local = [own(x.detach()).requires_grad_() for x in full]
+    rows = None
+    if "documents" in mask:
+        batch = {"attention_mask": plain.documents(S, ENDS)[:, None]}
+        rows = get_batch_on_this_cp_rank(batch, cp_group=cp)["attention_mask"]
+    out = module(*local, rows)
+    out.backward(own(cotangent).to(dtype))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    for got, want in zip([out, *(x.grad for x in local)], wanted, strict=True):
+        error = (got.double() - own(want).double()).abs().max() / want.abs().max()
+        assert error <= tolerance, f"{kind} {mask} {groups} {dtype}: {error:.2e}"
+
+
+def check_parts(context: ParallelContext, kind: str, group_sizes: list[int]) -> None:
+    for case in product(MASKS, group_sizes, (torch.float32, torch.float64)):
+        check_part(context, kind, *case)
+
+
+@pytest.mark.parametrize("kind", CP_KINDS)
+@pytest.mark.parametrize(
+    ("layout", "group_sizes"),
+    [
+        # One group makes a2a repeat the keys, as they cannot be dealt out.
+        ({"cp": 2}, [8, 2, 1]),
+        ({"cp": 4}, [8, 4, 2]),
+        ({"tp": 2, "cp": 2}, [8, 4, 2]),
+    ],
+)
+def test_parts_of_the_sequence_equal_plain_arithmetic(
+    layout: dict[str, int], group_sizes: list[int], kind: str
+) -> None:
+    on_ranks(check_parts, layout, kind=kind, group_sizes=group_sizes)
+
+
+@ranks(cp=2)
+def test_the_slices_are_megatron_cores(context: ParallelContext) -> None:
+    cp = context.pgs.cp
+    tokens = torch.arange(2 * S).view(2, S)
+    theirs = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=cp)["tokens"]
+    assert torch.equal(theirs, plain.zigzag(tokens, cp.rank(), 2, dim=1))
+
+
+@ranks(cp=2)
+def test_dropout_keeps_the_mean(context: ParallelContext) -> None:
+    cp = context.pgs.cp
+    transformer_config = config(
+        hidden_size=CP_HEADS * CP_WIDTH,
+        num_attention_heads=CP_HEADS,
+        context_parallel_size=2,
+        attention_dropout=0.2,
+    )
+    local = [plain.zigzag(x, cp.rank(), 2) for x in full_qkv(CP_HEADS, torch.float32)]
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type="all_gather")
+    mean = torch.stack([module(*local, None) for _ in range(400)]).mean(0)
+    undropped = module.eval()(*local, None)
+    assert not torch.equal(module.train()(*local, None), undropped)
+    assert (mean - undropped).abs().mean() < 0.03 * undropped.abs().mean() + 0.02
+
+
+@ranks(cp=2)
+def test_kinds_that_it_does_not_have_are_refused(context: ParallelContext) -> None:
+    transformer_config = config(context_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"`--cp-comm-type` \(a2a\+p2p\) must be p2p, all_gather"):
+        build(DotProductAttention, transformer_config, context, cp_comm_type="a2a+p2p")
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type="a2a")
+    odd = [torch.zeros(S // 2, B, 3, CP_WIDTH)] * 3
+    with pytest.raises(ConfigError, match=r"heads of a tensor-parallel rank \(3\) to be divisible"):
+        module(*odd, None)

@@ -1,7 +1,5 @@
 """Block masks: FlexAttention, uncompiled on a CPU, against float64; and what is reused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +34,6 @@ def flexible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Span]]:
-    """Yield the spans of the block masks that are made within."""
     spans: list[Span] = []
     genuine = block_mask._made
 

@@ -1,14 +1,10 @@
 """Masks by sample, layer and place: parts of ranks are parts of one rank's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
-from megatron_ext.errors import ConfigError
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.layers.context_parallel import slices_of
 from megatron_ext.layers.dropout import (
@@ -19,9 +15,7 @@ from megatron_ext.layers.dropout import (
     uniform,
 )
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.task import TEXT
 from tests.ranks import ranks
-from tests.training_runs import TINY, mock_data
 
 S, B, H = 16, 3, 8
 CPU = torch.device("cpu")
@@ -106,12 +100,6 @@ def test_evaluation_and_the_generators_are_left_alone(context: ParallelContext) 
     assert list(tensor_parallel.get_cuda_rng_tracker().get_states()) == [
         name for name in tensor_parallel.get_cuda_rng_tracker().get_states() if "sample" not in name
     ]
-
-
-def test_transformer_engines_layers_are_refused() -> None:
-    words = "--train-iters 1 --deterministic-dropout --transformer-impl transformer_engine".split()
-    with pytest.raises(ConfigError, match="`--deterministic-dropout` needs our own layers"):
-        parse_args([*TINY, *mock_data(), *words], TEXT, world_size=1, device="cuda")
 
 
 @pytest.mark.parametrize("fused", [False, True])

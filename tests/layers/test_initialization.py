@@ -1,7 +1,5 @@
 """Initial weights are the same bits on every layout, and are drawn as the flags say."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math
@@ -16,7 +14,6 @@ from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import build_chunks
@@ -25,12 +22,10 @@ from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.preflight import preflight
+from megatron_ext.text.task import GPT
 from tests.ranks import ranks, run_on_ranks
-from tests.training_runs import TINY, mock_data
+from tests.training_runs import SAME_WEIGHTS, mock_data, prepared
 
-FLAGS = [word for word in TINY if word != "--use-cpu-initialization"]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 
 LAYOUTS = {
@@ -63,13 +58,12 @@ MODELS = {
 def config_of(words: str, num_ranks: int) -> tuple[RunConfig, int]:
     """Return a run's configuration, and the entries of its vocabulary before padding."""
     # Models are only built here, experts also in layouts that could not train them.
-    flags = [*FLAGS, *mock_data(), "--train-iters", "1", "--skip-train"]
+    flags = [*SAME_WEIGHTS, *mock_data(), "--train-iters", "1", "--skip-train"]
     flags += ["--nproc-per-node", str(num_ranks)]
     if "--tie" in words:
         flags.remove("--untie-embeddings-and-output-weights")
         words = words.replace("--tie", "")
-    parsed = parse_args([*flags, *words.split()], TEXT, world_size=0, device="cpu")
-    config, tokenizer = preflight(parsed.config, GPT.preflight)
+    _, config, tokenizer = prepared([*flags, *words.split()])
     return config, tokenizer.vocab_size
 
 
@@ -113,25 +107,23 @@ def weights_of(words: str, num_ranks: int, folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the flags of a model, and its weights on one rank."""
     words = MODELS[request.param]
     folder = tmp_path_factory.mktemp("one") / "weights"
     return SimpleNamespace(words=words, truth=weights_of(words, 1, folder))
 
 
-def pairs() -> list[tuple[str, str]]:
-    """Return models with the layouts that they can have; only two of them have copies."""
-    return [
-        (model, layout)
-        for model in MODELS
-        for layout in LAYOUTS
-        if not ("ep2" in layout and "experts" not in model)
-        and not ("zb-v" in layout and ("tied" in model or "mtp" in model))
-        and not (layout in ("cp2", "dp2") and model not in ("dense", "experts"))
-    ]
+PAIRS = [
+    (model, layout)
+    for model in MODELS
+    for layout in LAYOUTS
+    if not ("ep2" in layout and "experts" not in model)
+    and not ("zb-v" in layout and ("tied" in model or "mtp" in model))
+    and not (layout in ("cp2", "dp2") and model not in ("dense", "experts"))
+]
+"""Models with the layouts that they can have; only two of them have copies."""
 
 
-@pytest.mark.parametrize(("model", "name"), pairs(), indirect=["model"])
+@pytest.mark.parametrize(("model", "name"), PAIRS, indirect=["model"])
 def test_weights_do_not_depend_on_the_layout(name: str, model: Any, tmp_path: Path) -> None:
     num_ranks, layout = LAYOUTS[name]
     mine = weights_of(f"{model.words} {layout}", num_ranks, tmp_path / "weights")
@@ -259,12 +251,9 @@ def check_cpu_initialization(context: ParallelContext, folder: Path) -> None:
     assert len(want) == 4 * 6 + 3
     for name, parameter in chunk.named_parameters():
         assert torch.equal(parameter, want[name]), name
-    first = torch.nn.init.normal_(torch.empty(2048, 64), std=0.02, generator=seeded(5))
+    seeded = torch.Generator().manual_seed(5)
+    first = torch.nn.init.normal_(torch.empty(2048, 64), std=0.02, generator=seeded)
     assert torch.equal(chunk.embedding.word_embeddings.weight, first)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_cpu_initialization_stays_megatrons(tmp_path: Path) -> None:

@@ -1,22 +1,18 @@
 """Multi-token prediction on every layout: gradients of one rank, and equal embedding copies."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, parse_layout, record
-from megatron_ext.text.task import GPT, TEXT
+from megatron_ext.text.task import GPT
 from megatron_ext.train import main as pretrain
-from tests.training_runs import TINY, mock_data, train_on_ranks
+from tests.training_runs import TINY, config_of, mock_data, train
 
 PLACE = "--pipeline-model-parallel-layout"
 UNTIE = "--untie-embeddings-and-output-weights"
@@ -52,7 +48,6 @@ SEVERAL = (f"tp2sppp3[{PLACE} Etttt|mm|L]", f"cp2pp3[{PLACE} Etttt|mm|L]", "pp2c
 
 @pytest.fixture(scope="module")
 def after_three(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Record three steps on one rank."""
     return run_layout("dp1", "untied", tmp_path_factory.mktemp("three") / "run", steps=3)
 
 
@@ -108,22 +103,12 @@ def test_d07_one_rank_goes_on_from_the_checkpoint_of_an_own_stage(tie: str, tmp_
     words += "--eval-iters 1 --eval-interval 1 --train-iters 3".split()
     # Not Etttt: core saves a first stage wrongly whose layers do not fill 128 elements.
     place = f"--pipeline-model-parallel-size 3 {PLACE} Ett|ttmm|L --exit-interval 2".split()
-    code, mine = train_on_ranks([*words, *place], ranks=3, save=tmp_path / "mine")
-    assert code == 0
-    code, more = train_on_ranks([*words, "--load", str(tmp_path / "mine")], save=tmp_path / "more")
-    assert code == 0
-    code, truth = train_on_ranks(words, save=tmp_path / "truth")
-    assert code == 0
+    mine = train([*words, *place], tmp_path / "mine", ranks=3)
+    mine += train([*words, "--load", str(tmp_path / "mine")], tmp_path / "more")
+    truth = train(words, tmp_path / "truth")
     keys = ("iteration", "lm loss", "mtp_1 loss", "mtp_2 loss", "grad_norm")
-    values = [
-        [row[key] for row in rows for key in keys if key in row] for rows in (mine, more, truth)
-    ]
-    assert [*values[0], *values[1]] == pytest.approx(values[2], rel=1e-6)
-
-
-def first_and_last(**_kind: Any) -> Callable[[list[int]], list[int]]:
-    """Return the stages that hold copies of the embedding, by megatron-core's default."""
-    return lambda pipeline: [pipeline[0], pipeline[-1]]
+    found, want = ([row[k] for row in rows for k in keys if k in row] for rows in (mine, truth))
+    assert found == pytest.approx(want, rel=1e-6)
 
 
 def test_d07_cores_embedding_ranks_mix_gradients(
@@ -131,7 +116,9 @@ def test_d07_cores_embedding_ranks_mix_gradients(
 ) -> None:
     """The last stage is not one of them when untied; the own stage always is."""
     tie, truth = one_rank
-    monkeypatch.setattr(pretrain, "embedding_ranks", first_and_last)
+    monkeypatch.setattr(
+        pretrain, "embedding_ranks", lambda **_: lambda ranks: [ranks[0], ranks[-1]]
+    )
     mine = run_layout(f"pp3[{PLACE} Etttt|mm|L]", tie, tmp_path / "run")
     found = compare(mine, truth, Tolerances())
     assert found.problem is None
@@ -139,9 +126,8 @@ def test_d07_cores_embedding_ranks_mix_gradients(
 
 
 def parsed(words: str, *more: str, num_ranks: int = 4) -> RunConfig:
-    flags = [*MODEL, *mock_data(), *DEPTHS, *more, "--train-iters", "3"]
-    flags += [*words.split(), "--nproc-per-node", str(num_ranks)]
-    return parse_args(flags, TEXT, world_size=0, device="cpu").config
+    flags = [*MODEL, *mock_data(), *DEPTHS, *more, "--train-iters", "3", *words.split()]
+    return config_of(flags, ranks=num_ranks)
 
 
 def test_d08_learned_positions_on_several_stages_are_refused() -> None:

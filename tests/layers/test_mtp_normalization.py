@@ -1,7 +1,5 @@
 """Losses and gradients of multi-token prediction against a dense model in plain torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
@@ -28,13 +25,13 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.preflight import preflight
+from megatron_ext.text.task import GPT
+from megatron_ext.train.main import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from tests.layers.plain import PlainBlock, causal
 from tests.ranks import run_on_ranks
-from tests.training_runs import mock_data
+from tests.training_runs import mock_data, prepared
 
 LENGTH, ROWS = 32, 16
 MODEL = (
@@ -52,7 +49,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 def config_of(*more: str, num_ranks: int = 1) -> RunConfig:
     flags = [*MODEL, *mock_data(), *more, "--train-iters", "1", "--nproc-per-node", str(num_ranks)]
-    return preflight(parse_args(flags, TEXT, world_size=0, device="cpu").config, GPT.preflight)[0]
+    return prepared(flags)[1]
 
 
 def run_layout(name: str, folder: Path, *more: str) -> Recording:
@@ -72,9 +69,7 @@ def on_one_rank(body: Any, config: RunConfig, **arguments: Any) -> None:
 
 
 def whole_batch(run: Run) -> Batch:
-    """The first global batch, in one piece."""
     batches = run.train_source.next_step(run.batch_size.num_microbatches)
-    assert batches is not None
     return Batch(
         torch.cat([batch.tokens for batch in batches]),
         torch.cat([batch.labels for batch in batches]),
@@ -127,7 +122,6 @@ class DenseModel:
         return F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
 
     def means(self, batch: Batch) -> list[Tensor]:
-        """The mean loss over its own targets, of the model and of each depth."""
         size, length = batch.tokens.shape
         forbidden = causal(length, size)
         hidden = self.block({"decoder.": ""}, self.layers)(self.embed(batch.tokens), forbidden)
@@ -153,7 +147,6 @@ class DenseModel:
 
 
 def save_dense(run: Run, path: Path) -> None:
-    """Save mean losses and gradients of the first step, by formula."""
     (chunk,) = [wrapped.module for wrapped in run.chunks]
     parameters = dict(chunk.named_parameters())
     dense = DenseModel(parameters, run.config)
@@ -163,7 +156,6 @@ def save_dense(run: Run, path: Path) -> None:
     gradients: dict[int, Tensor] = {}
     for name, parameter in parameters.items():
         grad = dense.leaves[name].grad
-        assert grad is not None, name
         gradients[id(parameter)] = grad.float()
     shards = shards_of(chunk, lambda parameter: gradients[id(parameter)])
     named = {shard.name: shard.tensor for shard in shards}
@@ -225,7 +217,6 @@ def save_logits(context: ParallelContext, config: RunConfig, path: Path) -> None
 
 
 def check_pipeline_logits(context: ParallelContext, config: RunConfig, path: Path) -> None:
-    """Check that the middle stage hands on all depths in training only."""
     chunk = build(context, config)
     tokens, positions = tokens_and_positions()
     for training in (True, False):

@@ -1,7 +1,5 @@
 """Preparation of a run with Transformer Engine's layers: GPUs, buffers, groups, kinds of CP."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +9,15 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_ext.config import finalize
-from megatron_ext.config.parser import parse_args
-from megatron_ext.config.transformer_fields import transformer_fields
+from megatron_ext.config.run import transformer_fields
 from megatron_ext.device import Device
 from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import buffer_arguments, recipe_error
 from megatron_ext.parallel.context import ParallelContext, init_groups
-from megatron_ext.text.task import TEXT
-from tests.config.test_fp8 import TINY
+from tests.config.runs import BF16
 from tests.ranks import ranks
+from tests.training_runs import config_of
 
 CAPABILITIES = {
     (8, 0): set(),
@@ -58,9 +55,8 @@ def test_what_a_gpu_lacks_is_said_in_a_sentence() -> None:
 def test_each_layer_has_its_own_kind_of_context_parallelism(context: ParallelContext) -> None:
     """megatron-core looks a kind up by the layer's number, which starts from 1."""
     kinds = ["p2p", "a2a", "all_gather", "p2p"]
-    words = f"{TINY} --context-parallel-size 2 --cp-comm-type {' '.join(kinds)}"
-    config = parse_args(words.split(), TEXT, world_size=2, device="cpu").config
-    transformer_config = build_transformer_config(config)
+    words = f"{BF16} --context-parallel-size 2 --cp-comm-type {' '.join(kinds)}"
+    transformer_config = build_transformer_config(config_of(words, ranks=2))
     spec = layer_spec(transformer_config, impl="torch")
     block = TransformerBlock(transformer_config, spec, pg_collection=context.pgs)
     found = [layer.self_attention.core_attention.cp_comm_type for layer in block.layers]
@@ -100,14 +96,14 @@ def test_buffers_of_overlapped_communication(
     words: str, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron-LM's ``_initialize_tp_communicators`` calls them so."""
-    monkeypatch.setattr(finalize, "_has_transformer_engine", lambda device: True)
+    monkeypatch.setattr(finalize, "_has_transformer_engine", lambda *_: True)
     monkeypatch.setattr(finalize, "found_version", lambda: "2.9.0")
     path = tmp_path / "overlap.yaml"
     path.write_text("qkv_fprop: {method: ring_exchange, aggregate: 0}\n")
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
     overlap = f"--tp-comm-overlap --tp-comm-overlap-cfg {path} --tp-comm-bootstrap-backend gloo"
-    flags = f"{TINY} --transformer-impl transformer_engine {layout} {overlap} {words}"
-    config = parse_args(flags.split(), TEXT, world_size=4, device="cuda").config
+    flags = f"{BF16} --transformer-impl transformer_engine {layout} {overlap} {words}"
+    config = config_of(flags, ranks=4, device="cuda")
     assert buffer_arguments(config, MODES) == {
         "shape": [2 * 64 // 2, 64],
         "tp_size": 2,

@@ -4,8 +4,7 @@ The runs are those of `tests.layers.te_runs`, in one process of their own, with 
 on its path.
 """
 
-from __future__ import annotations
-
+import ast
 import importlib.util
 import json
 import os
@@ -17,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.train.reporting.start import implementation_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,6 @@ RESUMED = [
 
 
 def runs(*names: str) -> Seen:
-    """Return what each run reported and asked for."""
     path = os.pathsep.join([str(STAND_IN), str(ROOT)])
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -58,24 +57,14 @@ def runs(*names: str) -> Seen:
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    """Return the runs of every test session."""
     return runs("torch", "bf16", "delayed", "parameters", "buffers")
 
 
 @pytest.fixture(scope="module")
 def others() -> Seen:
     """Return the runs of a slow session."""
-    names = (
-        "torch",
-        "unfused",
-        "tensorwise",
-        "blockwise",
-        "mxfp8",
-        "cross entropy",
-        "experts",
-        "mtp",
-    )
-    return runs(*names, *RESUMED)
+    recipes = ("unfused", "tensorwise", "blockwise", "mxfp8")
+    return runs("torch", *recipes, "cross entropy", "experts", "mtp", *RESUMED)
 
 
 def calls(of: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -244,4 +233,44 @@ def test_the_choice_is_said_in_one_line(seen: Seen) -> None:
     assert said["torch"][0].startswith(
         f"> layers: torch {torch.__version__}; attention: torch SDPA"
     )
-    assert implementation_line(RunConfig(), None).endswith("optimizer: none; fp8: none")
+    assert implementation_line(ModelConfig(), Fp8Config(), None).endswith(
+        "optimizer: none; fp8: none"
+    )
+
+
+def arguments_of(sources: list[Path], name: str) -> set[str]:
+    """Return the arguments of a function, of a constructor, or of a forward pass without one."""
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef)) or node.name != name:
+                continue
+            body = node.body if isinstance(node, ast.ClassDef) else [node]
+            functions = {x.name: x.args for x in body if isinstance(x, ast.FunctionDef)}
+            for wanted in (name, "__init__", "forward"):
+                if wanted in functions:
+                    found = functions[wanted]
+                    return {x.arg for x in (*found.args, *found.kwonlyargs)}
+    raise AssertionError(f"{name} is in none of {sources}")
+
+
+RECORDED = json.loads((STAND_IN / "signatures.json").read_text(encoding="utf-8"))
+"""Arguments in the real sources of 2.9.0 by file, as the wheel of PyPI has them."""
+OTHER_NAMES = {"RMSNorm": "LayerNorm", "CrossEntropyFunction": "parallel_cross_entropy"}
+
+
+@pytest.mark.parametrize("path", RECORDED)
+def test_the_stand_in_has_the_keywords_of_the_real_package(path: str) -> None:
+    ours = sorted((STAND_IN / "transformer_engine" / "pytorch").rglob("*.py"))
+    for name, words in RECORDED[path].items():
+        assert arguments_of(ours, OTHER_NAMES.get(name, name)) <= set(words.split()), name
+
+
+@pytest.mark.skipif(
+    "TRANSFORMER_ENGINE_SOURCES" not in os.environ,
+    reason="TRANSFORMER_ENGINE_SOURCES does not name the folder of 2.9.0's Python files",
+)
+@pytest.mark.parametrize("path", RECORDED)
+def test_the_recorded_keywords_are_those_of_the_sources(path: str) -> None:
+    real = Path(os.environ["TRANSFORMER_ENGINE_SOURCES"]) / "pytorch" / path
+    for name, words in RECORDED[path].items():
+        assert arguments_of([real], name) == set(words.split()), name

@@ -1,19 +1,15 @@
 """Weight gradients that products add to the gradient buffer, against autograd's and the hooks'."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import add_product, gradient_placeholder
-from megatron_ext.text.task import TEXT
 from megatron_ext.train.run import Run
 from tests.ranks import ParallelContext, ranks
 from tests.runs_from_inside import build
-from tests.training_runs import TINY, mock_data
+from tests.training_runs import TINY, config_of, mock_data
 
 FLAGS = [*TINY, *mock_data(), *"--train-iters 4 --eod-mask-loss --global-batch-size 8".split()]
 
@@ -108,15 +104,10 @@ def test_deferred_gradients_are_those_of_the_hooks(context: ParallelContext) -> 
     _compare(context, f"{words} --pipeline-schedule zb-h1")
 
 
-@pytest.mark.parametrize(
-    ("device", "words", "expected"),
-    [
-        ("cuda", [], True),
-        ("cuda", ["--no-gradient-accumulation-fusion"], False),
-        ("cpu", [], False),
-    ],
-)
-def test_the_flag_decides_on_a_gpu(device: str, words: list[str], expected: bool) -> None:
-    flags = [*FLAGS, "--transformer-impl", "torch", *words]
-    config = parse_args(flags, TEXT, world_size=1, device=device).config
-    assert build_transformer_config(config).adds_in_place == expected
+def test_the_flag_decides_on_a_gpu() -> None:
+    def adds(device: str, *words: str) -> bool:
+        config = config_of([*FLAGS, "--transformer-impl", "torch", *words], device=device)
+        return build_transformer_config(config).adds_in_place
+
+    assert adds("cuda") and not adds("cpu")
+    assert not adds("cuda", "--no-gradient-accumulation-fusion")

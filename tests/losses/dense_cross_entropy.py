@@ -1,7 +1,5 @@
 """The truth for cross-entropy in blocks: torch's over whole logits in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

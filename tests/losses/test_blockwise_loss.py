@@ -1,7 +1,5 @@
 """Losses written for a block against the same formula on whole logits in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,26 +34,22 @@ def teacher(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) 
     return -(inputs["share"] * student).sum(dim=1)
 
 
-def dense_teacher(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    student = logits.log_softmax(-1).gather(2, inputs["ids"])
-    return -(inputs["share"] * student).sum(dim=2)
-
-
 def entropy(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
     log_p = head.log_softmax(head.logits(hidden))
     return -head.sum(log_p.exp() * log_p)
 
 
-def dense_entropy(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def dense_entropy(logits: Tensor) -> Tensor:
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
 
-FORMULAS = {
-    "focal": (focal, dense_focal),
-    "teacher": (teacher, dense_teacher),
-    "entropy": (entropy, dense_entropy),
-}
+def dense_teacher(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return -(inputs["share"] * logits.log_softmax(-1).gather(2, inputs["ids"])).sum(dim=2)
+
+
+FORMULAS = {"focal": (focal, dense_focal), "teacher": (teacher, dense_teacher)}
+FORMULAS["entropy"] = (entropy, lambda logits, inputs: dense_entropy(logits))
 
 
 def values() -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -125,11 +119,8 @@ def check_bias_and_extra_values(group: ProcessGroup | None) -> None:
     hidden, weight, weights, inputs = values()
     bias = torch.randn(V, generator=torch.Generator().manual_seed(5))
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    leaves = [
-        hidden.clone().requires_grad_(),
-        weight.chunk(size)[rank].clone().requires_grad_(),
-        bias.chunk(size)[rank].clone().requires_grad_(),
-    ]
+    own = (hidden, weight.chunk(size)[rank], bias.chunk(size)[rank])
+    h, w, b = leaves = [x.clone().requires_grad_() for x in own]
 
     def with_extra(
         hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
@@ -137,18 +128,9 @@ def check_bias_and_extra_values(group: ProcessGroup | None) -> None:
         losses = focal(hidden, head, inputs)
         return losses, {"entropy": entropy(hidden, head, inputs), "twice": 2 * losses}
 
-    h, w, b = leaves
+    named = {"tp_group": group, "sequence_parallel": False, "extra_names": ("twice", "entropy")}
     losses, total, extra = blockwise_loss(
-        with_extra,
-        h,
-        w,
-        weights,
-        inputs,
-        tp_group=group,
-        sequence_parallel=False,
-        block_size=5,
-        bias=b,
-        extra_names=("twice", "entropy"),
+        with_extra, h, w, weights, inputs, block_size=5, bias=b, **named
     )
     found = torch.autograd.grad(total, leaves)
     h, w, b = (x.double().requires_grad_() for x in (hidden, weight, bias))
@@ -159,7 +141,7 @@ def check_bias_and_extra_values(group: ProcessGroup | None) -> None:
     assert close(losses, want) and close(found[0], of_hidden)
     assert close(found[1], of_weight.chunk(size)[rank])
     assert close(found[2], of_bias.chunk(size)[rank])
-    of_entropy = torch.where(weights != 0, dense_entropy(logits, inputs), 0.0).detach()
+    of_entropy = torch.where(weights != 0, dense_entropy(logits), 0.0).detach()
     assert list(extra) == ["twice", "entropy"] and close(extra["twice"], 2 * want)
     assert close(extra["entropy"], of_entropy) and not extra["entropy"].requires_grad
 
@@ -178,29 +160,16 @@ def test_further_values_must_be_those_that_were_named() -> None:
     for returned, names, message in (
         ({"a": "each"}, (), "the extra values a, but its `extra_names` are none"),
         ({}, ("a",), "the extra values none, but its `extra_names` are a; return each"),
-        ({"a": "mean"}, ("a",), r"value `a` of shape \(\) for a chunk of 3 tokens, but it must"),
+        ({"a": "mean"}, ("a",), r"value `a` of shape \(\) for a block of 3 tokens, but it must"),
     ):
 
-        def loss(
-            hidden: Tensor,
-            head: VocabularyHead,
-            inputs: Mapping[str, Tensor],
-            returned: dict[str, str] = returned,  # type: ignore[assignment]
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            losses = focal(hidden, head, inputs)
-            given = {"each": losses, "mean": losses.mean()}
-            return losses, {name: given[kind] for name, kind in returned.items()}
+        def loss(*given: Any, returned: dict[str, str] = returned) -> tuple[Tensor, dict[str, Any]]:
+            losses = focal(*given)
+            kinds = {"each": losses, "mean": losses.mean()}
+            return losses, {name: kinds[kind] for name, kind in returned.items()}
 
         with pytest.raises(ConfigError, match=message):
-            blockwise_loss(
-                loss,
-                hidden,
-                weight,
-                weights,
-                inputs,
-                **ALONE,
-                extra_names=names,
-            )
+            blockwise_loss(loss, hidden, weight, weights, inputs, **ALONE, extra_names=names)
 
 
 def test_frozen_parts_take_no_gradient() -> None:
@@ -213,18 +182,10 @@ def test_frozen_parts_take_no_gradient() -> None:
     assert not total.requires_grad and close(total, truth("focal")[0])
 
 
-def test_a_loss_of_a_wrong_shape_is_refused() -> None:
+def test_a_loss_and_inputs_of_a_wrong_shape_are_refused() -> None:
     hidden, weight, weights, inputs = values()
-
-    def mean(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
-        return focal(hidden, head, inputs).mean()
-
-    with pytest.raises(ConfigError, match=r"returned shape \(\) for a chunk of 3 tokens"):
-        blockwise_loss(mean, hidden, weight, weights, inputs, **ALONE)
-
-
-def test_inputs_that_do_not_fit_are_refused() -> None:
-    hidden, weight, weights, inputs = values()
+    with pytest.raises(ConfigError, match=r"returned shape \(\) for a block of 3 tokens"):
+        blockwise_loss(lambda *x: focal(*x).mean(), hidden, weight, weights, inputs, **ALONE)
     inputs["ids"] = inputs["ids"].transpose(0, 1)
     with pytest.raises(DataError, match=r"loss input `ids` has shape \(12, 2, 3\)"):
         blockwise_loss(focal, hidden, weight, weights, inputs, **ALONE)
@@ -232,14 +193,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
 
 def test_a_second_backward_pass_is_refused() -> None:
     hidden, weight, weights, inputs = values()
-    _, total, _ = blockwise_loss(
-        focal,
-        hidden.requires_grad_(),
-        weight,
-        weights,
-        inputs,
-        **ALONE,
-    )
+    _, total, _ = blockwise_loss(focal, hidden.requires_grad_(), weight, weights, inputs, **ALONE)
     total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="compute the loss again"):
         total.backward()  # type: ignore[no-untyped-call]

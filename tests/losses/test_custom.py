@@ -1,22 +1,29 @@
 """A loss in a file of the user's, against its dense form on one rank; and how it is named."""
 
-from __future__ import annotations
-
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.contract import LossFunction, StepCounts, weighted_token_loss
+from megatron_ext.losses.contract import (
+    LossFunction,
+    StepCounts,
+    checked,
+    pair,
+    weighted_token_loss,
+)
 from megatron_ext.losses.custom import load_loss
 from megatron_ext.text.task import GPT
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tests.training_runs import SAME_WEIGHTS, mock_data, train, train_steps
 
 USERS_FILE = '''
 from dataclasses import dataclass
@@ -54,8 +61,8 @@ class CappedConfig(TokenLossConfig):
     vocab_size: int = 2048
 '''
 
-FLAGS = [word for word in TINY if word != "--use-cpu-initialization"]
-FLAGS += [*mock_data(), "--eod-mask-loss", "--train-iters", "4", "--padded-vocab-size", "2048"]
+FLAGS = [*SAME_WEIGHTS, *mock_data(), *"--eod-mask-loss --train-iters 4".split()]
+FLAGS += ["--padded-vocab-size", "2048"]
 GAMMA = 1.5
 
 
@@ -69,11 +76,9 @@ def spec(tmp_path: Path) -> str:
 def dense_forward_step(
     config: RunConfig, batch: Batch, model: torch.nn.Module, counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
-    """Compute the same formula on whole logits, in plain torch."""
     logits = model(batch.tokens, batch.position_ids, batch.attention_mask)
     log_p = logits.double().log_softmax(-1).gather(2, batch.labels.unsqueeze(2)).squeeze(2)
     losses = -((1 - log_p.exp()) ** GAMMA) * log_p
-    assert counts is not None
     share = counts.main / counts.weight
     loss = partial(weighted_token_loss, weights=batch.loss_weights, share=share)
     return losses.float(), loss
@@ -86,11 +91,10 @@ def test_trains_like_its_dense_form_on_four_ranks(spec: str, tmp_path: Path) -> 
     """TP2 x PP2 against one rank, losses and norms to 1e-6."""
     own = [*FLAGS, "--loss", spec, "--loss-args", f"gamma={GAMMA}", "vocab_size=2048"]
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
-    code, found = train_on_ranks([*own, *layout], ranks=4, save=tmp_path / "own")
-    assert code == 0
-    _, want = train_on_ranks(own, save=tmp_path / "dense", task=DENSE)
-    assert len(training_rows(found)) == 4
-    for mine, truth in zip(training_rows(found), training_rows(want), strict=True):
+    found = train_steps([*own, *layout], tmp_path / "own", ranks=4)
+    want = train_steps(own, tmp_path / "dense", task=DENSE)
+    assert len(found) == 4
+    for mine, truth in zip(found, want, strict=True):
         assert mine["capped loss"] == pytest.approx(truth["lm loss"], rel=1e-6)
         assert mine["grad_norm"] == pytest.approx(truth["grad_norm"], rel=1e-6)
 
@@ -111,9 +115,7 @@ def test_further_values_of_a_loss_are_in_the_log(spec: str, tmp_path: Path) -> N
     words += "--train-iters 2 --eval-iters 1 --eval-interval 1".split()
     found = {}
     for ranks, layout in ((1, ""), (2, "--tensor-model-parallel-size 2"), (2, "")):
-        code, rows = train_on_ranks([*words, *layout.split()], ranks=ranks, save=tmp_path / layout)
-        assert code == 0
-        found[ranks, layout] = rows
+        found[ranks, layout] = train([*words, *layout.split()], tmp_path / layout, ranks)
     for rows in found.values():
         assert {row["kind"] for row in rows} == {"train", "evaluation"}
         for row, want in zip(rows, found[1, ""], strict=True):
@@ -151,3 +153,82 @@ def test_what_cannot_be_loaded_is_said(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_loss(name.format(file=spec.rpartition(":")[0]), arguments)
+
+
+TOTAL, COUNT = torch.tensor(3.0), torch.tensor(3)
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ((TOTAL, {}), r"`my_loss` returned 2 value\(s\), but .* three"),
+        ((TOTAL, torch.tensor(2.5), {}), r"`my_loss` returned a count of type torch.float32"),
+        ((TOTAL, COUNT, {"lm loss": TOTAL}), r"reports `lm loss` with 1 value\(s\)"),
+    ],
+    ids=["two values", "fractional count", "bare mean in the report"],
+)
+def test_a_break_of_the_contract_is_refused_by_name(returned: Any, sentence: str) -> None:
+    def my_loss(_output: Any) -> Any:
+        return returned
+
+    with pytest.raises(ConfigError, match=sentence):
+        checked(my_loss)(torch.ones(3))
+
+
+def test_reports_survive_in_place_division_of_the_loss() -> None:
+    def aliased(output: torch.Tensor) -> Any:
+        total = output.sum()
+        return total, COUNT, {"lm loss": pair(total, COUNT)}
+
+    total, _, report = checked(aliased)(torch.ones(3))
+    total /= 100
+    assert report["lm loss"].tolist() == [3.0, 3.0]
+
+
+def test_weighted_token_loss_sums_the_targets_only() -> None:
+    losses = torch.tensor([[1.0, 2.0, 4.0]])
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
+    total, count, report = weighted_token_loss(losses, weights=mask)
+    assert (float(total), int(count), report["lm loss"].tolist()) == (5.0, 2, [5.0, 2.0])
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
+
+
+def documented_step() -> Any:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names["step"]
+
+
+@pytest.mark.parametrize("reduction", ["token", "sample"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_micro_batches_of_the_page_give_the_gradient_of_one_batch(
+    reduction: str, bias: bool
+) -> None:
+    """Truth is torch's cross-entropy over whole logits of all rows at once, in float64."""
+    generator = torch.Generator().manual_seed(1)
+    b, s, h, v, ignored = 4, 6, 8, 12, 3
+    tokens = torch.randint(0, v, (b, s), generator=generator)
+    labels = torch.randint(0, v, (b, s), generator=generator)
+    labels[0, :4] = ignored
+    torch.manual_seed(2)
+    backbone, head = torch.nn.Embedding(v, h), torch.nn.Linear(h, v, bias=bias)
+    parts = [(tokens[:1], labels[:1]), (tokens[1:], labels[1:])]
+    loss = documented_step()(backbone, head, parts, reduction, ignored)
+    found = [p.grad.clone() for p in (*backbone.parameters(), *head.parameters())]
+
+    backbone, head = backbone.double(), head.double()
+    backbone.zero_grad()
+    head.zero_grad()
+    each = F.cross_entropy(
+        head(backbone(tokens)).transpose(1, 2), labels, reduction="none", ignore_index=ignored
+    )
+    counts = (labels != ignored).sum(1, keepdim=True)
+    weights = (labels != ignored) / (counts if reduction == "sample" else 1)
+    want = (each * weights).sum() / weights.sum()
+    want.backward()
+    assert loss == pytest.approx(float(want.detach()), rel=1e-6)
+    for mine, parameter in zip(found, (*backbone.parameters(), *head.parameters()), strict=True):
+        torch.testing.assert_close(mine.double(), parameter.grad, rtol=1e-5, atol=1e-7)

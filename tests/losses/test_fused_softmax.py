@@ -1,7 +1,5 @@
 """The fused blocks of a GPU, computed on a CPU, against whole logits in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -116,7 +114,6 @@ def test_equals_dense_on_two_ranks(
             **options,
         )
     losses, of_hidden, of_weight = dense(inputs(), label_smoothing=0.1, z_loss_coefficient=1e-2)
-    assert of_weight is not None
     assert_close(found, (losses, of_hidden, of_weight.chunk(2)[context.tp_rank]))
     assert sizes[:6] == [20, 60, 20, 60, 8, 24]
 
@@ -132,7 +129,6 @@ def larger() -> Inputs:
 
 
 def distance(found: Tensor | None, truth: Tensor | None) -> float:
-    assert found is not None and truth is not None
     return float((found.double() - truth).norm() / truth.norm())
 
 
@@ -173,7 +169,6 @@ def test_products_are_added_up_in_float32(into_main: bool, monkeypatch: pytest.M
     options = {"block_size": 64, "gradient_accumulation_fusion": into_main, **ALONE}
     _, _, found = on_a_gpu("eager", values, **options)
     truth = dense(leaves(larger(), torch.bfloat16))[2]
-    assert truth is not None
     assert distance(main - 1 if into_main else found, truth) < 6e-3
     assert into_main or bool((main == 1).all())
 

@@ -1,7 +1,5 @@
 """megatron-core's GPTModel as a task, with the weights and the batch that ours gets."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -11,7 +9,6 @@ from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch, with_mtp_targets
 from megatron_ext.layers.chunks import ModelChunk
@@ -20,8 +17,9 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.losses.contract import LossFunction, StepCounts, weighted_token_loss
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.task import GPT, TEXT
+from megatron_ext.text.task import GPT
 from tests.layers import plain
+from tests.training_runs import config_of
 
 LENGTH, SEQUENCES, VOCABULARY = 32, 4, 96
 
@@ -37,7 +35,7 @@ SMALL = (
 
 
 def gpt_config(*more: str, world_size: int = 1) -> RunConfig:
-    return parse_args([*SMALL, *more], TEXT, world_size=world_size, device="cpu").config
+    return config_of([*SMALL, *more], ranks=world_size)
 
 
 def stock_chunk(
@@ -119,7 +117,6 @@ def ragged_masks() -> Tensor:
 
 
 def rows(batch: Batch, first: int, count: int) -> Batch:
-    """Return a micro-batch of a batch."""
     part = slice(first, first + count)
     return Batch(
         batch.tokens[part],
@@ -132,7 +129,6 @@ def rows(batch: Batch, first: int, count: int) -> Batch:
 
 
 def gradients(chunk: torch.nn.Module) -> dict[str, Tensor]:
-    """Return gradients by name; zeros where nothing arrived."""
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in chunk.named_parameters()
@@ -140,7 +136,6 @@ def gradients(chunk: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def worst(mine: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """Return the largest relative error of a parameter's gradient."""
     return max(
         float((mine[name] - want).norm() / want.norm().clamp(min=1e-12))
         for name, want in truth.items()

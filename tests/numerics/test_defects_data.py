@@ -1,7 +1,5 @@
 """Defects of megatron-core's datasets (docs/numerics.md), and what we do instead."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal
@@ -18,7 +16,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
@@ -32,10 +29,9 @@ from megatron_ext.text.data.gpt import (
     check_inputs,
     dataset_config,
 )
-from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.ranks import ranks
-from tests.training_runs import TINY
+from tests.training_runs import TINY, config_of
 
 SEQUENCE = 8
 DOCUMENT = 5
@@ -54,11 +50,10 @@ def write(prefix: Path, documents: int, *, vocabulary: int = 90, largest: int = 
 def run_config(*words: str, vocabulary: int = 90) -> RunConfig:
     flags = " ".join(TINY).replace("--seq-length 64", f"--seq-length {SEQUENCE}").split()
     flags += f"--train-iters 1 --tokenizer-type NullTokenizer --vocab-size {vocabulary}".split()
-    return parse_args([*flags, *words], TEXT, world_size=1, device="cpu").config
+    return config_of([*flags, *words])
 
 
 def core_config(run: RunConfig, **changes: Any) -> GPTDatasetConfig:
-    """Return megatron-core's own configuration, without our key."""
     tokenizer = build_tokenizer(run.section(TokenizerConfig))
     ours = dataset_config(run, read_blend(run.section(DataConfig)), tokenizer, "")
     names = {f.name for f in dataclasses.fields(GPTDatasetConfig) if f.init}
@@ -130,8 +125,9 @@ def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(run.section(TokenizerConfig))
 
     def keys(cls: type[GPTDataset], **changes: Any) -> str:
-        files = check_inputs(run, read_blend(run.section(DataConfig)), tokenizer, [1, 0, 0])
-        ours = dataset_config(run, read_blend(run.section(DataConfig)), tokenizer, files)
+        data = run.section(DataConfig)
+        files = check_inputs(data, run.model, read_blend(data), tokenizer, [1, 0, 0])
+        ours = dataset_config(run, read_blend(data), tokenizer, files)
         core = core_config(run) if cls is GPTDataset else ours
         for name, value in changes.items():
             setattr(core, name, value)

@@ -1,17 +1,12 @@
 """Defects of megatron-core's multi-token prediction (docs/numerics.md), and what we do instead."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.transformer.multi_token_prediction import (
-    MTPLossAutoScaler,
-    MTPLossLoggingHelper,
-)
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
@@ -20,8 +15,8 @@ from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.step import gpt_forward_step
 from megatron_ext.text.task import GPT
+from megatron_ext.train.step import mean_of
 from megatron_ext.train.task import Task
-from megatron_ext.train.totals import mean_of
 from tests.numerics.stock import (
     LENGTH,
     SEQUENCES,

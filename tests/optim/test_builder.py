@@ -1,29 +1,31 @@
-"""Learning-rate schedules against the formulas that Megatron-LM documents."""
-
-from __future__ import annotations
+"""Learning-rate schedules by their formulas, and Adam where Transformer Engine is installed."""
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core.optimizer as core_optimizer
 import pytest
+import torch
+from megatron.core.optimizer import distrib_optimizer
 
-from megatron_ext.config.parser import parse_args
-from megatron_ext.optim.builder import build_scheduler, schedule_lengths
-from megatron_ext.text.task import TEXT
-from tests.training_runs import TINY, mock_data
+from megatron_ext.optim.builder import (
+    CountedAdam,
+    build_scheduler,
+    choose_kernels,
+    schedule_lengths,
+)
+from megatron_ext.train.run import Run
+from tests.checkpoint.tiny import whole_tensors
+from tests.training_runs import TINY, config_of, mock_data, train
 
 PEAK, FLOOR, WARMUP, STEPS = 1e-3, 1e-4, 2, 12
 
 
-def _config(*more: str) -> Any:
-    flags = [*TINY, *mock_data(), "--train-iters", str(STEPS), *more]
-    return parse_args(flags, TEXT, world_size=1, device="cpu").config
-
-
 def _rates(*more: str) -> list[float]:
-    """Return the rate after each step, as the log shows it."""
-    config = _config(*more)
+    config = config_of([*TINY, *mock_data(), "--train-iters", str(STEPS), *more])
     group: dict[str, Any] = {"params": [], "default_config": True}
     optimizer: Any = SimpleNamespace(param_groups=[group])
     scheduler = build_scheduler(config.optimizer, config.training, optimizer)
@@ -79,8 +81,85 @@ def test_wsd_holds_and_then_falls(style: str, half: float) -> None:
 def test_lengths_by_samples_and_by_fraction() -> None:
     words = " ".join(TINY).replace("--lr-warmup-iters 2", "").replace("--lr-decay-iters 12", "")
     more = "--train-samples 480 --lr-decay-samples 320 --lr-warmup-fraction 0.1".split()
-    config = parse_args(
-        [*words.split(), *mock_data(), *more], TEXT, world_size=1, device="cpu"
-    ).config
+    config = config_of([*words.split(), *mock_data(), *more])
     lengths = schedule_lengths(config.optimizer, config.training)
-    assert (lengths.decay, lengths.warmup, lengths.weight_decay_increment) == (320, 32.0, 480)
+    names = ("lr_decay_steps", "lr_warmup_steps", "wd_incr_steps")
+    assert [lengths[name] for name in names] == [320, 32.0, 480]
+
+
+SMALL = [
+    *TINY,
+    *mock_data(),
+    *"--vocab-size 200 --num-layers 1 --hidden-size 32 --ffn-hidden-size 64".split(),
+    *"--seq-length 16 --train-iters 4 --save-interval 2".split(),
+]
+
+
+class FusedAdam(torch.optim.Optimizer):
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        adam_w_mode: bool,
+    ) -> None:
+        assert adam_w_mode
+        names = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        super().__init__(params, {**names, "bias_correction": True})
+
+
+@pytest.fixture
+def installed() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (core_optimizer, distrib_optimizer):
+            patch.setattr(module, "Adam", FusedAdam)
+        patch.setattr(core_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+        patch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+        patch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
+        yield patch
+
+
+def _expect(run: Run) -> None:
+    inner = run.optimizer.chained_optimizers[0].optimizer  # type: ignore[union-attr]
+    assert isinstance(inner, CountedAdam)
+
+
+def _train(folder: Path, *more: str, **options: Any) -> dict[str, torch.Tensor]:
+    train([*SMALL, *more], folder, **options)
+    if "--exit-interval" in more:
+        return {}
+    return whole_tensors(folder / "iter_0000004", folder / "whole.pt")
+
+
+@pytest.mark.slow
+def test_checkpoints_go_on_with_and_without_transformer_engine(
+    installed: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = tmp_path / "with"
+    _train(first, "--exit-interval", "2", prepare=_expect)
+    load = ["--load", str(first)]
+    found = {"with": _train(tmp_path / "later", *load, prepare=_expect)}
+    installed.undo()
+    found["without"] = _train(tmp_path / "without", *load)
+    truth = _train(tmp_path / "truth")
+    for name, tensor in truth.items():
+        for kind, tensors in found.items():
+            assert torch.equal(tensors[name], tensor), (kind, name)
+
+
+def test_what_a_checkpoint_does_not_say_keeps_its_default() -> None:
+    """A checkpoint of torch's Adam resumes with Transformer Engine's."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    theirs = torch.optim.AdamW([weight], lr=0.5).state_dict()
+    ours = FusedAdam([weight], 0.1, 0.0, (0.9, 0.99), 1e-8, adam_w_mode=True)
+
+    class Chain:
+        chained_optimizers = (type("Part", (), {"optimizer": ours})(),)
+
+    choose_kernels(Chain(), fused=True)  # type: ignore[arg-type]
+    ours.load_state_dict(theirs)
+    assert ours.param_groups[0]["bias_correction"] is True
+    assert ours.param_groups[0]["lr"] == 0.5

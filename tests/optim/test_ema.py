@@ -1,7 +1,5 @@
 """The averaged weights against closed forms, one rank against several, and weights in 16 bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Updates against plain torch arithmetic, and steps that a bad gradient must not spoil."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

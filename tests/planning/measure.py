@@ -4,8 +4,6 @@ State is found by walking model and optimizer, activations by watching every ten
 and backward pass makes, from its first to its last reference.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import weakref
@@ -21,7 +19,6 @@ from megatron.core.utils import unwrap_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.layers import attention
@@ -33,10 +30,10 @@ from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.loop import train
 from megatron_ext.train.main import pretrain
-from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice
 from megatron_ext.video.streaming.step import StreamingRunner
+from tests.training_runs import prepared
 
 TOLERANCE = 0.10
 KINDS = ("count", "parameters", "gradients", "optimizer", "average")
@@ -59,7 +56,6 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave out tensors that were there before."""
         self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(
@@ -108,21 +104,11 @@ class Measured:
 
 def configuration(flags: Sequence[str], program: Task | TaskChoice = GPT) -> RunConfig:
     """Return a resolved run on forked ranks, with its vocabulary or its clips."""
-    return _prepared(flags, program)[1]
+    return prepared(flags, program, device=select().kind)[1]
 
 
-def _prepared(flags: Sequence[str], program: Task | TaskChoice) -> tuple[Task, RunConfig, Any]:
-    parsed = parse_args(flags, program, world_size=0, device=select().kind)
-    return parsed.task, *preflight(parsed.config, parsed.task.preflight)
-
-
-def measure(
-    flags: Sequence[str],
-    folder: Path,
-    program: Task | TaskChoice = GPT,
-) -> list[Measured]:
-    """Take one step on the ranks that the flags ask for."""
-    task, config, tokenizer = _prepared(flags, program)
+def measure(flags: Sequence[str], folder: Path, program: Task | TaskChoice = GPT) -> list[Measured]:
+    task, config, tokenizer = prepared(flags, program, device=select().kind)
     work = partial(_work, folder)
     main = partial(pretrain, task, config, device=select(), assets=tokenizer, work=work)
     with (folder / "log").open("w") as log, redirect_stdout(log):
@@ -144,7 +130,6 @@ def check_state(network: Network, ranks: Sequence[Measured]) -> None:
 
 
 def check_peak(network: Network, ranks: Sequence[Measured]) -> None:
-    """Check that the peak of a step is as planned within a tenth."""
     planned = memory(network)
     for rank in ranks:
         mine = planned[rank.place["pp"]]
@@ -191,7 +176,6 @@ def _work(folder: Path, run: Run) -> None:
 
 
 def _weights(chunks: Sequence[Any]) -> list[list[tuple[str, int]]]:
-    """Return names and sizes of the parameters of each chunk."""
     bare = unwrap_model(list(chunks))
     return [[(name, p.numel()) for name, p in chunk.named_parameters()] for chunk in bare]
 
@@ -235,7 +219,6 @@ def _state(chunks: Sequence[Any], optimizer: Any, ema: ShardedEMA | None) -> dic
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterable[torch.Tensor]:
-    """Return main parameters and moments of megatron-core's optimizers."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:

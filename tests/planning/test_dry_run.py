@@ -1,7 +1,5 @@
 """``--dry-run`` and tools/plan.py: every error in one run, else a plan, and no rank is started."""
 
-from __future__ import annotations
-
 import random
 import runpy
 from collections.abc import Callable
@@ -15,71 +13,15 @@ from megatron_ext.planning.report import NO_COST, print_plan
 from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
+from tests.config.runs import refusals
 from tests.planning.measure import configuration
 from tests.text.cost.layouts import MODEL
 
 TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 
-TP2 = "--tensor-model-parallel-size 2 --nproc-per-node 2"
-CP8 = "--context-parallel-size 8 --nproc-per-node 8"
 PP4 = "--pipeline-model-parallel-size 4 --nproc-per-node 4"
-FULL = "--recompute-granularity full --recompute-method uniform"
-BALANCING = "--moe-router-load-balancing-type"
-SELECTIVE = "--recompute-granularity selective"
-
-SEPARATE = {
-    "--global-batch-size 7": "`--global-batch-size` (7) must be divisible",
-    "--hidden-dropout 1.5": "`--hidden-dropout` (1.5) must be at least 0",
-    "--recompute-method block": "`--recompute-method` (block) needs",
-    "--bf16 --fp16": "`--bf16` and `--fp16` exclude each other",
-    "--tensor-parallel-sizes 2": "`--tensor-parallel-sizes` is not a flag",
-    "--max-position-embeddings 64": "`--max-position-embeddings` (64)",
-    "--num-experts 4 --moe-router-topk 5": "`--moe-router-topk` (5) must be between",
-    "--num-experts 4 --moe-pad-expert-input-to-capacity": "`--moe-expert-capacity-factor`",
-    f"--num-experts 4 {BALANCING} aux_loss seq_aux_loss": "`--moe-aux-loss-coeff` has 1 value",
-    "--dry-run-nodes 0": "`--dry-run-nodes` (0) must be at least 1",
-    "--dry-run-gpu V100": "`--dry-run-gpu` (V100) must be one of A100-40GB",
-    "--num-query-groups 3": "divisible by `--num-query-groups` (3)",
-    "--lora-rank 0": "`--lora-rank` (0) must be at least 1",
-    "--fp8-margin 1": "`--fp8-margin` needs `--fp8-format`",
-}
-"""Flags with one fault each on top of a good run, of which any may come together."""
-
-DENSE = {
-    "--tensor-model-parallel-size 3": "`--num-attention-heads` (4) must be divisible",
-    "--tensor-model-parallel-size 4 --nproc-per-node 2": "number of ranks (2)",
-    "--pipeline-model-parallel-size 3 --nproc-per-node 3": "`--num-layers` (4) must be",
-    "--hidden-size 66": "`--hidden-size` (66) must be divisible",
-    f"--ffn-hidden-size 191 {TP2}": "`--ffn-hidden-size` (191) must be divisible by `--tensor-",
-    f"--padded-vocab-size 513 {TP2}": "`--padded-vocab-size` (513) must be divisible",
-    f"--cp-comm-type a2a {CP8}": "`--cp-comm-type a2a` needs the attention heads",
-    f"--seq-length 120 {CP8}": "`--seq-length` (120) must be divisible by 2 × `--context-parallel-",
-    f"--decoder-first-pipeline-num-layers 2 {PP4}": "leaves 2 of 4 layers for 3 stages",
-    "--decoder-last-pipeline-num-layers 2": "(2) needs `--pipeline-model-parallel-size`",
-    f"--decoder-first-pipeline-num-layers 1 --account-for-loss-in-pipeline-split {PP4}": (
-        "does not go with `--account-for-embedding-in-pipeline-split`"
-    ),
-    f"{SELECTIVE} --recompute-modules attention": "(attention) must be names among",
-    f"{SELECTIVE} --recompute-modules layernorm": "(layernorm) needs Transformer Engine",
-    f"{SELECTIVE} --recompute-num-layers 1": "goes with `--recompute-granularity full`",
-    f"{FULL} --recompute-num-layers 0": "`--recompute-num-layers` (0) must be at least 1",
-    "--expert-model-parallel-size 2 --nproc-per-node 2": "needs `--num-experts`",
-    "--bf16 --fp8-format hybrid --ffn-hidden-size 200": "needs layers whose sides divide",
-    "--ffn-hidden-size 0": "`--ffn-hidden-size` (0) must be at least 1",
-    "--transformer-impl transformer_engine": "needs Transformer Engine and a GPU",
-}
-EXPERTS = {
-    "--expert-model-parallel-size 3 --nproc-per-node 3": "`--num-experts` (4)",
-    "--moe-layer-freq [0,1]": "`--moe-layer-freq` has 2 entries",
-    "--moe-router-topk 1": "give `--moe-router-pre-softmax`",
-    "--moe-router-enable-expert-bias": "needs `--moe-router-score-function sigmoid`",
-    "--moe-router-num-groups 3 --moe-router-group-topk 1": "`--moe-router-num-groups` (3)",
-    TP2: "needs `--sequence-parallel`",
-    "--add-bias-linear --moe-shared-expert-intermediate-size 64": "Experts with biases do not",
-    f"{BALANCING} sinkhorn --moe-aux-loss-coeff 0.1": "`--moe-aux-loss-coeff` (0.1) must be 0",
-    "--moe-apply-probs-on-input": "`--moe-apply-probs-on-input` needs",
-}
-FAULTS = SEPARATE | DENSE | {f"--num-experts 4 {flags}": said for flags, said in EXPERTS.items()}
+SEPARATE = {words: said for _, words, said in refusals("dry run, one of several faults")}
+FAULTS = SEPARATE | {words: said for _, words, said in refusals("dry run")}
 
 
 def _errors(flags: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
@@ -139,7 +81,6 @@ class Tool:
     capfd: pytest.CaptureFixture[str]
 
     def __call__(self, own: str, flags: str = "", code: int = 0) -> str:
-        """Return the words that it prints."""
         assert self.run([*own.split(), "--", *MODEL, *flags.split()]) == code
         return " ".join("".join(self.capfd.readouterr()).split())
 

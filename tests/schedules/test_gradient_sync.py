@@ -1,7 +1,5 @@
 """When the reduction of gradients starts, and that it changes none of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -12,15 +10,12 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
-from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.context import ParallelContext, seed_everything
-from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.preflight import preflight
+from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from tests.ranks import ranks
-from tests.training_runs import TINY, mock_data
+from tests.training_runs import TINY, mock_data, prepared
 
 FLAGS = [*TINY, *mock_data(), *"--train-iters 4 --eod-mask-loss --global-batch-size 8".split()]
 
@@ -28,22 +23,16 @@ FLAGS = [*TINY, *mock_data(), *"--train-iters 4 --eod-mask-loss --global-batch-s
 def _run(context: ParallelContext, words: str, *, overlap: bool) -> Run:
     """Build a run on a CPU with the communication of a GPU, which gloo can do as well."""
     flags = [*FLAGS, *words.split()]
-    config = parse_args(flags, TEXT, world_size=context.layout.world_size, device="cpu").config
-    config, tokenizer = preflight(config, GPT.preflight)
-    config = _overlapping(config, overlap)
+    _, config, tokenizer = prepared(flags, GPT, ranks=context.layout.world_size)
+    optimizer = dataclasses.replace(
+        config.optimizer, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
+    config = dataclasses.replace(config, optimizer=optimizer)
     seed_everything(context, config.training.seed)
     return build_run(config, GPT, context, torch.device("cpu"), tokenizer)
 
 
-def _overlapping(config: RunConfig, overlap: bool) -> RunConfig:
-    optimizer = dataclasses.replace(
-        config.optimizer, overlap_grad_reduce=overlap, overlap_param_gather=overlap
-    )
-    return dataclasses.replace(config, optimizer=optimizer)
-
-
 def _step(run: Run, mark: Callable[[str], None]) -> dict[str, Tensor]:
-    """Train one step; the weights that it leaves, gathered."""
     number = run.batch_size.num_microbatches
     batches = run.train_source.next_step(number)
     consumed = run.progress.consumed_train_samples
@@ -56,8 +45,6 @@ def _step(run: Run, mark: Callable[[str], None]) -> dict[str, Tensor]:
 
 def _events(run: Run, events: list[str]) -> None:
     """Note each backward pass as it ends, and each reduction as it starts."""
-    engine = run.runner.engine
-    assert engine is not None
     for chunk in run.chunks:
         first = next(chunk.parameters())
         first.register_post_accumulate_grad_hook(lambda _: events.append("first weight"))

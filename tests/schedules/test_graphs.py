@@ -1,7 +1,5 @@
 """Steps with CUDA graphs, run on the CPU: what is replayed when, and that nothing else changes."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -12,12 +10,13 @@ import torch
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
+from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.schedules.graphs import graphable_layers, most_in_flight
 from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.runtime import most_in_flight, step_graphs
 from megatron_ext.train.run import Run
 from tests.graph_stand_in import CpuGraph, graphs_on_a_cpu
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tests.training_runs import TINY, curve, mock_data
 
 STEPS, MICROBATCHES = 3, 4
 FLAGS = [
@@ -30,7 +29,6 @@ CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 
 def keep_replays(run: Run, *, folder: Path) -> None:
-    """Write down which graphs each step of this rank replays."""
     train, steps = run.runner.train, list[list[int]]()
 
     def kept(*args: Any) -> Any:
@@ -45,14 +43,8 @@ def keep_replays(run: Run, *, folder: Path) -> None:
 
 def losses_and_norms(words: str, ranks: int, folder: Path) -> list[tuple[float, float]]:
     folder.mkdir(parents=True)
-    code, rows = train_on_ranks(
-        [*FLAGS, *words.split()],
-        ranks=ranks,
-        save=folder / "run",
-        prepare=partial(keep_replays, folder=folder),
-    )
-    assert code == 0
-    return [(row["lm loss"], row["grad_norm"]) for row in training_rows(rows)]
+    prepare = partial(keep_replays, folder=folder)
+    return curve([*FLAGS, *words.split()], folder / "run", ranks, prepare=prepare)
 
 
 def check(words: str, ranks: int, folder: Path) -> list[list[list[int]]]:
@@ -94,7 +86,6 @@ def orders(replays: list[int], slots: list[int], layers: int) -> list[int]:
 def core_order(
     rank: int, chunks: int, *, stages: int = 2, microbatches: int = MICROBATCHES
 ) -> list[int]:
-    """Return what megatron-core's own schedule runs on a rank."""
     later = stages - 1 - rank
     warmup = later if chunks == 1 else later * 2 + (chunks - 1) * stages
     group = microbatches if chunks == 1 else stages
@@ -120,7 +111,6 @@ def test_pipelines_replay_in_the_order_of_core(chunks: int, tmp_path: Path) -> N
 
 
 def test_one_stage_replays_one_microbatch_at_a_time(tmp_path: Path) -> None:
-    """Evaluation in between, dropout, and a mask for each micro-batch."""
     words = "--reset-attention-mask --hidden-dropout 0.1 --eval-iters 1 --eval-interval 1"
     (steps,) = check(words, 1, tmp_path)
     passes = [*range(4), *range(7, 3, -1)]
@@ -170,4 +160,4 @@ def test_microbatches_in_flight(chunks: int, microbatches: int) -> None:
 
 def test_a_model_of_other_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="records the TransformerLayers of a model's `decoder`"):
-        graphable_layers(torch.nn.Linear(1, 1))
+        step_graphs(CudaGraphConfig(cuda_graph_impl="local"), "cuda", [torch.nn.Linear(1, 1)])

@@ -1,32 +1,38 @@
 """Plans of 2,000 random shapes are complete, in order, free of deadlock and within memory."""
 
-from __future__ import annotations
-
 import random
+from collections import Counter, deque
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Placement
+from megatron_ext.schedules.__main__ import main
 from megatron_ext.schedules.orders import SCHEDULES, build_plan
+from megatron_ext.schedules.picture import text
 from megatron_ext.schedules.plan import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
     Action,
     CyclicOrder,
     Durations,
     Kind,
     Plan,
+    gives,
+    needs,
     price,
     timeline,
     with_messages,
 )
-from tests.schedules.proof import errors
 
 NUM_PLANS = 2000
 
 
 def random_plan(generator: random.Random) -> tuple[Plan, int]:
-    """Return a plan, and the size of its groups of micro-batches."""
     schedule = generator.choice(SCHEDULES)
     size = 1 if schedule == "no-pipelining" else generator.randint(1, 8)
     chunks = {"interleaved": generator.randint(2, 4), "zb-v": 2}.get(schedule, 1)
@@ -85,30 +91,27 @@ def test_the_proof_finds_a_lost_computation(plan: Plan) -> None:
     assert "happens [1, 1, 0] times" in " ".join(errors(changed(plan, 1, actions)))
 
 
-def test_the_proof_finds_computations_out_of_order(plan: Plan) -> None:
-    order = list(plan.ranks[0])
-    first, second = (i for i, a in enumerate(order) if a.kind is Kind.FORWARD and a.microbatch < 2)
-    order[first], order[second] = order[second], order[first]
-    assert "out of order" in " ".join(errors(changed(plan, 0, order)))
+def first_two(order: list[Action], kind: Kind) -> list[int]:
+    """Return the places of a kind of action of the first two micro-batches."""
+    return [i for i, a in enumerate(order) if a.kind is kind and a.microbatch < 2]
 
 
-def test_the_proof_finds_swapped_messages(plan: Plan) -> None:
-    order = list(plan.ranks[1])
-    first, second = (
-        i for i, a in enumerate(order) if a.kind is Kind.RECEIVE_INPUT and a.microbatch < 2
-    )
+@pytest.mark.parametrize(
+    ("rank", "kind", "said"),
+    [(0, Kind.FORWARD, "out of order"), (1, Kind.RECEIVE_INPUT, "do not match")],
+)
+def test_the_proof_finds_swapped_actions(plan: Plan, rank: int, kind: Kind, said: str) -> None:
+    order = list(plan.ranks[rank])
+    first, second = first_two(order, kind)
     order[first], order[second] = order[second], order[first]
-    assert "do not match" in " ".join(errors(changed(plan, 1, order)))
+    assert said in " ".join(errors(changed(plan, rank, order)))
 
 
 def test_the_proof_finds_a_deadlock_that_only_blocking_channels_have(plan: Plan) -> None:
     """Both ranks send first, as a naive 1F1B does in its steady state."""
     order = list(plan.ranks[1])
-    receive = next(
-        i for i, a in enumerate(order) if a.kind is Kind.RECEIVE_INPUT and a.microbatch == 1
-    )
-    late = order.pop(receive)
-    use = next(i for i, a in enumerate(order) if a.kind is Kind.FORWARD and a.microbatch == 1)
+    late = order.pop(first_two(order, Kind.RECEIVE_INPUT)[1])
+    use = first_two(order, Kind.FORWARD)[1]
     broken = changed(plan, 1, [*order[:use], late, *order[use:]])
     assert errors(broken, capacity=None) == []
     assert "stuck" in " ".join(errors(broken, capacity=0))
@@ -152,3 +155,200 @@ def test_shapes_that_a_schedule_cannot_have(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         build_plan(schedule, pipeline_size=4, num_microbatches=8, **arguments)  # type: ignore[arg-type]
+
+
+def errors(plan: Plan, *, capacity: int | None = None) -> list[str]:
+    """Return what is wrong with a plan; nothing if it can be trusted.
+
+    Checks that each computation happens once and in the order of the micro-batches, after what it
+    needs is there, that sends and receives match one to one in the order of each channel, and that
+    the ranks come to their end on a network whose channels hold ``capacity`` messages: 0 blocks a
+    sender until the receiver takes the message, None never blocks it.
+    """
+    return [*_wrong_computations(plan), *_wrong_messages(plan), *_stuck(plan, capacity)]
+
+
+def _wrong_computations(plan: Plan) -> list[str]:
+    found = []
+    seen = Counter(gives(a) for rank in plan.ranks for a in rank if a.kind in COMPUTE)
+    halves = any(a.kind is Kind.WEIGHT for rank in plan.ranks for a in rank)
+    trains = any(a.kind is not Kind.FORWARD for rank in plan.ranks for a in rank if a.peer is None)
+    kinds = [Kind.FORWARD, *([Kind.INPUT] if trains else []), *([Kind.WEIGHT] if halves else [])]
+    for kind in kinds:
+        for stage in range(plan.placement.num_stages):
+            counts = [seen.pop((kind, i, stage), 0) for i in range(plan.num_microbatches)]
+            if counts != [1] * plan.num_microbatches:
+                found.append(f"{kind} of stage {stage} happens {counts} times")
+    found += [f"{key} is not asked for" for key in seen]
+    for rank, actions in enumerate(plan.ranks):
+        last: dict[tuple[Kind, int], int] = {}
+        for a in actions:
+            if a.kind in COMPUTE and plan.placement.rank_of(a.stage) != rank:
+                found.append(f"rank {rank} computes {a}, which is another rank's")
+            if last.get((a.kind, a.stage), -1) >= a.microbatch:
+                found.append(f"rank {rank} runs {a} out of order")
+            last[a.kind, a.stage] = a.microbatch
+    return found
+
+
+def _wrong_messages(plan: Plan) -> list[str]:
+    channels: dict[tuple[int, int], tuple[list[object], list[object]]] = {}
+    for rank, actions in enumerate(plan.ranks):
+        for a in actions:
+            forward = a.kind in (Kind.SEND_OUTPUT, Kind.RECEIVE_INPUT)
+            if a.kind in SENDS and a.peer is not None:
+                reaches = a.stage + 1 if forward else a.stage - 1
+                channel = channels.setdefault((rank, a.peer), ([], []))
+                channel[0].append((forward, a.microbatch, reaches))
+            elif a.kind in RECEIVES and a.peer is not None:
+                channel = channels.setdefault((a.peer, rank), ([], []))
+                channel[1].append((forward, a.microbatch, a.stage))
+    return [
+        f"the messages from rank {sender} to rank {receiver} do not match"
+        for (sender, receiver), (sent, received) in channels.items()
+        if sent != received
+    ]
+
+
+def _stuck(plan: Plan, capacity: int | None) -> list[str]:
+    """Run the lists against channels; a rank that cannot go on waits for its turn."""
+    position = [0] * len(plan.ranks)
+    full: dict[tuple[int, int], deque[Action]] = {}
+    have: list[set[tuple[Kind, int, int]]] = [set() for _ in plan.ranks]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(plan.ranks):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                if not _step(plan, rank, action, position, full, have, capacity):
+                    break
+                position[rank] += 1
+                moved = True
+    return [
+        f"rank {rank} is stuck at {actions[position[rank]]}"
+        for rank, actions in enumerate(plan.ranks)
+        if position[rank] < len(actions)
+    ]
+
+
+def _step(
+    plan: Plan,
+    rank: int,
+    action: Action,
+    position: list[int],
+    full: dict[tuple[int, int], deque[Action]],
+    have: list[set[tuple[Kind, int, int]]],
+    capacity: int | None,
+) -> bool:
+    if action.kind in COMPUTE:
+        if not all(key in have[rank] for key in needs(action, plan.placement)):
+            return False
+        have[rank].add(gives(action))
+        return True
+    if action.kind in SENDS:
+        channel = full.setdefault((rank, action.peer), deque())
+        if capacity is not None and len(channel) >= capacity:
+            # Room, or the receiver is taking right now.
+            theirs = plan.ranks[action.peer]
+            at = position[action.peer]
+            taking = at < len(theirs) and theirs[at].kind in RECEIVES and theirs[at].peer == rank
+            if not taking or len(channel) > capacity:
+                return False
+        channel.append(action)
+        return True
+    channel = full.setdefault((action.peer, rank), deque())
+    if not channel:
+        return False
+    sent = channel.popleft()
+    kind = Kind.FORWARD if action.kind is Kind.RECEIVE_INPUT else Kind.INPUT
+    have[rank].add((kind, sent.microbatch, sent.stage))
+    return True
+
+
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 1.5, 1.0)]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("times", TIMES)
+def test_bubbles_are_those_of_the_papers(size: int, times: tuple[float, float, float]) -> None:
+    forward, input_gradient, weight_gradient = times
+    whole = Durations(*times)
+    common = {"pipeline_size": size, "num_microbatches": 4 * size}
+    cost = price(build_plan("1f1b", **common), whole)  # type: ignore[arg-type]
+    assert cost.bubble == pytest.approx((size - 1) * sum(times))
+    cost = price(build_plan("zb-h1", **common), whole)  # type: ignore[arg-type]
+    theory = (size - 1) * (forward + input_gradient - weight_gradient)
+    assert cost.bubble == pytest.approx(theory)
+    for chunks in (2, 4):
+        part = Durations(*(time / chunks for time in times))
+        plan = build_plan("interleaved", num_chunks=chunks, **common)  # type: ignore[arg-type]
+        assert price(plan, part).bubble == pytest.approx((size - 1) * sum(times) / chunks)
+
+
+@pytest.mark.parametrize(("size", "num_microbatches"), [(4, 8), (8, 16), (8, 32)])
+def test_zb_v_leaves_little_of_the_bubble_of_1f1b(size: int, num_microbatches: int) -> None:
+    half = Durations(0.5, 0.5, 0.5)
+    common = {"pipeline_size": size, "num_microbatches": num_microbatches}
+    plan = build_plan("zb-v", num_chunks=2, **common)  # type: ignore[arg-type]
+    classic = price(build_plan("1f1b", **common))  # type: ignore[arg-type]
+    assert price(plan, half).bubble <= 0.25 * classic.bubble
+
+
+def test_latency_of_messages_makes_a_step_longer() -> None:
+    plan = build_plan("1f1b", pipeline_size=3, num_microbatches=1)
+    # Two messages there and two back.
+    assert price(plan, latency=0.5).makespan == price(plan).makespan + 4 * 0.5
+
+
+def test_1f1b_as_text() -> None:
+    plan = build_plan("1f1b", pipeline_size=2, num_microbatches=2)
+    assert text(plan, price(plan)).splitlines() == [
+        "rank 0 |F0-F1-......B0----...B1----|",
+        "rank 1 |...F0-B0----F1-B1----......|",
+    ]
+
+
+def test_second_chunks_are_in_small_letters() -> None:
+    plan = build_plan("zb-v", pipeline_size=2, num_microbatches=1, num_chunks=2)
+    lines = text(plan, price(plan)).splitlines()
+    assert lines[1].startswith("rank 1 |...F0-f0-...")
+    assert "f0-i0-" in lines[0]
+
+
+def test_command_draws_and_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.png"
+    words = f"--schedule zb-v --pipeline-size 4 --microbatches 16 --png {path}".split()
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("rank ") >= 4
+    assert "step time 50, bubble 2 (4.0%)" in shown
+    assert "peak micro-batches in flight on each rank, of all its layers: 4, 4, 4, 4" in shown
+    height, width, _ = imread(path).shape
+    assert height > 100 and width > 1000
+
+
+def test_command_takes_measured_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("--pipeline-size 2 --microbatches 4 --times 10 11 9".split()) == 0
+    assert "step time 150, bubble 30 (20.0%)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--schedule zb-v --chunks 3", "The schedule `zb-v` needs 2 chunks on each rank, not 3."),
+        ("--png /nowhere/plan.png", "`--png` (/nowhere/plan.png) cannot be written (No such file"),
+        ("--png plan.tiger", "`--png` (plan.tiger) cannot be written (Format 'tiger' is not"),
+    ],
+)
+def test_command_refuses(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--microbatches 0", "--times 1 nan 1", "--latency -1"])
+def test_command_refuses_numbers_of_no_use(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert "must be" in capsys.readouterr().err.splitlines()[-1]

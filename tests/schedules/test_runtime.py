@@ -1,7 +1,5 @@
 """The runtime against megatron-core's own functions and against plain torch arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.orders import SCHEDULES
 from megatron_ext.schedules.runtime import PipelineEngine
 from tests.ranks import run_on_ranks
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tests.training_runs import TINY, curve, mock_data, train
 
 STEPS = 3
 FLAGS = [*TINY, *mock_data(), "--eod-mask-loss", "--train-iters", str(STEPS)]
@@ -28,9 +26,7 @@ CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 
 def losses_and_norms(words: str, ranks: int, folder: Path) -> list[tuple[float, float]]:
-    code, rows = train_on_ranks([*FLAGS, *words.split()], ranks=ranks, save=folder)
-    assert code == 0
-    return [(row["lm loss"], row["grad_norm"]) for row in training_rows(rows)]
+    return curve([*FLAGS, *words.split()], folder, ranks)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +55,7 @@ def test_schedules_equal_megatron_core_bit_for_bit(
 def start(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return flags that start from one checkpoint, whatever the layout."""
     checkpoint = tmp_path_factory.mktemp("start") / "checkpoint"
-    code, _ = train_on_ranks([*TINY, *mock_data(), "--train-iters", "1"], save=checkpoint)
-    assert code == 0
+    train([*TINY, *mock_data(), "--train-iters", "1"], checkpoint)
     return f"--load {checkpoint} --finetune"
 
 
@@ -182,7 +177,6 @@ def sum_loss(output: Tensor, non_loss_data: bool = False) -> Any:
 
 
 def step(iterator: Iterator[int] | None, model: Any) -> tuple[Tensor, Any]:
-    assert iterator is not None
     return model(next(iterator)), sum_loss
 
 
@@ -216,7 +210,6 @@ def check_step(
     for index, chunk in enumerate(chunks):
         assert chunk.calls == list(range(num_microbatches))
         stage = context.placement.stage_of(context.pp_rank, index)
-        assert chunk.weight.grad is not None
         assert float(chunk.weight.grad) == pytest.approx(gradients[stage], rel=1e-5)
 
 
@@ -236,7 +229,6 @@ CASES = [
 def test_losses_and_gradients_are_those_of_plain_torch(
     schedule: str, size: int, chunks: int, num_microbatches: int
 ) -> None:
-    """Any number of micro-batches, also where it does not divide by the pipeline size."""
     arguments = {"schedule": schedule, "num_microbatches": num_microbatches}
     run_on_ranks(check_step, layout_of(schedule, size, chunks), arguments)
 

@@ -1,7 +1,5 @@
 """Programs of Megatron-LM run through the adapter, and train what pretrain_gpt.py trains."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -18,31 +16,35 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.sections import section_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.megatron_style import get_args, get_tokenizer, megatron_task, pretrain
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.task import Task
-from tests.training_runs import train_on_ranks, training_rows
+from tests.training_runs import (
+    SMALL,
+    check_refused,
+    config_of,
+    curve,
+    train,
+    train_on_ranks,
+    train_steps,
+    training_rows,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "porting.md"
-RUN = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
-    "--log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 3 "
-    "--make-vocab-size-divisible-by 32 --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
-    "--split 80,20,0 --eval-interval 2 --eval-iters 1 --init-method-std 0.1 "
-    "--position-embedding-type rope"
-).split()
+RUN = [
+    *SMALL,
+    *"--train-iters 3 --eval-interval 2 --eval-iters 1 --init-method-std 0.1".split(),
+    *("--position-embedding-type", "rope"),
+]
 PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
 CP2, DP2 = "--context-parallel-size 2", ""
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the code of the page to a file, as a user would copy it."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     path = tmp_path_factory.mktemp("ported") / "pretrain_ported.py"
     path.write_text(code)
@@ -61,22 +63,14 @@ def run_program(program: Path, words: list[str], save: Path, monkeypatch: Any) -
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        PP2,
-        pytest.param(TP2, marks=pytest.mark.slow),
-        pytest.param(CP2, marks=pytest.mark.slow),
-        pytest.param(DP2, marks=pytest.mark.slow),
-    ],
-    ids=["PP2", "TP2", "CP2", "DP2"],
+    "layout", [PP2, *(pytest.param(layout, marks=pytest.mark.slow) for layout in (TP2, CP2, DP2))]
 )
 def test_the_pages_program_trains_what_pretrain_gpt_trains(
     layout: str, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*RUN, *layout.split()]
     ported = run_program(program, words, tmp_path / "ported", monkeypatch)
-    code, rows = train_on_ranks(words, ranks=2, save=tmp_path / "gpt")
-    assert code == 0
+    rows = train(words, tmp_path / "gpt", 2)
     assert losses(ported) == [pytest.approx(row, rel=1e-6) for row in losses(rows)]
     validation = [row["lm loss"] for row in rows if row["kind"] == "evaluation"]
     found = [row["lm loss"] for row in ported if row["kind"] == "evaluation"]
@@ -86,7 +80,6 @@ def test_the_pages_program_trains_what_pretrain_gpt_trains(
 def test_the_pages_program_keeps_its_flag_in_checkpoints(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run goes on from such a checkpoint in another layout."""
     words, saved = [*RUN, "--loss-ceiling", "4.5"], tmp_path / "half"
     whole = losses(run_program(program, words, tmp_path / "whole", monkeypatch))
     assert whole[0][0] < 4.5
@@ -98,7 +91,6 @@ def test_the_pages_program_keeps_its_flag_in_checkpoints(
 
 
 def mean_loss(mask: Tensor, output: Tensor, *, parts: int) -> Any:
-    """Return the mean of a micro-batch, as Megatron-LM's older losses do."""
     loss = (output.view(-1) * mask.view(-1)).sum() / mask.sum()
     return loss if parts == 1 else (loss, {"lm loss": loss.detach().clone().view(1)})
 
@@ -117,12 +109,11 @@ def test_losses_without_a_count_are_means_of_micro_batches(
     task = megatron_task(
         page["train_valid_test_datasets_provider"], page["model_provider"], forward_step
     )
-    code, rows = train_on_ranks(RUN, ranks=2, save=tmp_path / "means", task=task)
-    assert code == 0
-    gpt = train_on_ranks([*RUN, "--no-calculate-per-token-loss"], ranks=2, save=tmp_path / "gpt")[1]
+    rows = train_steps(RUN, tmp_path / "means", 2, task=task)
+    gpt = curve([*RUN, "--no-calculate-per-token-loss"], tmp_path / "gpt", 2)
     name = "lm loss" if parts == 2 else "loss"
-    found = [[row[name], row["grad_norm"]] for row in training_rows(rows)]
-    assert found == [pytest.approx(row, rel=1e-6) for row in losses(gpt)]
+    found = [(row[name], row["grad_norm"]) for row in rows]
+    assert found == [pytest.approx(row, rel=1e-6) for row in gpt]
 
 
 class Line(MegatronModule):
@@ -172,9 +163,8 @@ def test_datasets_and_models_that_are_no_gpt_train(layout: str, tmp_path: Path) 
     found = []
     for name, more, ranks in (("one", "", 1), ("two", layout, 2)):
         flags = [*RUN, "--micro-batch-size", "2", *more.split()]
-        code, rows = train_on_ranks(flags, ranks=ranks, save=tmp_path / name, task=task)
-        assert code == 0
-        found.append([[row["squared error"], row["grad_norm"]] for row in training_rows(rows)])
+        rows = train_steps(flags, tmp_path / name, ranks, task=task)
+        found.append([[row["squared error"], row["grad_norm"]] for row in rows])
     assert found[1] == [pytest.approx(row, rel=1e-5) for row in found[0]]
 
 
@@ -191,11 +181,10 @@ def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def test_arguments_of_argparse_are_flags() -> None:
     kind = section_of(with_own)
     words = "--width 3 --lrs 1 2 --kind b --fast-path --disable-cap".split()
-    config = parse_args([*RUN, *words], TEXT.with_sections(kind), world_size=1, device="cpu").config
+    config = config_of([*RUN, *words], TEXT.with_sections(kind))
     found = {"width": 3, "rates": [1.0, 2.0], "kind": "b", "fast_path": True, "cap": False}
     assert dataclasses.asdict(config.section(kind)) == found
-    with pytest.raises(ConfigError, match=r"`--width` is required; give it\."):
-        parse_args(RUN, TEXT.with_sections(kind), world_size=1, device="cpu")
+    check_refused(RUN, "`--width` is required; give it.", TEXT.with_sections(kind))
 
 
 @pytest.mark.parametrize(
@@ -217,10 +206,9 @@ def nothing(*_: Any, **__: Any) -> Any:
 
 
 def test_what_the_adapter_cannot_run_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    kind = ModelType.encoder_or_decoder
     with pytest.raises(SystemExit) as left:
-        pretrain(
-            nothing, nothing, ModelType.encoder_or_decoder, nothing, args_defaults={"widht": 3}
-        )
+        pretrain(nothing, nothing, kind, nothing, args_defaults={"widht": 3})
     assert left.value.code == 2
     assert "`args_defaults` has `widht`, which is not the name of a flag" in capsys.readouterr().err
 

@@ -1,7 +1,5 @@
 """Tests of convert_checkpoint.py as a user runs it."""
 
-from __future__ import annotations
-
 import io
 import runpy
 import shlex
@@ -13,21 +11,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
 from tests.text.convert.models import in_child, make
+from tests.training_runs import config_of
 from tests.video.convert import models as wan
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
 
 def in_fork(scratch: Path, *argv: str | Path) -> tuple[int, str, str]:
-    """Return exit code, output and errors, without another import of torch."""
-
     def main() -> tuple[int, str, str]:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
             code = runpy.run_path(str(TOOL))["main"]([str(word) for word in argv])
@@ -45,7 +40,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     words = shlex.split(done.stdout.splitlines()[-1])
     assert words[:2] == ["--pretrained-checkpoint", str(root)]
     words += "--micro-batch-size 1 --train-iters 1 --lr 1".split()
-    model = parse_args(words, TEXT, world_size=1, device="cpu").config.model
+    model = config_of(words).model
     assert (model.seq_length, model.padded_vocab_size) == (32, 384)
     export = ["export", "--load", root, "--hf", back]
     assert in_fork(tmp_path / "1", *export, "--dtype", "bfloat16") == (0, f"{root} -> {back}\n", "")
@@ -61,7 +56,6 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_wan_there_and_back(tmp_path: Path) -> None:
-    """Check the printed flags too, and that options of the other kind of model are refused."""
     source, root, back = wan.make(tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
     assert in_fork(
         tmp_path / "1", "import", "--hf", source, "--save", root, "--seq-length", "8"

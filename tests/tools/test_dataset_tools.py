@@ -1,7 +1,5 @@
 """merge_datasets.py and inspect_dataset.py as a user runs them."""
 
-from __future__ import annotations
-
 import errno
 import io
 import re
@@ -21,7 +19,7 @@ from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data.inspect import inspect_dataset
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.text import tiny
-from tests.text.preprocess.truth import read_pair
+from tests.text.tiny import read_pair
 
 
 def write(prefix: Path, lengths: list[int], *, first: int = 0) -> Path:
@@ -38,20 +36,15 @@ def run(tool: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-# ----------------------------------------------------------------------------------------- merge
-
-
 def test_merge(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
+    folder, output = tmp_path / "in", tmp_path / "all"
     folder.mkdir()
     write(folder / "b.v1", [4, 0])
     write(folder / "a", [2])
     (folder / "notes.txt").write_text("not a dataset")
-    done = run("merge_datasets.py", "--input", folder, "--output-prefix", tmp_path / "all")
-    assert (done.returncode, done.stdout) == (
-        0,
-        f"2 datasets, 3 documents, 6 tokens -> {tmp_path / 'all'}\n",
-    )
+    done = run("merge_datasets.py", "--input", folder, "--output-prefix", output)
+    said = f"2 datasets, 3 documents, 6 tokens -> {output}\n"
+    assert (done.returncode, done.stdout) == (0, said)
     assert read_pair(tmp_path / "all") == read_pair(write(tmp_path / "whole", [2, 4, 0]))
 
 
@@ -96,9 +89,6 @@ def test_a_long_merge_shows_how_much_time_is_left_on_a_terminal_only(
         assert (found is not None) == shown
 
 
-# --------------------------------------------------------------------------------------- inspect
-
-
 def test_counts_histogram_and_warnings(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [0, 1, 3, 4, 7, 8, 600], first=5)
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
@@ -110,15 +100,8 @@ def test_counts_histogram_and_warnings(tmp_path: Path) -> None:
         "tokens     623 (uint16), 89.0 per document",
         "ids        5 to 604",
     ]
-    histogram = [line.split()[:2] for line in found.lines[6:12]]
-    assert histogram == [
-        ["0", "1"],
-        ["1", "1"],
-        ["2-3", "1"],
-        ["4-7", "2"],
-        ["8-15", "1"],
-        ["512-1023", "1"],
-    ]
+    histogram = [" ".join(line.split()[:2]) for line in found.lines[6:12]]
+    assert histogram == ["0 1", "1 1", "2-3 1", "4-7 2", "8-15 1", "512-1023 1"]
     assert "document 2: 1 sequences, 3 tokens" in found.lines
     assert "  text  '5 6 7'" in found.lines
     assert found.warnings == [
@@ -154,17 +137,11 @@ def test_damage_ends_with_its_sentence_and_the_others_are_still_shown(tmp_path: 
     assert f"dataset    {good}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("flags", "code"),
-    [(["--tokenizer-type", "Nul"], 2), (["--tokenizer-type", "NullTokenizer"], 2)],
-)
-def test_bad_tokenizer_flags(tmp_path: Path, flags: list[str], code: int) -> None:
-    done = run("inspect_dataset.py", write(tmp_path / "d", [3]), *flags)
-    assert done.returncode == code
+@pytest.mark.parametrize("kind", ["Nul", "NullTokenizer"])
+def test_bad_tokenizer_flags(tmp_path: Path, kind: str) -> None:
+    done = run("inspect_dataset.py", write(tmp_path / "d", [3]), "--tokenizer-type", kind)
+    assert done.returncode == 2
     assert done.stderr.startswith("error: `--tokenizer-type")
-
-
-# ---------------------------------------------------------------------------------------- digest
 
 
 def test_a_changed_byte_is_found_by_the_digest(tmp_path: Path) -> None:
@@ -200,20 +177,14 @@ def test_a_changed_byte_is_found_by_the_digest(tmp_path: Path) -> None:
 
 def test_inspect_refuses_flags_that_make_no_sense(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [3])
-    refused: list[tuple[list[str], str]] = [
-        (["--samples", "-5"], "`--samples` (-5) must not be negative; use 0 or more."),
-        (
-            ["--digest", "--write-digest"],
-            "`--digest` compares with PREFIX.sha256 and `--write-digest` replaces it; give one.",
-        ),
-        (["--vocab-size", "9"], "`--tokenizer-type` is missing beside its other flags; name it."),
-    ]
-    for flags, sentence in refused:
-        done = run("inspect_dataset.py", prefix, *flags)
+    both = "`--digest` compares with PREFIX.sha256 and `--write-digest` replaces it; give one."
+    for flags, sentence in (
+        ("--samples -5", "`--samples` (-5) must not be negative; use 0 or more."),
+        ("--digest --write-digest", both),
+        ("--vocab-size 9", "`--tokenizer-type` is missing beside its other flags; name it."),
+    ):
+        done = run("inspect_dataset.py", prefix, *flags.split())
         assert (done.returncode, done.stderr) == (2, f"error: {sentence}\n")
-
-
-# -------------------------------------------------------------------------- what cannot be read
 
 
 def test_a_dataset_that_cannot_be_read_gets_a_sentence(

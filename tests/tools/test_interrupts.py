@@ -1,7 +1,5 @@
 """Ctrl-C ends every program with one word and the code 130, whatever it is doing."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -62,7 +60,6 @@ def _start(*words: str) -> subprocess.Popen[str]:
 
 def test_an_interrupted_program_cleans_up_and_says_so() -> None:
     process = _start("-c", RUN)
-    assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     assert _interrupt(process) == (130, "cleaned up\n", "interrupted\n")
 
@@ -71,7 +68,6 @@ def test_an_interruption_of_the_imports_is_no_traceback() -> None:
     process = _start(
         "-c", RUN.replace("def main", "print('importing', flush=True)\nimport torch\ndef main")
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"
     code, _, err = _interrupt(process)
     assert (code, err) == (130, "interrupted\n")
@@ -80,7 +76,6 @@ def test_an_interruption_of_the_imports_is_no_traceback() -> None:
 def test_a_program_of_the_background_ignores_it_still() -> None:
     process = _start("-c", f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
                      f"{RUN.replace('time.sleep(60)', 'time.sleep(1)')}")  # fmt: skip
-    assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     assert _interrupt(process) == (0, "cleaned up\n", "")
 

@@ -1,7 +1,5 @@
 """The command as a user runs it: flags, exit codes, kills, start-up."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -19,7 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.preprocess.cli import main, parse_options
 from tests.text import tiny
-from tests.text.preprocess.truth import read_pair, write_expected
+from tests.text.tiny import read_pair, write_expected
 
 TOOL = tiny.ROOT / "tools" / "preprocess_data.py"
 
@@ -192,8 +190,6 @@ def test_starts_in_half_a_second_without_torch(tmp_path: Path) -> None:
     )
     assert done.stdout.strip() == "[]", done.stderr
 
-
-# ----------------------------------------------------------------------------------------- flags
 
 GOOD = ["--input", "a", "b*", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]
 

@@ -1,7 +1,5 @@
 """tools/preview_batch.py end to end: marks, counts, and the batches of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -14,18 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
 from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.rows import Row, Step
-from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
-from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from tests.text.sft.tiny import tokenizer
+from tests.training_runs import prepared
 from tools.preview_batch import main
 
 MODEL = (
@@ -69,7 +65,6 @@ def words_of(folder: Path, *files: str) -> list[str]:
 
 @pytest.fixture
 def sft(folder: Path) -> list[str]:
-    """Return flags of two files, three conversations, one step of one row."""
     return words_of(folder, "a.jsonl", "b.jsonl")
 
 
@@ -129,8 +124,6 @@ def test_reduced_weights_and_mtp(sft: list[str], capfd: pytest.CaptureFixture[st
 
 
 class Spans(HTMLParser):
-    """The tokens of a page: ids, weight, position, text, title."""
-
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tokens: list[dict[str, Any]] = []
@@ -225,14 +218,10 @@ def test_a_launched_rank_beyond_the_first_is_silent(
     assert capfd.readouterr().out == ""
 
 
-# ------------------------------------------------------------------- the batches of a training run
-
-
 def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[list[Batch]]]:
     """Return the steps of a run by data-parallel rank, as its last stage gets them."""
     device = select()
-    parsed = parse_args(words, TEXT, world_size=ranks, device=device.kind)
-    config, made = preflight(parsed.config, parsed.task.preflight)
+    task, config, made = prepared(words, ranks=ranks, device=device.kind)
 
     def prepare(run: Run) -> None:
         draw, steps = run.train_source.next_step, []
@@ -245,16 +234,15 @@ def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[li
 
         run.train_source.next_step = keep  # type: ignore[method-assign]
 
-    main = partial(pretrain, parsed.task, config, device=device, assets=made, prepare=prepare)
+    main = partial(pretrain, task, config, device=device, assets=made, prepare=prepare)
     assert fork_ranks(main, ranks) == 0
     return {int(p.stem): torch.load(p, weights_only=False) for p in folder.glob("*.pt")}
 
 
 def previewed(words: Sequence[str], ranks: int, folder: Path, first: int, count: int) -> list[Step]:
     def draw() -> None:
-        parsed = parse_args(words, TEXT, world_size=ranks, device=select().kind)
-        config, made = preflight(parsed.config, parsed.task.preflight)
-        torch.save(collect(config, parsed.task, made, first=first, count=count), folder / "steps")
+        task, config, made = prepared(words, ranks=ranks, device=select().kind)
+        torch.save(collect(config, task, made, first=first, count=count), folder / "steps")
 
     assert fork_ranks(draw, 1) == 0
     steps: list[Step] = torch.load(folder / "steps", weights_only=False)
@@ -274,7 +262,6 @@ def assert_same(row: Row, batch: Batch) -> None:
         np.testing.assert_array_equal(row.mtp_labels[k], labels[i].numpy())
         np.testing.assert_array_equal(row.mtp_weights[k], masks[i].numpy())
     if row.samples is not None:
-        assert batch.sample_ids is not None
         np.testing.assert_array_equal(row.samples, batch.sample_ids[i].numpy())
 
 
@@ -331,6 +318,5 @@ def test_the_rows_are_those_of_a_run_on_a_blend(tmp_path: Path, more: str) -> No
     words = [*MODEL, *flags.split(), *more.split(), *iterations.split()]
     steps = compare(words, tmp_path, 2, 2)
     for row in (row for step in steps for row in step.rows):
-        assert row.provenance is not None
         high = bool((row.tokens[row.tokens < 500] >= 100).all())
         assert row.provenance.source == str(tmp_path / ("two" if high else "one"))

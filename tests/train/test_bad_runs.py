@@ -1,7 +1,5 @@
 """Bad input to the program: one sentence each, and no rank is left hanging."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource
@@ -22,13 +20,9 @@ from tests.training_runs import NULL, TINY, mock_data
 
 DATA = f"{' '.join(NULL)} --data-path FOLDER/docs"
 MOCK = " ".join(mock_data())
-FOCAL = f"{MOCK} --loss examples/custom_loss/focal.py:FocalLossConfig --loss-args"
-ROPE = f"{MOCK} --position-embedding-type rope"
-PP2 = f"{MOCK} --pipeline-model-parallel-size 2"
 
 
 def _flags(words: str, folder: Path | None = None) -> list[str]:
-    """Return the flags of a short run, with the name of a folder in them."""
     return [*TINY, *"--train-iters 2".split(), *words.replace("FOLDER", str(folder)).split()]
 
 
@@ -67,153 +61,49 @@ def _pickle_in_the_cache(folder: Path) -> None:
     (cache / "0-KeyedGPTDataset-train-document_index.npy").write_bytes(pickle.dumps([1]))
 
 
-CASES: dict[str, tuple[str, str, Callable[[Path], None] | None]] = {
+DAMAGED: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "truncated .bin": (DATA, ".bin is truncated: it has", _truncated),
     "corrupt .idx": (DATA, "docs.idx", _corrupt_index),
     "negative id": (DATA, "docs.bin holds the token id -3, but the vocabulary has", _negative_id),
     "cache": (f"{DATA} --data-cache-path FOLDER/file", "cannot be written to", _file),
-    "cache of the data": (
-        DATA,
-        "docs is no folder); give a folder that can",
-        _file_for_the_cache,
-    ),
-    "pickle in the cache": (
-        DATA,
-        "document_index.npy is no array of numpy",
-        _pickle_in_the_cache,
-    ),
+    "cache of the data": (DATA, "docs is no folder); give a folder that can", _file_for_the_cache),
+    "pickle in the cache": (DATA, "document_index.npy is no array of numpy", _pickle_in_the_cache),
     "save": (f"{MOCK} --save FOLDER/file/x", "/file/x) cannot be written (", _file),
     "tensorboard": (f"{MOCK} --tensorboard-dir FOLDER/file/x", "`--tensorboard-dir` (", _file),
 }
-CASES |= {
-    name: (words, sentence, None)
-    for name, words, sentence in (
-        ("no dataset", f"{DATA}/nowhere", "nowhere.idx"),
-        (
-            "vocabulary",
-            f"{DATA} --vocab-size 20 --padded-vocab-size 32",
-            "holds the token id 39, but the vocabulary has 32 entries",
-        ),
-        ("weight nan", DATA.replace("FOLDER", "nan FOLDER"), "the weights [nan]; they must be fin"),
-        (
-            "weight inf",
-            DATA.replace("FOLDER/docs", "inf FOLDER/docs 1 FOLDER/docs"),
-            "has the weights [inf, 1.0]; they must be finite",
-        ),
-        (
-            "mixed blend",
-            DATA.replace("FOLDER/docs", "0.5 FOLDER/docs FOLDER/docs FOLDER/docs"),
-            "`--data-path`",
-        ),
-        ("validation beside a blend", f"{DATA} --valid-data-path FOLDER/x", "exclude each other"),
-        ("test beside a blend", f"{DATA} --test-data-path FOLDER/x", "exclude each other"),
-        (
-            "validation beside mock data",
-            f"{MOCK} --valid-data-path nowhere",
-            "`--mock-data` and `--valid-data-path` exclude each other",
-        ),
-        (
-            "no lengths",
-            f"{DATA} --per-dataset-sequences-path FOLDER/nowhere",
-            "nowhere) cannot be read (No such file or directory)",
-        ),
-        ("empty split", f"{DATA} --eval-iters 1 --split 99.9,0.1,0", "The valid split of"),
-        ("no data", " ".join(NULL), "No training data is given; use `--data-path` PREFIX"),
-        ("no list", f"{' '.join(NULL)} --data-args-path FOLDER/list.txt", "`--data-args-path`"),
-        (
-            "no tokenizer",
-            "--mock-data --tokenizer-type SentencePieceTokenizer --tokenizer-model FOLDER/no.model",
-            "no.model",
-        ),
-        (
-            "no pretrained",
-            f"{MOCK} --pretrained-checkpoint FOLDER/none",
-            "none) holds no checkpoint; give a folder that does",
-        ),
-        ("no checkpoint", f"{MOCK} --use-checkpoint-args --load FOLDER/none", "is no folder"),
-        (
-            "a file for checkpoints",
-            f"{MOCK} --load {__file__}",
-            "is a file, but checkpoints are folders",
-        ),
-        ("uninitialized", f"{MOCK} --no-initialization", "leaves the weights to a checkpoint"),
-        ("a deadly signal", f"{MOCK} --exit-signal SIGKILL", "a process can catch"),
-        ("an option that is no number", f"{FOCAL} gamma=abc", "must give `gamma` as float"),
-        ("an option that is not finite", f"{FOCAL} gamma=.nan", "numbers must be finite"),
-        (
-            "more memory than there is",
-            f"{MOCK} --hidden-size 100000 --num-attention-heads 10",
-            "GB on this machine for 1 rank(s), but it has",
-        ),
-        (
-            "more positions than memory",
-            f"{MOCK} --seq-length 2000000000 --max-position-embeddings 2000000000",
-            "GB on this machine for 1 rank(s), but it has",
-        ),
-        (
-            "evaluation without end",
-            f"{MOCK} --eval-iters 2000000000",
-            "The samples of the run (train 32, valid 32000000000, test 32000000000) need indices",
-        ),
-        (
-            "training without end",
-            f"{DATA.replace('FOLDER', '1 FOLDER')} --train-iters 2000000000",
-            "GB; lower `--train-iters`, `--train-samples`, `--eval-iters` or `--global-batch-size`",
-        ),
-        ("small vocabulary", f"{MOCK} --padded-vocab-size 1", "must be at least the"),
-        ("odd head", f"{ROPE} --kv-channels 9", "`--kv-channels` (9) must be even"),
-        (
-            "nothing rotated",
-            f"{ROPE} --rotary-percent 0.01",
-            "leaves no channel of a head of 16 to rotate",
-        ),
-        ("split nan", f"{MOCK} --split nan,1,0", "must be one to three shares that are finite"),
-        (
-            "stages before replicas",
-            f"{PP2} --use-tp-pp-dp-mapping --context-parallel-size 2 --nproc-per-node 4",
-            "tensor × context parallel size is 1 × 2 and expert-tensor × expert parallel size is "
-            "1 × 1",
-        ),
-        (
-            "too few micro-batches",
-            f"{PP2} --pipeline-schedule core-interleaved --num-virtual-stages-per-pipeline-rank 2 "
-            "--nproc-per-node 2 --micro-batch-size 4 --global-batch-size 12",
-            "groups of 2 with none or at least 2 left over, but one has 3; use interleaved",
-        ),
-        (
-            "layout without end",
-            f"{MOCK} --pipeline-model-parallel-layout Et*99999999999|L",
-            "may hold only E, t, m, L",
-        ),
-        (
-            "batches without end",
-            f"{MOCK} --step-batch-size-schedule 0:4,inf:8",
-            "must list TOKENS:BATCH_SIZE",
-        ),
-        (
-            "experts without end",
-            f"{MOCK} --num-experts 2 --moe-layer-freq ([1]*99999999999)",
-            "must be a number or a list of 0 and 1",
-        ),
-    )
-}
+BAD_RUNS = (Path(__file__).parent / "bad_runs.txt").read_text(encoding="utf-8").splitlines()
+"""Flags and a part of the sentence; MOCK, FOLDER and FILE stand for made-up data and paths."""
 
 
-@pytest.mark.parametrize("name", CASES)
+def check_one_sentence(
+    words: str, sentence: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = time.monotonic()
+    assert main(GPT, _flags(words, folder)) == EXIT_CODE_USER_ERROR
+    (shown,) = capfd.readouterr().err.strip().splitlines()
+    assert shown.startswith("error: ") and sentence in shown
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("line", BAD_RUNS)
 def test_bad_input_is_one_sentence_before_any_rank_starts(
+    line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words, sentence = line.split(" => ")
+    _write(tmp_path / "docs")
+    tokenizer = "" if "--tokenizer-type" in words else " ".join(NULL)
+    words = words.replace("MOCK", MOCK).replace("FILE", __file__)
+    check_one_sentence(f"{tokenizer} {words}", sentence, tmp_path, capfd)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_input_is_one_sentence_before_any_rank_starts(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words, sentence, damage = CASES[name]
+    words, sentence, damage = DAMAGED[name]
     _write(tmp_path / "docs")
-    if damage is not None:
-        damage(tmp_path)
-    start = time.monotonic()
-    assert main(GPT, _flags(words, tmp_path)) == EXIT_CODE_USER_ERROR
-    shown = capfd.readouterr().err.strip().splitlines()
-    assert len(shown) == 1, shown
-    assert sentence in shown[0]
-    assert shown[0].startswith("error: ")
-    assert time.monotonic() - start < 20
+    damage(tmp_path)
+    check_one_sentence(words, sentence, tmp_path, capfd)
 
 
 @pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"])

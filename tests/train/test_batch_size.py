@@ -1,7 +1,5 @@
 """Growing batches and run lengths equal counts made by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole runs in 8 bits: near bf16, the same on every layout, and resumed with their scales."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -14,7 +12,15 @@ from torch import Tensor
 
 from megatron_ext.train.reporting.files import read_metrics
 from tests.checkpoint.tiny import whole_tensors
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tests.training_runs import (
+    SAME_WEIGHTS,
+    Rows,
+    mock_data,
+    train,
+    train_on_ranks,
+    train_steps,
+    training_rows,
+)
 
 slow = pytest.mark.slow
 
@@ -27,18 +33,16 @@ PP2 = "--pipeline-model-parallel-size 2"
 
 def flags_of(*more: str, steps: int = 4) -> list[str]:
     """Return flags with initial weights that no layout changes."""
-    size = "--bf16 --ffn-hidden-size 192 --global-batch-size 8 --no-use-cpu-initialization"
+    size = "--bf16 --ffn-hidden-size 192 --global-batch-size 8"
     length = f"--train-iters {steps} --lr-decay-iters {max(12, steps)}"
-    return [*TINY, *mock_data(), *" ".join([size, length, *more]).split()]
+    return [*SAME_WEIGHTS, *mock_data(), *" ".join([size, length, *more]).split()]
 
 
-def run(save: Path, *more: str, ranks: int = 1, steps: int = 4) -> list[dict[str, Any]]:
-    code, rows = train_on_ranks(flags_of(*more, steps=steps), ranks=ranks, save=save)
-    assert code == 0
-    return training_rows(rows)
+def run(save: Path, *more: str, ranks: int = 1, steps: int = 4) -> Rows:
+    return train_steps(flags_of(*more, steps=steps), save, ranks)
 
 
-def losses(rows: list[dict[str, Any]]) -> list[float]:
+def losses(rows: Rows) -> list[float]:
     return [row["lm loss"] for row in rows]
 
 
@@ -48,18 +52,31 @@ def assert_near(fp8: list[float], bf16: list[float]) -> None:
     assert fp8 == pytest.approx(bf16, rel=0.01)
 
 
-def histories(save: Path, iteration: int) -> dict[str, Tensor]:
-    """Return the delayed state in a checkpoint: ``[layers, steps, 3]`` of each kind of layer."""
+def histories(save: Path, iteration: int, *, experts: bool = False) -> dict[str, Tensor]:
+    """Return the delayed state in a checkpoint by kind of layer.
+
+    ``[layers, steps, 3]``, or ``[layers, experts, steps, 3]`` of the experts alone.
+    """
     tensors = whole_tensors(save / f"iter_{iteration:07d}", save / "whole.pt")
-    found = {name: tensor for name, tensor in tensors.items() if name.endswith("amax_history")}
-    assert len(found) == 4 and all(tensor.shape == (4, 4, 3) for tensor in found.values())
+    ends = [name for name in tensors if name.endswith("amax_history")]
+    found = {name: tensors[name] for name in ends if not experts or "experts" in name}
+    assert len(found) == (2 if experts else 4)
+    assert all(tensor.shape[-2:] == (4, 3) for tensor in found.values())
     return found
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert all(torch.equal(history, theirs[name]) for name, history in ours.items())
+
+
+def assert_one_step_later(after: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    for name, history in after.items():
+        assert torch.equal(history[..., 1:, :], before[name][..., :-1, :]), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2])
 def test_200_steps_end_within_1_percent_of_bf16(layout: str, tmp_path: Path) -> None:
-    """The means of the last ten steps are compared, and all runs have learnt."""
     small = (layout, "--global-batch-size 2 --num-layers 2")
     bf16 = losses(run(tmp_path / "bf16", *small, ranks=2, steps=200))
     want = sum(bf16[-10:]) / 10
@@ -142,8 +159,7 @@ def test_other_layouts_train_alike(
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [DELAYED, pytest.param(TENSORWISE, marks=slow), pytest.param(ROWWISE, marks=slow)],
+    "recipe", [DELAYED, pytest.param(TENSORWISE, marks=slow), pytest.param(ROWWISE, marks=slow)]
 )
 def test_recomputation_changes_nothing(recipe: str, on_one_rank: Runs, tmp_path: Path) -> None:
     """A pass that is computed twice enters the history once."""
@@ -152,8 +168,7 @@ def test_recomputation_changes_nothing(recipe: str, on_one_rank: Runs, tmp_path:
     want = training_rows(read_metrics(on_one_rank(recipe) / "metrics.jsonl"))
     assert losses(got) == losses(want)
     if recipe == DELAYED:
-        ours, theirs = histories(tmp_path / "save", 4), histories(on_one_rank(recipe), 4)
-        assert all(torch.equal(history, theirs[name]) for name, history in ours.items())
+        assert_equal(histories(tmp_path / "save", 4), histories(on_one_rank(recipe), 4))
 
 
 @slow
@@ -161,8 +176,8 @@ def test_a_step_enters_the_history_once(tmp_path: Path) -> None:
     """The number of micro-batches does not matter; the latest entry comes first."""
     run(tmp_path / "save", "--fp8-format hybrid", DELAYED, "--save-interval 2", steps=3)
     after_2, after_3 = histories(tmp_path / "save", 2), histories(tmp_path / "save", 3)
-    for name, history in after_3.items():
-        assert torch.equal(history[:, 1:], after_2[name][:, :-1])
+    assert_one_step_later(after_3, after_2)
+    for history in after_3.values():
         assert (history[:, :3] > 0).all() and not history[:, 3].any()
 
 
@@ -178,13 +193,11 @@ def test_resuming_is_bit_identical(ranks: int, layout: str, tmp_path: Path) -> N
     resumed = run(save, *more, f"--load {save}", ranks=ranks)
     for key in ("lm loss", "grad_norm"):
         assert [row[key] for row in resumed] == [row[key] for row in whole]
-    ours, theirs = histories(save, 4), histories(tmp_path / "whole", 4)
-    assert all(torch.equal(history, theirs[name]) for name, history in ours.items())
+    assert_equal(histories(save, 4), histories(tmp_path / "whole", 4))
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(TP2, marks=slow), f"{PP2} --num-layers-per-virtual-pipeline-stage 1"],
+    "layout", [pytest.param(TP2, marks=slow), f"{PP2} --num-layers-per-virtual-pipeline-stage 1"]
 )
 def test_another_layout_goes_on_with_the_scales(
     layout: str, on_one_rank: Runs, tmp_path: Path
@@ -192,9 +205,7 @@ def test_another_layout_goes_on_with_the_scales(
     start = on_one_rank(DELAYED)
     more = f"--load {start} --override-opt-param-scheduler"
     run(tmp_path / "save", "--fp8-format hybrid", DELAYED, layout, more, ranks=2, steps=5)
-    before = histories(start, 4)
-    for name, history in histories(tmp_path / "save", 5).items():
-        assert torch.equal(history[:, 1:], before[name][:, :-1]), name
+    assert_one_step_later(histories(tmp_path / "save", 5), histories(start, 4))
 
 
 def test_a_bf16_checkpoint_starts_an_8_bit_run(
@@ -205,8 +216,7 @@ def test_a_bf16_checkpoint_starts_an_8_bit_run(
     assert train_on_ranks(flags, save=save)[0] != 0
     shown = capfd.readouterr().err
     assert "amax_history`, which the model needs; give `--finetune`" in shown
-    code, rows = train_on_ranks([*flags, "--finetune"], save=save)
-    assert code == 0 and len(training_rows(rows)) == 2
+    assert len(train_steps([*flags, "--finetune"], save)) == 2
     history = histories(save, 2)["decoder.layers.mlp.linear_fc1.fp8.amax_history"]
     assert (history[:, :2] > 0).all() and not history[:, 2:].any()
 
@@ -239,26 +249,13 @@ def test_first_and_last_layers_stay_in_bf16(tmp_path: Path) -> None:
 
     for count in (1, 3):
         flags = flags_of("--fp8-format e4m3", TENSORWISE, more.format(count), steps=1)
-        code, _ = train_on_ranks(flags, save=tmp_path / str(count), prepare=note(count))
-        assert code == 0
+        train(flags, tmp_path / str(count), prepare=note(count))
 
 
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--use-cpu-initialization"
 )
-
-
-def expert_histories(save: Path, iteration: int) -> dict[str, Tensor]:
-    """Return the histories of the experts, ``[layers, experts, steps, 3]`` each."""
-    tensors = whole_tensors(save / f"iter_{iteration:07d}", save / "whole.pt")
-    found = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.endswith("amax_history") and "experts" in name
-    }
-    assert len(found) == 2 and all(tensor.shape[-2:] == (4, 3) for tensor in found.values())
-    return found
 
 
 @pytest.mark.parametrize(
@@ -272,12 +269,11 @@ def expert_histories(save: Path, iteration: int) -> dict[str, Tensor]:
     ],
 )
 def test_experts_are_near_bf16_on_every_layout(ranks: int, layout: str, tmp_path: Path) -> None:
-    """The number of tokens that each of them gets does not matter."""
     bf16 = losses(run(tmp_path / "bf16", EXPERTS, layout, ranks=ranks, steps=2))
     fp8 = ("--fp8-format hybrid", DELAYED, EXPERTS, layout)
     got = losses(run(tmp_path / "fp8", *fp8, ranks=ranks, steps=2))
     assert_near(got, bf16)
-    for name, history in expert_histories(tmp_path / "fp8", 2).items():
+    for name, history in histories(tmp_path / "fp8", 2, experts=True).items():
         assert (history[..., :2, :] > 0).all() and not history[..., 2:, :].any(), name
 
 
@@ -286,11 +282,10 @@ def test_experts_go_on_with_their_scales_on_another_layout(tmp_path: Path) -> No
     save = tmp_path / "save"
     flags = ("--fp8-format hybrid", DELAYED, EXPERTS)
     run(save, *flags, "--exit-interval 4", steps=5)
-    before = expert_histories(save, 4)
+    before = histories(save, 4, experts=True)
     more = f"--expert-model-parallel-size 2 --load {save} --no-load-optim --exit-interval 5"
     run(save, *flags, more, ranks=2, steps=5)
-    for name, history in expert_histories(save, 5).items():
-        assert torch.equal(history[..., 1:, :], before[name][..., :-1, :]), name
+    assert_one_step_later(histories(save, 5, experts=True), before)
 
 
 ADAPTERS = "--lora-rank 4 --seed 3"

@@ -1,19 +1,21 @@
-"""A step of training would wait for a GPU in one place, once."""
+"""A step would wait for a GPU in one place, once; a host that learns late counts the same."""
 
-from __future__ import annotations
-
+from functools import partial
 from operator import methodcaller
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.optim.builder import choose_kernels
-from megatron_ext.train.metrics import IntervalMetrics
+from megatron_ext.train.loop import IntervalMetrics
 from megatron_ext.train.run import Run
+from tests.checkpoint.tiny import whole_tensors
 from tests.host_syncs import READ, host_syncs
 from tests.ranks import ParallelContext, ranks
-from tests.runs_from_inside import build, one_step
-from tests.training_runs import TINY, mock_data
+from tests.runs_from_inside import build, one_step, spoil_steps
+from tests.training_runs import TINY, mock_data, train
 
 FLAGS = [*TINY, *mock_data(), "--train-iters", "100"]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
@@ -25,7 +27,6 @@ def places_of_a_step(run: Run) -> list[str]:
     The device decides on updates, as a GPU does. The host then reads what the step before did: by
     then that step is over, and the passes of this one wait for the device.
     """
-    assert run.optimizer is not None
     choose_kernels(run.optimizer, fused=True)
     window = IntervalMetrics(run)
     for _ in range(2):
@@ -102,3 +103,88 @@ def _seen_in_package(ask: object) -> int:
     with host_syncs() as places:
         namespace["run"](ask, torch.ones(()))  # type: ignore[operator]
     return places.count("megatron_ext/here.py:run")
+
+
+SMALL = [
+    *TINY,
+    *mock_data(),
+    *"--vocab-size 200 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64".split(),
+    *"--seq-length 16 --train-iters 7 --lr-warmup-iters 4 --log-interval 3".split(),
+    *"--ema-decay 0.8 --ema-start 2 --eval-iters 1 --eval-interval 5".split(),
+]
+BAD = (2, 5, 6)
+TIMED = ("seconds", "per_second", "tflops", "mfu", "time", "throughput")
+
+
+def _ask_at_once(run: Run) -> None:
+    step = run.runner.train
+
+    def train_and_ask(*arguments: Any) -> Any:
+        result = step(*arguments)
+        run.runner.settle()
+        assert run.runner.settled
+        return result
+
+    run.runner.train = train_and_ask  # type: ignore[method-assign]
+
+
+def _prepare(run: Run, *, late: bool) -> None:
+    choose_kernels(run.optimizer, fused=True)  # type: ignore[arg-type]
+    spoil_steps(run, BAD)
+    if not late:
+        _ask_at_once(run)
+
+
+def _rows(folder: Path, words: str, num_ranks: int, *, late: bool) -> list[dict[str, Any]]:
+    prepare = partial(_prepare, late=late)
+    flags = [*SMALL, "--save-interval", "4", *words.split()]
+    rows = train(flags, folder, num_ranks, prepare=prepare)
+    return [{k: v for k, v in row.items() if not any(x in k for x in TIMED)} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [pytest.param(1, "", marks=pytest.mark.slow), (2, "--bf16 --pipeline-model-parallel-size 2")],
+)
+def test_nothing_shows_that_the_host_learned_late(
+    num_ranks: int, words: str, tmp_path: Path
+) -> None:
+    found = {late: _rows(tmp_path / str(late), words, num_ranks, late=late) for late in (0, 1)}
+    assert found[0] == found[1]
+    skipped = [row["total_skipped_iterations"] for row in found[1] if row["kind"] == "train"]
+    assert skipped == [0, 1, 3]
+    for step in (4, 7):
+        tensors = [
+            whole_tensors(tmp_path / str(late) / f"iter_{step:07d}", tmp_path / f"{late}.pt")
+            for late in (0, 1)
+        ]
+        assert tensors[0].keys() == tensors[1].keys()
+        for name, tensor in tensors[0].items():
+            assert torch.equal(tensor, tensors[1][name]), name
+
+
+@ranks()
+def test_the_rate_of_each_step_counts_the_updates_before_it(context: ParallelContext) -> None:
+    run = build(SMALL, context)
+    optimizer = run.optimizer
+    choose_kernels(optimizer, fused=True)
+    spoil_steps(run, BAD)
+    window = IntervalMetrics(run)
+    rates = []
+    step_with_ready_grads = optimizer.step_with_ready_grads
+
+    def noted() -> bool:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return bool(step_with_ready_grads())
+
+    optimizer.step_with_ready_grads = noted  # type: ignore[method-assign]
+    for step in range(7):
+        one_step(run, window)
+        assert not run.runner.settled
+        assert run.progress.iteration == step + 1
+    # The warm-up of four updates: a skipped step leaves the rate to the next one.
+    updates = [sum(bad not in BAD for bad in range(1, step)) for step in range(1, 8)]
+    assert rates == pytest.approx([1e-3 * min(n, 4) / 4 for n in updates])
+    assert run.progress.skipped_iterations == 3
+    window.settle()
+    assert run.runner.settled

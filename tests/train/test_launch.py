@@ -1,13 +1,12 @@
 """Ranks that fail, hang or are killed end all the others, with their reason shown."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -28,6 +27,26 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
+def _only(rank: int, act: Callable[[], object]) -> Callable[[], object]:
+    """Return a program in which one rank acts, and all wait for a minute unless that ends it."""
+
+    def main() -> object:
+        if _rank() == rank and (found := act()) is not None:
+            return found
+        time.sleep(60)
+        return 0
+
+    return main
+
+
+def _signal(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
 def test_all_ranks_run_with_their_environment(tmp_path: Path) -> None:
     def main() -> int:
         assert os.environ["WORLD_SIZE"] == "3"
@@ -39,23 +58,16 @@ def test_all_ranks_run_with_their_environment(tmp_path: Path) -> None:
 
 
 def test_a_users_error_is_a_sentence_and_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
-    def main() -> int:
-        if _rank() == 1:
-            raise ConfigError("`--flag` (1) must be 2; use 2.")
-        time.sleep(60)
-        return 0
-
+    error = ConfigError("`--flag` (1) must be 2; use 2.")
     start = time.monotonic()
-    assert fork_ranks(main, 3) == 2
+    assert fork_ranks(_only(1, lambda: _fail(error)), 3) == 2
     assert time.monotonic() - start < 10
     assert capfd.readouterr().err == "[rank 1] `--flag` (1) must be 2; use 2.\n"
 
 
 def test_an_error_that_all_ranks_meet_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
-    def main() -> int:
-        raise ConfigError("`--flag` (1) must be 2; use 2.")
-
-    assert fork_ranks(main, 3) == 2
+    error = ConfigError("`--flag` (1) must be 2; use 2.")
+    assert fork_ranks(lambda: _fail(error), 3) == 2
     assert capfd.readouterr().err == "[rank 0] `--flag` (1) must be 2; use 2.\n"
 
 
@@ -77,25 +89,12 @@ def test_a_rank_that_alone_finds_an_error_of_the_flags_tells_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megatron_ext.train.launch.SECONDS_FOR_RANK_0", 0.2)
-
-    def main() -> int:
-        if _rank() == 1:
-            return refuse(ConfigError("one"))
-        time.sleep(60)
-        return 0
-
-    assert fork_ranks(main, 2) == 2
+    assert fork_ranks(_only(1, lambda: refuse(ConfigError("one"))), 2) == 2
     assert capfd.readouterr().err == "[rank 1] error: one\n"
 
 
 def test_a_crash_shows_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    def main() -> int:
-        if _rank() == 0:
-            raise RuntimeError("out of luck")
-        time.sleep(60)
-        return 0
-
-    assert fork_ranks(main, 2) == 1
+    assert fork_ranks(_only(0, lambda: _fail(RuntimeError("out of luck"))), 2) == 1
     shown = capfd.readouterr().err
     assert "[rank 0] Traceback" in shown
     assert "out of luck" in shown
@@ -115,23 +114,12 @@ def test_a_rank_that_ignores_sigterm_is_killed() -> None:
 
 
 def test_a_killed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    def main() -> int:
-        if _rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-        return 0
-
-    assert fork_ranks(main, 2) == 128 + signal.SIGKILL
+    assert fork_ranks(_only(1, _signal(signal.SIGKILL)), 2) == 128 + signal.SIGKILL
     assert "[rank 1] was ended by SIGKILL" in capfd.readouterr().err
 
 
 def test_a_stopped_rank_is_named_within_the_time_given(capfd: pytest.CaptureFixture[str]) -> None:
-    def main() -> int:
-        if _rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(60)
-        return 0
-
+    main = _only(1, _signal(signal.SIGSTOP))
     start = time.monotonic()
     assert fork_ranks(main, 2, timeout_minutes=1 / 60) == EXIT_CODE_NO_ANSWER
     assert time.monotonic() - start < 15
@@ -259,22 +247,20 @@ def test_other_children_of_the_process_are_left_to_who_started_them() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_leaves_no_orphans(number: signal.Signals, tmp_path: Path) -> None:
-    """No processes and no files are left."""
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "temporary").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "ranks")],
-        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
-    )
+    ranks, temporary = tmp_path / "ranks", tmp_path / "temporary"
+    ranks.mkdir()
+    temporary.mkdir()
+    words = [sys.executable, "-c", SCRIPT, str(ranks)]
+    process = subprocess.Popen(words, env={**os.environ, "TMPDIR": str(temporary)})
     end = time.monotonic() + 60
-    while len(list((tmp_path / "ranks").iterdir())) < 2 and time.monotonic() < end:
+    while len(list(ranks.iterdir())) < 2 and time.monotonic() < end:
         time.sleep(0.1)
     time.sleep(0.3)
     process.send_signal(number)
     process.wait(timeout=20)
-    for path in (tmp_path / "ranks").iterdir():
+    for path in ranks.iterdir():
         _wait_until_gone(int(path.name))
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def _wait_until_gone(pid: int) -> None:

@@ -1,9 +1,6 @@
 """A user's own tasks get collected data, and learn what their model or step lacks."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +16,9 @@ from megatron_ext.losses.contract import LossFunction, StepCounts, checked, weig
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT
 from megatron_ext.train.task import Task
-from tests.training_runs import train_on_ranks
+from tests.training_runs import SMALL as RUN
+from tests.training_runs import train, train_on_ranks
 
-RUN = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
-    "--log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 2 "
-    "--make-vocab-size-divisible-by 32 --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
-    "--split 80,20,0 --eval-interval 1 --eval-iters 2"
-).split()
 PP2 = "--pipeline-model-parallel-size 2"
 
 
@@ -69,10 +60,7 @@ def test_non_loss_data_of_the_last_stage_reaches_its_function(words: str, tmp_pa
     for name, ranks, layout in (("one", 1, ""), ("two", 2, words)):
         file = tmp_path / name
         flags = [*RUN, *layout.split(), "--tensorboard-dir", str(tmp_path / f"board_{name}")]
-        code, rows = train_on_ranks(
-            flags, ranks=ranks, save=tmp_path / f"run_{name}", task=collecting_task(file)
-        )
-        assert code == 0
+        rows = train(flags, tmp_path / f"run_{name}", ranks, task=collecting_task(file))
         seen.append((file.read_text(), [row["lm loss"] for row in rows]))
     # Of four micro-batches: after both evaluations, and at the end those of both splits.
     lines = seen[0][0].splitlines()
@@ -91,9 +79,9 @@ def test_non_loss_data_may_come_from_a_function_of_the_model(tmp_path: Path) -> 
 
     task = collecting_task(tmp_path / "seen", non_loss_data=norms)
     board = ["--tensorboard-dir", str(tmp_path / "board")]
-    assert train_on_ranks(RUN, save=tmp_path / "bare", task=task)[0] == 0
+    train(RUN, tmp_path / "bare", task=task)
     assert not (tmp_path / "seen").exists()
-    assert train_on_ranks([*RUN, *board], save=tmp_path / "run", task=task)[0] == 0
+    train([*RUN, *board], tmp_path / "run", task=task)
     assert (tmp_path / "seen").read_text().startswith("1 1 {(")
 
 
@@ -105,57 +93,32 @@ def test_a_loss_that_cannot_give_non_loss_data_is_refused_by_name() -> None:
         checked(plain_loss)(torch.zeros(1), non_loss_data=True)
 
 
-class Bare(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-
-def bare_chunk(*_: Any, **__: Any) -> Any:
-    return Bare()
-
-
 class NoInput(torch.nn.Module):
     def sharded_state_dict(self) -> None:
         """Do nothing."""
 
 
-def without_input(*_: Any, **__: Any) -> Any:
-    return NoInput()
-
-
 @pytest.mark.parametrize(
-    ("build", "words", "missing"),
+    ("kind", "words", "missing"),
     [
-        (bare_chunk, "", ["sharded_state_dict", "set_input_tensor"]),
-        (without_input, "", ["set_input_tensor"]),
-        (
-            without_input,
-            PP2,
-            ["set_input_tensor", "pre_process", "share_embeddings_and_output_weights"],
-        ),
-        (without_input, f"{PP2} --untie-embeddings-and-output-weights", ["set_input_tensor"]),
+        (torch.nn.Identity, "", "sharded_state_dict set_input_tensor"),
+        (NoInput, "", "set_input_tensor"),
+        (NoInput, PP2, "set_input_tensor pre_process share_embeddings_and_output_weights"),
+        (NoInput, f"{PP2} --untie-embeddings-and-output-weights", "set_input_tensor"),
     ],
 )
 def test_a_model_that_lacks_what_training_needs_gets_a_sentence(
-    build: Callable[..., Any],
-    words: str,
-    missing: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    kind: type, words: str, missing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    task = dataclasses.replace(GPT, model_chunk=build)
-    code, _ = train_on_ranks(
-        [*RUN, *words.split()], ranks=2 if words else 1, save=tmp_path, task=task
-    )
+    task = dataclasses.replace(GPT, model_chunk=lambda *_, **__: kind())
+    flags = [*RUN, *words.split()]
+    assert train_on_ranks(flags, ranks=2 if words else 1, save=tmp_path, task=task)[0] == 2
     shown = capfd.readouterr().err
-    assert code == 2
     assert "Traceback" not in shown
-    for name in missing:
-        assert f"The model `{build().__class__.__name__}` has no `{name}`, by which" in shown
-    assert len({line.split("by which")[0].split("] ")[-1] for line in shown.splitlines()}) == len(
-        missing
-    )
+    for name in missing.split():
+        assert f"The model `{kind.__name__}` has no `{name}`, by which" in shown
+    told = {line.split("by which")[0].split("] ")[-1] for line in shown.splitlines()}
+    assert len(told) == len(missing.split())
 
 
 @pytest.mark.parametrize(

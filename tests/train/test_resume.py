@@ -1,14 +1,15 @@
 """Interrupted runs go on as if nothing had happened, also in another layout."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from megatron_ext.checkpoint.files import TRACKER
+from megatron_ext.text.task import GPT
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
+from tests.training_runs import TINY, Rows, mock_data, train_on_ranks, train_steps
 
 STEPS = 12
 BREAK = 7
@@ -20,25 +21,15 @@ def _flags(*more: str) -> list[str]:
     return [*TINY, *mock_data(), *words, *more]
 
 
-def _rows(save: Path, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
-    code, rows = train_on_ranks(_flags(*more), ranks=ranks, save=save)
-    assert code == 0
-    return training_rows(rows)
+def _rows(save: Path, *more: str, ranks: int = 1) -> Rows:
+    return train_steps(_flags(*more), save, ranks)
 
 
-def _assert_close(
-    rows: list[dict[str, Any]], wanted: list[dict[str, Any]], tolerance: float
-) -> None:
+def _assert_close(rows: Rows, wanted: Rows, tolerance: float) -> None:
     assert [row["iteration"] for row in rows] == [row["iteration"] for row in wanted]
     for row, want in zip(rows, wanted, strict=True):
         for key in ("lm loss", "grad_norm"):
             assert math.isclose(row[key], want[key], rel_tol=tolerance), (row["iteration"], key)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the rows of the whole run on one rank."""
-    return _rows(tmp_path_factory.mktemp("whole") / "save")
 
 
 @pytest.mark.parametrize(
@@ -80,11 +71,9 @@ def test_dropout_and_bf16_resume_bit_identically(tmp_path: Path) -> None:
     assert [row["lm loss"] for row in resumed] == [row["lm loss"] for row in whole]
 
 
-def test_resuming_in_other_layouts_follows_the_uninterrupted_run(
-    uninterrupted: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_resuming_in_other_layouts_follows_the_uninterrupted_run(tmp_path: Path) -> None:
     """TP1, then TP2 x PP2 from step 4 on, then CP2 x DP2 from step 8 on: within 1e-6."""
-    save = tmp_path / "save"
+    save, uninterrupted = tmp_path / "save", _rows(tmp_path / "whole")
     load = ("--load", str(save))
     _rows(save, "--exit-interval", "4")
     four = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
@@ -123,7 +112,6 @@ def test_experts_with_biases_resume_whether_or_not_ranks_share_them_out(
 def test_strict_names_do_not_forbid_another_layout(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The random states of the layout that saved are left where they are."""
     save, strict = tmp_path / "save", "--dist-ckpt-strictness raise_all".split()
     _rows(save, *strict, "--exit-interval", "4")
     load = ["--load", str(save), "--exit-interval", "5", "--tensor-model-parallel-size", "2"]
@@ -136,25 +124,25 @@ def test_strict_names_do_not_forbid_another_layout(
     assert "or another `--dist-ckpt-strictness` than raise_all." in shown
 
 
-def _short(words: str, ranks: int, save: Path) -> list[dict[str, Any]]:
-    """Return the rows of four steps of a small model with experts, saved after the second."""
-    size = "--num-experts 4 --num-layers 2 --train-iters 4 --save-interval 2 --global-batch-size 4"
-    return _rows(save, "--no-use-distributed-optimizer", *f"{size} {words}".split(), ranks=ranks)
-
-
-@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize(
+    "optimizer", ["--no-use-distributed-optimizer", "--use-distributed-optimizer"]
+)
 def test_experts_that_the_first_stage_lacks_resume(optimizer: str, tmp_path: Path) -> None:
     """The first stage saves the count of the experts' updates, but has no experts.
 
     The same layout gives the same bits, another one agrees within 1e-6.
     """
     stages = "--pipeline-model-parallel-size 2"
-    words = f"--moe-layer-freq [0,1] {optimizer} {EP2}"
-    save = tmp_path / "save"
-    whole = _short(f"{words} {stages}", 4, save)
-    load = f"--load {save} --ckpt-step 2"
-    _assert_close(_short(f"{words} {stages} {load}", 4, tmp_path / "same"), whole[2:], 0.0)
-    _assert_close(_short(f"{words} {load}", 2, tmp_path / "other"), whole[2:], 1e-6)
+    size = "--num-layers 2 --train-iters 4 --save-interval 2 --global-batch-size 4"
+    words = f"--num-experts 4 --moe-layer-freq [0,1] {size} {optimizer} {EP2}"
+
+    def short(name: str, more: str, ranks: int) -> Rows:
+        return _rows(tmp_path / name, *f"{words} {more}".split(), ranks=ranks)
+
+    whole = short("save", stages, 4)
+    load = f"--load {tmp_path / 'save'} --ckpt-step 2"
+    _assert_close(short("same", f"{stages} {load}", 4), whole[2:], 0.0)
+    _assert_close(short("other", load, 2), whole[2:], 1e-6)
 
 
 def test_another_schedule_is_refused_with_what_to_do(
@@ -167,6 +155,60 @@ def test_another_schedule_is_refused_with_what_to_do(
     shown = capfd.readouterr().err
     assert "The learning-rate schedule is not the checkpoint's" in shown
     assert "`--override-opt-param-scheduler`" in shown
-    code, rows = train_on_ranks([*flags, "--override-opt-param-scheduler"], save=save)
-    assert code == 0
-    assert training_rows(rows)[-1]["iteration"] == STEPS
+    rows = train_steps([*flags, "--override-opt-param-scheduler"], save)
+    assert rows[-1]["iteration"] == STEPS
+
+
+def run(save: Path, words: str, ranks: int = 1) -> Rows:
+    """Run at most four steps, and return the rows of all training steps in the folder."""
+    return train_steps([*TINY, *mock_data(), "--train-iters", "4", *words.split()], save, ranks)
+
+
+def test_auto_starts_anew_and_then_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    words = "--resume-mode auto --exit-interval 2"
+    first = run(tmp_path, words, ranks=2)
+    assert [row["iteration"] for row in first] == [1, 2]
+    second = run(tmp_path, words, ranks=2)
+    assert second[:2] == first
+    assert [row["iteration"] for row in second] == [1, 2, 3, 4]
+
+
+def test_auto_prefers_its_own_checkpoints_to_those_it_began_from(tmp_path: Path) -> None:
+    base, save = tmp_path / "base", tmp_path / "save"
+    run(base, "--exit-interval 3")
+    for source in (f"--load {base} --finetune", f"--pretrained-checkpoint {base}"):
+        folder = save / source.split()[0]
+        words = f"--resume-mode auto {source} --exit-interval 2"
+        assert [row["iteration"] for row in run(folder, words)] == [1, 2]
+        assert [row["iteration"] for row in run(folder, words)] == [1, 2, 3, 4]
+    assert [row["iteration"] for row in run(save, f"--resume-mode auto --load {base}")] == [4]
+
+
+def test_disable_starts_anew_whatever_the_folder_holds(tmp_path: Path) -> None:
+    first = run(tmp_path, "")
+    again = run(tmp_path, "--resume-mode disable --exit-interval 2")
+    assert [row["lm loss"] for row in again] == [row["lm loss"] for row in first[:2]]
+    assert (tmp_path / TRACKER).read_text() == "2"
+
+
+def test_path_goes_on_from_the_folder(tmp_path: Path) -> None:
+    run(tmp_path, "--exit-interval 2")
+    rows = run(tmp_path, f"--resume-mode path --load {tmp_path}")
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["no folder", "empty folder"])
+def test_path_without_a_checkpoint_is_refused_before_any_rank_starts(
+    made: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = tmp_path / "load"
+    if made:
+        load.mkdir()
+    monkeypatch.setattr("megatron_ext.train.main.launch", lambda *_, **__: 99)
+    flags = [*TINY, *mock_data(), "--train-iters", "1", "--load", str(load)]
+    assert main(GPT, [*flags, "--resume-mode", "path"]) == EXIT_CODE_USER_ERROR
+    assert capfd.readouterr().err == (
+        f"error: `--load` ({load}) holds no checkpoint, but `--resume-mode path` is given; give a "
+        "folder that does.\n"
+    )
+    assert main(GPT, flags) == 99

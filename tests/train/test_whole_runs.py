@@ -1,7 +1,5 @@
 """Whole runs: skipped steps, the schedule of the learning rate, resumed data, validation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -14,36 +12,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
-from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.preflight import preflight
+from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
 from tests.training_runs import (
     LAYOUTS,
     NULL,
+    SAME_WEIGHTS,
     TINY,
+    Rows,
     documents,
     mock_data,
-    train_on_ranks,
+    prepared,
+    train,
+    train_steps,
     training_rows,
     without,
 )
 
-SAME_WEIGHTS = [word for word in TINY if word != "--use-cpu-initialization"]
-"""The tiny model, with weights that do not depend on the layout."""
 
-Rows = list[dict[str, Any]]
-
-
-def train(
+def steps_of(
     folder: Path, words: str, layout: str = "one", prepare: Callable[[Run], None] | None = None
 ) -> Rows:
-    """Return the rows of the training steps of a run on made-up data."""
     ranks, more = LAYOUTS[layout]
     flags = [*SAME_WEIGHTS, *mock_data(), "--eod-mask-loss", *words.split(), *more.split()]
-    code, rows = train_on_ranks(flags, ranks=ranks, save=folder, prepare=prepare)
-    assert code == 0
-    return training_rows(rows)
+    return train_steps(flags, folder, ranks, prepare=prepare)
 
 
 def observe(run: Run, folder: Path, note: Callable[[bool], dict[str, Any]]) -> None:
@@ -68,7 +60,6 @@ def parameters(run: Run) -> list[tuple[str, Tensor]]:
 
 
 def notes(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Return the notes of each rank on a step."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"rank*_step{step}.json"))]
 
 
@@ -95,7 +86,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
 ) -> None:
     ranks = LAYOUTS[layout][0]
     spoil = partial(poison, rank=ranks - 1, step=2, value=value, folder=tmp_path)
-    rows = train(tmp_path / "save", "--train-iters 3", layout, spoil)
+    rows = steps_of(tmp_path / "save", "--train-iters 3", layout, spoil)
     for step, skipped in ((1, False), (2, True), (3, False)):
         seen = notes(tmp_path, step)
         assert len(seen) == ranks
@@ -115,7 +106,7 @@ def test_a_skipped_step_is_announced_once_when_it_happens(
 ) -> None:
     """The next report comes after four iterations only."""
     spoil = partial(poison, rank=1, step=2, value=math.inf, folder=tmp_path)
-    train(tmp_path / "save", "--train-iters 4 --log-interval 4", "dp2", spoil)
+    steps_of(tmp_path / "save", "--train-iters 4 --log-interval 4", "dp2", spoil)
     lines = capfd.readouterr().out.splitlines()
     (at,) = [i for i, line in enumerate(lines) if "was skipped" in line]
     assert lines[at] == "> iteration 2 was skipped: its gradient norm is inf (1 skipped so far)"
@@ -150,7 +141,7 @@ def test_the_logged_norm_is_the_dense_one_before_clipping(tmp_path: Path) -> Non
     for layout in ("one", "dp2", "tp2pp2"):
         folder = tmp_path / layout
         folder.mkdir()
-        rows = train(folder / "save", words, layout, partial(dense_norm, folder=folder))
+        rows = steps_of(folder / "save", words, layout, partial(dense_norm, folder=folder))
         norms[layout] = [row["train/grad_norm"] for row in rows]
         assert min(norms[layout]) > 1.5
         if layout != "tp2pp2":
@@ -170,7 +161,7 @@ def test_the_schedule_starts_at_zero_and_ends_with_the_run(
     monkeypatch.setitem(globals(), "SAME_WEIGHTS", flags)
     watch = partial(observe, folder=tmp_path, note=lambda applied: {})
     words = f"--train-iters {steps} --lr-warmup-fraction 0.25"
-    rows = train(tmp_path / "save", words, prepare=watch)
+    rows = steps_of(tmp_path / "save", words, prepare=watch)
     used = [notes(tmp_path, step)[0]["rate"] for step in range(1, steps + 1)]
     warmup = steps // 4
     assert used[0] == 0.0
@@ -181,7 +172,6 @@ def test_the_schedule_starts_at_zero_and_ends_with_the_run(
 
 
 def digest_data(run: Run, folder: Path) -> None:
-    """Note the samples of each step, and the learning rate that it uses."""
     inner, digests = run.train_source.next_step, list[str]()
 
     def next_step(num_microbatches: int) -> Any:
@@ -200,7 +190,6 @@ def digest_data(run: Run, folder: Path) -> None:
 def test_a_resumed_run_repeats_order_rate_and_loss(
     layout: str, loader: str, tmp_path: Path
 ) -> None:
-    """The run breaks in the middle of an epoch; its evaluations draw samples of their own."""
     prefix = documents(tmp_path / "docs", 30)
     data = without(TINY, "--eval-iters", "--eval-interval", "--split")
     words = [*data, *NULL, "--data-path", prefix, "--split", "80,20,0", "--eod-mask-loss"]
@@ -212,13 +201,8 @@ def test_a_resumed_run_repeats_order_rate_and_loss(
         folder.mkdir()
         for part in parts:
             more = ["--resume-mode", "auto", *part.split()]
-            code, rows = train_on_ranks(
-                [*words, *more],
-                ranks=LAYOUTS[layout][0],
-                save=save,
-                prepare=partial(digest_data, folder=folder),
-            )
-            assert code == 0
+            prepare = partial(digest_data, folder=folder)
+            rows = train([*words, *more], save, LAYOUTS[layout][0], prepare=prepare)
         kept = [row for row in rows if row["kind"] != "resumed"]
         found[name] = kept, [notes(folder, step) for step in range(1, 8)]
     assert len(training_rows(rows)) == 7
@@ -234,9 +218,7 @@ def validation_losses(rows: Rows) -> list[float]:
 
 def dense_loss(run: Run, folder: Path, flags: Sequence[str]) -> None:
     """Write the loss over all targets of the validation split, by torch's own cross-entropy."""
-    config, tokenizer = preflight(
-        parse_args(flags, TEXT, world_size=1, device="cpu").config, GPT.preflight
-    )
+    _, config, tokenizer = prepared(flags, ranks=1)
     dataset = GPT.datasets(config, tokenizer, [16, None, 0], lambda: True).valid
     total, count = 0.0, 0.0
     chunk = run.chunks[0].eval()
@@ -269,9 +251,7 @@ def test_validation_is_the_sum_over_all_targets(tmp_path: Path) -> None:
         flags += more.split()
         first = (micro, batch) == (1, 4)
         prepare = partial(dense_loss, folder=tmp_path, flags=flags) if first else None
-        save = tmp_path / f"{micro}_{batch}_{layout}"
-        code, rows = train_on_ranks(flags, ranks=ranks, save=save, prepare=prepare)
-        assert code == 0
+        rows = train(flags, tmp_path / f"{micro}_{batch}_{layout}", ranks, prepare=prepare)
         want, samples = json.loads((tmp_path / "dense.json").read_text())
         assert samples % 4 and samples % 8
         # Every pass begins anew: two while training and one after it.
@@ -283,7 +263,6 @@ def test_no_validation_set_is_no_failure(full: str, tmp_path: Path) -> None:
     flags = without(TINY, "--split", "--eval-interval", "--eval-iters")
     source = [*NULL, "--data-path", documents(tmp_path / "docs", 20)]
     words = f"--split 100,0,0 --eval-interval 1 --train-iters 2 {full}"
-    code, rows = train_on_ranks([*flags, *source, *words.split()], save=tmp_path / "save")
-    assert code == 0
+    rows = train([*flags, *source, *words.split()], tmp_path / "save")
     assert len(training_rows(rows)) == 2
     assert validation_losses(rows) == []

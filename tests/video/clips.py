@@ -25,31 +25,22 @@ from megatron_ext.video.task import FLOW
 from tests.training_runs import train_on_ranks, training_rows
 
 CHANNELS, SIDE, TEXT, WIDTH, POOLED = 4, 8, 8, 12, 6
-
-
 IMAGE, SHORT, LONG = (Bucket("64px", frames, 64, 64) for frames in (1, 9, 17))
-
-
 HASHED = TextEncoderConfig(text_length=TEXT, text_width=WIDTH, pooled_width=POOLED)
-
-
 FLAGS = (
     "--mmdit-size tiny --no-adaln-zero --train-iters 3 --lr 1e-3 --lr-warmup-iters 1 "
     "--micro-batch-size 2 --global-batch-size 8 --log-interval 1 --num-workers 0"
 ).split()
 """A run of three steps in which every weight takes part from the first one on."""
-
-
 Rows = list[dict[str, Any]]
 
 
 def latent_frames(bucket: Bucket) -> int:
-    """t of the latents of a bucket."""
     return (bucket.num_frames - 1) // 4 + 1
 
 
 def clip(bucket: Bucket, number: int, lengths: Sequence[int] = (1,)) -> VideoSample:
-    """A clip whose latents, caption and references of these lengths follow from its number."""
+    """Return a clip whose latents, caption and references of these lengths its number decides."""
     random = torch.Generator().manual_seed(1000 + number)
 
     def normal(*shape: int) -> Tensor:
@@ -69,25 +60,13 @@ def clip(bucket: Bucket, number: int, lengths: Sequence[int] = (1,)) -> VideoSam
 
 
 def write_clips(
-    folder: Path,
-    counts: Mapping[Bucket, int],
-    sizes: Mapping[Bucket, int] | None = None,
-    *,
-    distinct: int | None = None,
-    lengths: Sequence[int] = (1,),
-    storage: str = "float32",
+    folder: Path, counts: Mapping[Bucket, int], sizes: Mapping[Bucket, int] | None = None, *,
+    distinct: int | None = None, lengths: Sequence[int] = (1,), storage: str = "float32",
     **manifest: Any,
-) -> Path:
-    """Write a folder of clips, numbered bucket by bucket.
+) -> Path:  # fmt: skip
+    """Write a folder of clips, numbered bucket by bucket; after ``distinct`` ones they repeat.
 
-    Args:
-        folder: to be made.
-        counts: clips of each bucket.
-        sizes: micro-batch sizes of buckets with one of their own.
-        distinct: clips that differ; the others repeat them.
-        lengths: of the references.
-        storage: type of the numbers.
-        manifest: entries in the place of the usual ones.
+    Buckets may have micro-batch ``sizes`` of their own, the manifest other entries.
     """
     folder.mkdir(parents=True)
     names = reference_names(lengths)
@@ -109,34 +88,33 @@ def write_clips(
         "encode": {"fps_cap": 24, "reference_lengths": list(lengths)},
         "plan": {"64px": {str(bucket.num_frames): [1.0, None] for bucket in buckets}},
         "buckets": entries,
-        "storage": storage,
-        "references": list(names),
-        "latent_channels": CHANNELS,
-        "text_length": TEXT,
-        "text_width": WIDTH,
-        "pooled_width": POOLED,
-        "fps": 24,
+        "storage": storage, "references": list(names), "latent_channels": CHANNELS,
+        "text_length": TEXT, "text_width": WIDTH, "pooled_width": POOLED, "fps": 24,
         "shards": [{"name": shard_name(0), "clips": len(numbered)}],
         **manifest,
-    }
+    }  # fmt: skip
     deciding = json.dumps(content, sort_keys=True).encode()
-    write_json(
-        folder / "manifest.json", {**content, "fingerprint": hashlib.sha256(deciding).hexdigest()}
-    )
+    fingerprint = hashlib.sha256(deciding).hexdigest()
+    write_json(folder / "manifest.json", {**content, "fingerprint": fingerprint})
     return folder
 
 
-def train(data: Path, save: Path, words: str = "", *, ranks: int = 1, **options: Any) -> Rows:
-    """All rows of ``metrics.jsonl`` after a run on a folder of clips, which must not fail."""
-    flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
-    options = {"task": FLOW, **options}
-    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
+def attempt(
+    data: Path, save: Path, words: str = "", *, flags: Sequence[str] = FLAGS, ranks: int = 1,
+    **options: Any,
+) -> tuple[int, Rows]:  # fmt: skip
+    """Return the exit code and all rows of ``metrics.jsonl`` of a run on a folder of clips."""
+    flags = [*flags, "--video-data-path", str(data), *words.split()]
+    return train_on_ranks(flags, ranks=ranks, save=save, **{"task": FLOW, **options})
+
+
+def train(data: Path, save: Path, words: str = "", **options: Any) -> Rows:
+    code, rows = attempt(data, save, words, **options)
     assert code == 0
     return rows
 
 
 def steps(data: Path, save: Path, words: str = "", **options: Any) -> Rows:
-    """The rows of its training steps."""
     return training_rows(train(data, save, words, **options))
 
 
@@ -160,5 +138,5 @@ def record_steps(run: Run, folder: Path) -> None:
 
 
 def recorded_steps(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Micro-batches of each step, by the step's number from 1 on."""
+    """Return the micro-batches of each step, by the step's number from 1 on."""
     return {int(path.stem): torch.load(path) for path in folder.iterdir()}

@@ -1,4 +1,4 @@
-"""One folder of clips for all tests of video runs."""
+"""Folders of clips, and a run with adapters, that several files only read."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ from pathlib import Path
 import pytest
 
 from tests.video.clips import IMAGE, LONG, SHORT, write_clips
+from tests.video.streaming.runs import Tuned, tune
 
 
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three buckets, of which none gives whole steps only."""
+    """Return three buckets, of which none gives whole steps only."""
     folder = tmp_path_factory.mktemp("video") / "clips"
     return write_clips(folder, {IMAGE: 9, SHORT: 19, LONG: 17})
 
 
 @pytest.fixture(scope="session")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two whole steps of validation clips, and one clip that no step takes."""
+    """Return two whole steps of validation clips, and one clip that no step takes."""
     return write_clips(tmp_path_factory.mktemp("video") / "valid", {SHORT: 8, LONG: 9})
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    return tune(tmp_path_factory.mktemp("tuned"))
+
+
+@pytest.fixture(scope="session")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return clips of three latent frames."""
+    return write_clips(tmp_path_factory.mktemp("short") / "clips", {SHORT: 9})

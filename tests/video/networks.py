@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,15 +30,17 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.model.chunk import VideoChunk
-from tests.ranks import run_on_ranks
 
 Tensors = dict[str, Tensor]
-SEED = 7
 
 
 @dataclass(frozen=True)
-class Problem(ABC):
-    """A network and the data of one step; each network has its own."""
+class Problem:
+    """A network and the data of one step; each network has a class of its own with more.
+
+    These are ``inputs``, ``microbatch`` and ``forward`` of a chunk (its output and loss function),
+    ``boundary_arguments``, ``plain_losses`` (sum, count and output of each) and ``to_plain``.
+    """
 
     sizes: Any
     options: Any
@@ -47,59 +48,45 @@ class Problem(ABC):
     num_microbatches: int = 2
     schedule: str | None = None
     sequence_parallel: bool = False
-
     network: ClassVar[type[VideoChunk]]
+    plain: ClassVar[type[nn.Module]]
 
-    @abstractmethod
-    def inputs(self, number: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Return the whole inputs of a micro-batch."""
-
-    @abstractmethod
-    def microbatch(self, number: int) -> dict[str, Any]:
-        """Return inputs, target and whatever else `forward` takes."""
-
-    @abstractmethod
-    def forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Return the output of a chunk and the loss function."""
-
-    @abstractmethod
-    def boundary_arguments(self, batch: dict[str, Any]) -> Sequence[Any]:
-        """Return the arguments of the chunk's ``boundary_shape``."""
-
-    @abstractmethod
-    def plain_model(self, weights: Tensors) -> nn.Module:
+    def plain_model(self, weights: Tensors) -> Any:
         """Return the network in plain torch, in double precision."""
+        model = self.plain(self.sizes).double()
+        model.load_state_dict({k: v.double() for k, v in self.to_plain(weights).items()})
+        return model
 
-    @abstractmethod
-    def plain_losses(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the sum of losses, the count and the output of each micro-batch."""
+    def to_parallel(self, plain: Tensors, like: Tensors) -> Tensors:
+        """Return gradients of the plain network by the names of the parallel one, whose shapes
+        ``like`` has. Since `to_plain` only moves numbers, its adjoint moves them back.
+        """
+        leaves = {
+            n: torch.zeros_like(x, dtype=torch.float64).requires_grad_() for n, x in like.items()
+        }
+        moved = self.to_plain(leaves)
+        back = torch.autograd.grad(
+            [moved[n] for n in plain], [*leaves.values()], [*plain.values()], allow_unused=True
+        )
+        return {n: x for n, x in zip(leaves, back, strict=True) if x is not None}
 
-    @abstractmethod
-    def to_parallel(self, plain: Tensors) -> Tensors:
-        """Return weights or gradients of the plain model by the names of the parallel one."""
-
-    def prepare(self, chunk: VideoChunk) -> None:  # noqa: B027
+    def prepare(self, chunk: VideoChunk) -> None:
         """Change initial weights whose constants would hide a fault."""
 
     def on_one_rank(self) -> Problem:
         """Return the problem whose truth this one has."""
-        plain = {
-            field.name: 0
-            for field in dataclasses.fields(self.options)
-            if field.name.startswith("recompute")
-        }
+        names = [field.name for field in dataclasses.fields(self.options)]
+        plain = {name: 0 for name in names if name.startswith("recompute")}
         options = dataclasses.replace(self.options, cp_comm_type="all_gather", **plain)
         return dataclasses.replace(self, options=options, schedule=None, sequence_parallel=False)
 
 
-def core_config(problem: Problem, context: ParallelContext) -> StepTransformerConfig:
-    layout = context.layout
+def core_config(problem: Any, context: ParallelContext) -> StepTransformerConfig:
     deferred = (problem.schedule or "").startswith("zb-")
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     return StepTransformerConfig(
         **problem.sizes.transformer_fields(),
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
+        **{name: getattr(context.layout, name) for name in names},
         sequence_parallel=problem.sequence_parallel,
         pipeline_dtype=torch.float32,
         calculate_per_token_loss=True,
@@ -112,10 +99,8 @@ def build(problem: Problem, context: ParallelContext) -> tuple[Any, list[Any]]:
     """Return this rank's configuration and chunks, with weights drawn by name."""
     config = core_config(problem, context)
     mark_methods(config)
-    num_chunks = context.placement.num_chunks
-    chunks = []
-    for index in range(num_chunks):
-        stage = index if num_chunks > 1 else None
+    num_chunks, chunks = context.placement.num_chunks, []
+    for stage in range(num_chunks) if num_chunks > 1 else [None]:
         chunk = problem.network.build(
             problem.sizes, problem.options, config, context, vp_stage=stage
         )
@@ -128,8 +113,10 @@ def build(problem: Problem, context: ParallelContext) -> tuple[Any, list[Any]]:
     return config, chunks
 
 
+SEED = 7
+
+
 def one(problem: Problem, context: ParallelContext, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the whole model on this rank."""
     (chunk,) = build(problem, context)[1]
     return chunk.to(dtype)
 
@@ -144,40 +131,45 @@ class Step:
 
 
 def run_engine(
-    problem: Problem,
+    problem: Any,
     context: ParallelContext,
     config: Any,
     chunks: Sequence[Any],
     given: Sequence[dict[str, Any]],
 ) -> float:
     """Return the loss of a step through the pipeline engine; ``main_grad`` holds the gradients."""
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
-    ddp = [
-        DistributedDataParallel(
-            config=config, ddp_config=ddp_config, module=c, pg_collection=context.pgs
-        )
-        for c in chunks
-    ]
+    ddp = wrapped(chunks, config, context, use_distributed_optimizer=False)
     config.finalize_model_grads_func = finalize_model_grads
     schedule = problem.schedule or ("1f1b" if context.pgs.pp.size() > 1 else "no-pipelining")
     engine = PipelineEngine(schedule, ddp, config, context)
     shape = chunks[0].boundary_shape(*problem.boundary_arguments(given[0]))
     step = partial(_forward_step, problem)
     reports = engine.run(step, [iter(given) for _ in ddp], len(given), shape)
-    total = torch.zeros(2, dtype=torch.float64)
-    for report in reports:
-        total += report["loss"]
+    zero = torch.zeros(2, dtype=torch.float64)
+    total = sum((report["loss"] for report in reports), zero)
     torch.distributed.all_reduce(total, group=context.pgs.dp_cp)
     torch.distributed.broadcast(total, group=context.pgs.pp, group_src=context.last_stage_rank)
     return float(total[0] / total[1])
 
 
-def _forward_step(problem: Problem, batches: Iterator[dict[str, Any]] | None, model: Any) -> Any:
+def wrapped(
+    chunks: Sequence[Any], config: Any, context: ParallelContext, **settings: bool
+) -> list[DistributedDataParallel]:
+    ddp_config = DistributedDataParallelConfig(**settings)
+    return [
+        DistributedDataParallel(
+            config=config, ddp_config=ddp_config, module=chunk, pg_collection=context.pgs
+        )
+        for chunk in chunks
+    ]
+
+
+def _forward_step(problem: Any, batches: Iterator[dict[str, Any]] | None, model: Any) -> Any:
     assert batches is not None
     return problem.forward(model, dict(next(batches)))
 
 
-def train_step(problem: Problem, context: ParallelContext) -> Step:
+def train_step(problem: Any, context: ParallelContext) -> Step:
     """Run one step on micro-batches of the replicas, with megatron-core's DDP and finalize."""
     config, chunks = build(problem, context)
     own = range(context.dp_rank, problem.num_microbatches, context.pgs.dp.size())
@@ -186,17 +178,15 @@ def train_step(problem: Problem, context: ParallelContext) -> Step:
 
 
 def reported(total: Tensor, count: Tensor) -> Any:
-    """Return a loss as the engine takes it."""
     return total, count.int(), {"loss": pair(total, count)}
 
 
-def gathered_weights(chunks: Sequence[Any]) -> Tensors:
-    """Return the full weights, from the parts of all ranks."""
-    own = [
-        (s.name, s.full_shape, s.offset, s.tensor.detach().clone())
-        for chunk in chunks
-        for s in shards_of(chunk)
-    ]
+def gathered_weights(
+    chunks: Sequence[Any], tensor_of: Callable[[Any], Tensor] = lambda p: p
+) -> Tensors:
+    """Return the full weights, or other tensors of their shapes, from the parts of all ranks."""
+    shards = [shard for chunk in chunks for shard in shards_of(chunk, tensor_of)]
+    own = [(s.name, s.full_shape, s.offset, s.tensor.detach().clone()) for s in shards]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
     full: Tensors = {}
@@ -208,7 +198,7 @@ def gathered_weights(chunks: Sequence[Any]) -> Tensors:
     return full
 
 
-def write_weights(context: ParallelContext, problem: Problem, path: Path) -> None:
+def write_weights(context: ParallelContext, problem: Any, path: Path) -> None:
     weights = gathered_weights(build(problem, context)[1])
     if context.rank == 0:
         torch.save(weights, path)
@@ -224,57 +214,50 @@ class Truth:
     output: Tensor
 
 
-def truth(problem: Problem, weights: Tensors) -> Truth:
+def truth(problem: Any, weights: Tensors) -> Truth:
     model = problem.plain_model(weights)
     totals, counts, outputs = zip(*problem.plain_losses(model), strict=True)
     loss = sum(totals) / sum(map(float, counts))
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    wanted = problem.to_parallel(gradients)
+    wanted = problem.to_parallel(gradients, weights)
     assert wanted.keys() == weights.keys()
     return Truth(weights, float(loss.detach()), wanted, outputs[-1].detach())
 
 
-class Truths:
-    """One truth for all layouts that train on the same data; their ranks inherit it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.known: dict[Problem, Truth] = {}
-
-    def of(self, problem: Problem) -> Truth:
-        problem = problem.on_one_rank()
-        if problem not in self.known:
-            path = self.folder / "weights"
-            run_on_ranks(write_weights, layout_of({}), {"problem": problem, "path": path})
-            self.known[problem] = truth(problem, torch.load(path))
-        return self.known[problem]
-
-
-def gradient_errors(step: Step, wanted: Tensors) -> dict[str, float]:
+def gradient_errors(chunks: Sequence[Any], wanted: Tensors) -> dict[str, float]:
     """Return the relative difference of each part that this rank holds, replicas included."""
     errors = {}
-    for chunk in step.chunks:
+    for chunk in chunks:
         held = list(shards_of(chunk, lambda p: p.main_grad))
         assert len(held) == len(list(chunk.parameters()))
         for shard in held:
             want = shard.cut(wanted[shard.name])
-            norm = float(want.norm())
-            errors[shard.name] = float((shard.tensor.double() - want).norm()) / max(norm, 1e-12)
+            norm = max(float(want.norm()), 1e-12)
+            errors[shard.name] = float((shard.tensor.double() - want).norm()) / norm
     return errors
+
+
+def check_gradients(chunks: Sequence[Any], wanted: Tensors, tolerance: float) -> None:
+    errors = gradient_errors(chunks, wanted)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.2e}"
+
+
+def check_weights(chunks: Sequence[Any], wanted: Tensors) -> None:
+    """Check that each part of the weights that this rank holds is the wanted one, bit for bit."""
+    for chunk in chunks:
+        for shard in shards_of(chunk):
+            assert torch.equal(shard.tensor, shard.cut(wanted[shard.name])), shard.name
 
 
 def check_step(step: Step, want: Truth, tolerance: float) -> None:
     """Compare weights, loss, output and all gradients with the truth."""
-    for chunk in step.chunks:
-        for shard in shards_of(chunk):
-            assert torch.equal(shard.tensor, shard.cut(want.weights[shard.name])), shard.name
+    check_weights(step.chunks, want.weights)
     assert abs(step.loss - want.loss) <= tolerance * abs(want.loss)
     if step.output is not None:
         assert largest(step.output, want.output) < tolerance
-    errors = gradient_errors(step, want.gradients)
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.2e}"
+    check_gradients(step.chunks, want.gradients, tolerance)
 
 
 def layout_of(sizes: dict[str, int], schedule: str | None = None) -> Layout:

@@ -1,16 +1,22 @@
-"""Configurations that are printed, fed back, and taken from checkpoints."""
+"""Configurations that are printed, fed back, taken from checkpoints, tried dry, or in epochs."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.config.parser import parse_args
+from megatron_ext.errors import ConfigError
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
+from megatron_ext.video.data.setup import prepare_video
 from megatron_ext.video.task import FLOW, VIDEO
-from tests.video.clips import FLAGS, train
+from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, steps, train, write_clips
+from tests.video.cost.test_cost import COMMON
+from tests.video.streaming.runs import flags_of
 
 WORDS = {
     "plain": "",
@@ -49,7 +55,6 @@ def test_a_printed_configuration_gives_itself_back(
 
 
 def test_a_checkpoint_tells_the_model(clips: Path, valid: Path, tmp_path: Path) -> None:
-    """Evaluated without any flag of the model, its loss is that of the run that made it."""
     save = tmp_path / "save"
     model = "--num-double-blocks 1 --num-single-blocks 1 --mlp-ratio 2 --i2v-loop-weight 0"
     data = f"--video-valid-path {valid} --eval-iters 1"
@@ -58,3 +63,146 @@ def test_a_checkpoint_tells_the_model(clips: Path, valid: Path, tmp_path: Path) 
     (found,) = train(clips, tmp_path / "again", words)
     assert found["kind"] == wanted["kind"] == "evaluation"
     assert math.isclose(found["loss"], wanted["loss"], rel_tol=1e-6)
+
+
+FAULTS = {
+    "": "`--video-data-path` is missing",
+    "--recompute-double-blocks -1": "`--recompute-double-blocks` (-1) must be at least",
+    "--double-block-cost 0": "`--double-block-cost` (0.0) must be above 0",
+    "--guidance 3": "needs `--guidance-embed`",
+    "--sample-steps 0": "`--sample-steps` (0) must be at least 1",
+    "--pipeline-schedule core-1f1b": "takes sequences of one length only",
+}
+"""Flags with one fault each, which may come together."""
+STREAMING = {
+    "--fp16": "three networks have no common loss scale",
+    "--critic-lr 0": "`--critic-lr` (0.0) must be above 0",
+    "--critic-clip-grad -1": "`--critic-clip-grad` (-1.0) must be at least 0",
+    "--recompute-blocks -1": "`--recompute-blocks` (-1) must be at least",
+    "--eval-iters 3": "`--eval-iters` (3) does not go with `--task streaming`",
+}
+VIDEO_FAULTS = {
+    "--generator-size mini": "has an effect only with `--task streaming`",
+    "--pipeline-model-parallel-layout Et|L": "blocks are dealt to stages by their cost",
+    "--online-encoding --video-data-path x": "needs `--video-buckets`",
+}
+STREAMING_FAULTS = {
+    "--pipeline-model-parallel-size 2 --nproc-per-node 2": "pipeline stages would wait",
+    "--teacher-tensor-model-parallel-size 3 --nproc-per-node 2": "`--teacher-tensor-model-paral",
+    "--video-data-path x": "`--video-data-path` has no effect with `--task streaming`",
+}
+CASES = [
+    ("video", FAULTS),
+    ("streaming", STREAMING),
+    *(("video", dict([fault])) for fault in VIDEO_FAULTS.items()),
+    *(("streaming", dict([fault])) for fault in STREAMING_FAULTS.items()),
+]
+
+
+@pytest.mark.parametrize(("kind", "faults"), CASES)
+def test_all_faults_are_told_in_one_dry_run(
+    kind: str, faults: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = " ".join([*faults, "--dry-run"])
+    flags = flags_of(tmp_path, words) if kind == "streaming" else [*COMMON, *words.split()]
+    assert main(VIDEO, flags) == EXIT_CODE_USER_ERROR
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert lines and all(line.startswith("error: ") for line in lines), lines
+    for flags, sentence in faults.items():
+        assert any(sentence in line for line in lines), (flags, lines)
+
+
+def test_the_worst_and_the_typical_bucket_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = write_clips(tmp_path / "clips", {SHORT: 40, LONG: 16})
+    flags = [*COMMON, "--video-data-path", str(data), "--dry-run", "--dry-run-gpu", "H200"]
+    assert main(VIDEO, flags) == 0
+    shown = capfd.readouterr().out
+    assert any("64px 9x64x64" in line and "typical" in line for line in shown.splitlines())
+    assert any("64px 17x64x64" in line and "worst" in line for line in shown.splitlines())
+    assert "estimated on H200" in shown and "double" not in shown
+
+
+PER_EPOCH = 6
+"""The steps of four clips in an epoch: 9, 9 and 8 clips fill 2 of each bucket."""
+EPOCHS = "--global-batch-size 4 --lr-decay-style cosine"
+WITHOUT_ITERS = [x for x in FLAGS if x not in ("--train-iters", "3")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clips(tmp_path_factory.mktemp("epochs") / "clips", {IMAGE: 9, SHORT: 9, LONG: 8})
+
+
+def test_epochs_are_so_many_steps_on_any_number_of_replicas(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = {"flags": WITHOUT_ITERS}
+    num_steps = 2 * PER_EPOCH
+    wanted = steps(data, tmp_path / "steps", f"{EPOCHS} --train-iters {num_steps}", **flags)
+    assert "| epoch: 0.500 |" in capfd.readouterr().out
+    for ranks in (1, 2):
+        words = f"{EPOCHS} --train-epochs 2"
+        rows = steps(data, tmp_path / str(ranks), words, ranks=ranks, **flags)
+        epochs = [row["train/epoch"] for row in rows]
+        assert epochs == [step / PER_EPOCH for step in range(1, num_steps + 1)]
+        for row, want in zip(rows, wanted, strict=True):
+            assert row["learning_rate"] == want["learning_rate"]
+            assert math.isclose(row["loss"], want["loss"], rel_tol=1e-6)
+
+
+def test_a_run_of_epochs_goes_on_in_its_epoch_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    words = f"{EPOCHS} --train-epochs 2 --save-interval 8"
+    whole = steps(data, tmp_path / "whole", words, flags=WITHOUT_ITERS)
+    words += f" --load {tmp_path / 'whole'} --ckpt-step 8"
+    rows = steps(data, tmp_path / "again", words, flags=WITHOUT_ITERS)
+    assert rows[0]["train/epoch"] == 9 / PER_EPOCH
+    for row, want in zip(rows, whole[8:], strict=True):
+        for key in ("loss", "grad_norm", "learning_rate", "train/epoch", "consumed_samples"):
+            assert row[key] == want[key], key
+
+
+def _parsed(words: str, device: str = "cpu") -> Any:
+    flags = ["--micro-batch-size", "2", "--video-data-path", "x", *words.split()]
+    return parse_args(flags, VIDEO, world_size=1, device=device)
+
+
+def test_the_usual_warm_up_is_shortened_in_short_runs_and_said(
+    data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    short, long = _parsed("--train-iters 60"), _parsed("--train-iters 1001")
+    assert short.config.optimizer.lr_warmup_iters == 6
+    assert "The usual warm-up of 1000 steps is shortened to 6, a tenth of" in short.notes[-1]
+    assert long.config.optimizer.lr_warmup_iters == 1000
+    assert not [note for note in long.notes if "warm-up" in note]
+    given = _parsed("--train-iters 60 --lr-warmup-iters 6")
+    assert given.config.optimizer.lr_warmup_iters == 6 and given.notes == long.notes
+    fraction = _parsed("--train-iters 60 --lr-warmup-fraction 0.1")
+    assert fraction.config.optimizer.lr_warmup_iters == 0 and fraction.notes == long.notes
+    with pytest.raises(ConfigError, match=r"`--lr-warmup-iters` \(1000\) must be less than the"):
+        _parsed("--train-iters 60 --lr-warmup-iters 1000")
+
+    def prepared(words: str) -> Any:
+        path = f"--video-data-path {data} --global-batch-size 4"
+        return prepare_video(_parsed(f"{path} {words}").config)[0]
+
+    config = prepared("--train-epochs 5")
+    assert (config.training.train_iters, config.optimizer.lr_warmup_iters) == (5 * PER_EPOCH, 3)
+    assert "shortened to 3" in capfd.readouterr().out
+    assert prepared("--train-epochs 200").optimizer.lr_warmup_iters == 1000
+    assert "shortened" not in capfd.readouterr().out
+    with pytest.raises(ConfigError, match=r"`--lr-warmup-iters` \(30\) must be less than .*\(30\)"):
+        prepared("--train-epochs 5 --lr-warmup-iters 30")
+
+
+def test_defaults_of_open_sora() -> None:
+    """Report every 10 steps, save every 1000, and keep 16-bit weights on a GPU by default."""
+    config = _parsed("--train-iters 2000 --save x").config
+    assert (config.logging.log_interval, config.checkpoint.save_interval) == (10, 1000)
+    assert _parsed("--train-iters 2000").config.checkpoint.save_interval is None
+    assert not config.precision.bf16
+    for words, bf16 in {"": True, "--no-bf16": False, "--fp16": False, "--bf16": True}.items():
+        precision = _parsed(f"--train-iters 2000 {words}", "cuda").config.precision
+        assert precision.bf16 is bf16, words
+        assert precision.accumulate_allreduce_grads_in_fp32 is bf16

@@ -1,8 +1,10 @@
-"""Layouts train alike through the whole program; tests of the networks compare gradients."""
+"""Layouts train alike through the whole program, MMDiTs, video DiTs, and with 8-bit products."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +13,29 @@ import torch
 
 from megatron_ext.train.run import Run
 from megatron_ext.video.task import VIDEO
-from tests.video.clips import Rows, steps, train
+from tests.training_runs import training_rows
+from tests.video.clips import Rows, steps
+from tests.video.clips import train as train_mmdit
+from tests.video.networks import gradient_errors
+from tests.video.wan_run import KINDS, Truth, check_run, record, train, truth_of
 
+TP2, CP2 = "--tensor-model-parallel-size 2", "--context-parallel-size 2"
+SP2, PP2 = f"{TP2} --sequence-parallel", "--pipeline-model-parallel-size 2"
 LAYOUTS = {
-    "tp2sp pp2": (
-        4,
-        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
-    ),
-    "cp2 dp2": (4, "--context-parallel-size 2 --use-distributed-optimizer"),
-    "tp2 cp2 pp2": (
-        8,
-        "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
-    ),
+    "tp2sp pp2": (4, f"{SP2} {PP2}"),
+    "cp2 dp2": (4, f"{CP2} --use-distributed-optimizer"),
+    "tp2 cp2 pp2": (8, f"{TP2} {CP2} {PP2}"),
 }
 TOLERANCE = 1e-5
 
 
 def run(clips: Path, valid: Path, save: Path, words: str, **options: Any) -> Rows:
-    """A row for each of three steps, of three buckets, and one for the validation after them."""
     flags = f"--seed 1 --video-valid-path {valid} --eval-iters 1 {words}"
-    return train(clips, save, flags, **options)
+    return train_mmdit(clips, save, flags, **options)
 
 
 def check(rows: Rows, wanted: Rows, tolerance: float) -> None:
-    """The same losses, also of each mode and of each quarter of the times, and the same norms."""
+    """Compare norms and losses, also of each mode and of each quarter of the times."""
     assert [row["kind"] for row in rows] == ["train"] * 3 + ["evaluation"]
     for row, want in zip(rows, wanted, strict=True):
         names = {name for name in want if name.startswith("loss") or name == "grad_norm"}
@@ -55,7 +56,7 @@ def one_rank(clips: Path, valid: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_layouts_train_alike(
     clips: Path, valid: Path, one_rank: Rows, name: str, tmp_path: Path
 ) -> None:
-    """The loss leaves references out, and ranks hold unequal numbers of image tokens."""
+    """Leave references out of the loss, on ranks with unequal numbers of image tokens."""
     ranks, words = LAYOUTS[name]
     check(run(clips, valid, tmp_path, words, ranks=ranks), one_rank, TOLERANCE)
 
@@ -69,7 +70,7 @@ def test_four_micro_batches_are_one_large_batch(
 def test_means_of_micro_batches_do_not_depend_on_who_holds_the_text(
     clips: Path, valid: Path, tmp_path: Path
 ) -> None:
-    """The rank with the text holds fewer image tokens, or none of the images'."""
+    """Give the rank with the text fewer image tokens, or none of the images'."""
     words = "--no-calculate-per-token-loss --micro-batch-size 1"
     one = run(clips, valid, tmp_path / "one", words)
     for cp in (2, 4):
@@ -79,7 +80,7 @@ def test_means_of_micro_batches_do_not_depend_on_who_holds_the_text(
 
 
 def compare_draws(run: Run) -> None:
-    """Tensor-parallel ranks are given the same times of clips, replicas are not."""
+    """Check that tensor-parallel ranks are given the same times of clips, and replicas are not."""
     next_step = run.train_source.next_step
 
     def compared(num_microbatches: int) -> Any:
@@ -96,15 +97,13 @@ def compare_draws(run: Run) -> None:
 
 
 def test_mixed_buckets_train_alike_on_replicas(clips: Path, valid: Path, tmp_path: Path) -> None:
-    """Each micro-batch of a step has a bucket of its own, and so has each replica."""
+    """Give each micro-batch of a step, and each replica, a bucket of its own."""
     layout = "--sequence-parallel --tensor-model-parallel-size 2"
     one = run(clips, valid, tmp_path / "one", "--mixed-buckets")
     words = f"--mixed-buckets {layout}"
     four = run(clips, valid, tmp_path / "four", words, ranks=4, prepare=compare_draws)
     check(four, one, TOLERANCE)
-    sizes = {
-        row["tokens_per_second"] * row["seconds_per_iteration"] / 8 for row in (one[0], one[2])
-    }
+    sizes = {x["tokens_per_second"] * x["seconds_per_iteration"] / 8 for x in (one[0], one[2])}
     assert not {round(size, 3) for size in sizes} <= {24, 56, 88}
 
 
@@ -112,7 +111,7 @@ def test_mixed_buckets_train_alike_on_replicas(clips: Path, valid: Path, tmp_pat
 def test_stages_exchange_16_bits_wherever_the_last_stage_lies(
     clips: Path, tmp_path: Path, kind: str
 ) -> None:
-    """bf16 losses of a V-shaped schedule are those of one rank, but for the rounding of sums."""
+    """Compare bf16 losses of a V-shaped schedule with one rank's, but for the rounding of sums."""
     words = f"--bf16 --video-model {kind} --train-iters 2"
     if kind == "video-dit":
         words = f"{words} --adaln-zero --no-zero-head --video-dit-size mini"
@@ -124,3 +123,146 @@ def test_stages_exchange_16_bits_wherever_the_last_stage_lies(
     rows = steps(clips, tmp_path / "two", f"{words} {layout}", ranks=2, **options)
     for row, want in zip(rows, wanted, strict=True):
         assert math.isclose(row["loss"], want["loss"], rel_tol=2e-3)
+
+
+WAN_LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, TP2),
+    "cp2": (2, CP2),
+    "dp2": (2, ""),
+    "pp2": (2, PP2),
+    "tp2sp cp2 a2a": (4, f"{SP2} {CP2} --cp-comm-type a2a --recompute-blocks 1"),
+}
+CASES = [
+    *(("video-dit", layout) for layout in WAN_LAYOUTS),
+    *(("independent", layout) for layout in ("cp2", "pp2", "tp2sp cp2 a2a")),
+    ("causal", "cp2"),
+    *(
+        pytest.param(kind, layout, marks=pytest.mark.slow)
+        for kind, layout in (("independent", "tp2"), ("independent", "dp2"), ("causal", "pp2"))
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def truth_by_kind(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Truth]:
+    """Return a function that gives one truth for all layouts, which their ranks inherit."""
+    folder = tmp_path_factory.mktemp("truths")
+
+    @cache
+    def of(kind: str, words: str = "") -> Truth:
+        path, save = folder / "recorded.pt", folder / f"{kind}{words}"
+        train(short, save, f"{KINDS[kind]} {words}", prepare=partial(record, path=path))
+        recorded = torch.load(path)
+        recorded["weights"] = {name: x.float() for name, x in recorded["weights"].items()}
+        return truth_of(recorded, kind)
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_layouts_train_as_plain_torch(
+    short: Path, truth_by_kind: Callable[..., Truth], kind: str, layout: str, tmp_path: Path
+) -> None:
+    ranks, words = WAN_LAYOUTS[layout]
+    want = truth_by_kind(kind)
+    prepare = partial(check_run, truth=want, tolerance=TOLERANCE)
+    rows = train(short, tmp_path, f"{KINDS[kind]} {words}", ranks=ranks, prepare=prepare)
+    (row,) = training_rows(rows)
+    assert row["loss"] == pytest.approx(want.loss, rel=TOLERANCE)
+
+
+def test_the_kinds_differ(truth_by_kind: Callable[..., Truth]) -> None:
+    losses = {kind: truth_by_kind(kind).loss for kind in KINDS}
+    assert len({round(loss, 4) for loss in losses.values()}) == len(KINDS)
+
+
+TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+DELAYED = "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+ROUNDED = 0.15
+"""The error of a gradient in the L2 norm that 8 bits may make; 16 bits make less than a third."""
+
+
+@pytest.fixture(scope="module")
+def truth(truth_by_kind: Callable[..., Truth]) -> Truth:
+    return truth_by_kind("video-dit", "--bf16")
+
+
+def errors_of(data: Path, truth: Truth, folder: Path, words: str, ranks: int) -> dict[str, float]:
+    """Return the errors of a step's gradients of the blocks' linear layers, largest over the ranks.
+
+    The loss of the step is checked too.
+    """
+
+    def note_errors(run: Run) -> None:
+        chunks = [chunk.module for chunk in run.chunks]
+        path = folder / f"errors.{run.context.rank}"
+        run.runner.observer = lambda: torch.save(gradient_errors(chunks, truth.gradients), path)
+
+    words = f"{KINDS['video-dit']} {words}"
+    (row,) = training_rows(train(data, folder / "run", words, ranks=ranks, prepare=note_errors))
+    assert row["loss"] == pytest.approx(truth.loss, rel=0.01)
+    seen = [torch.load(folder / f"errors.{rank}") for rank in range(ranks)]
+    names = [x for x in seen[0] if ".linear_" in x and x.endswith("weight")]
+    assert len(names) > 10
+    return {name: max(errors[name] for errors in seen) for name in names}
+
+
+@pytest.fixture(scope="module")
+def in_bf16(
+    short: Path, truth: Truth, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, float]:
+    return errors_of(short, truth, tmp_path_factory.mktemp("bf16"), "--bf16", 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, TENSORWISE),
+        (2, f"{DELAYED} {SP2}"),
+        pytest.param(2, f"{TENSORWISE} --context-parallel-size 2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_of_a_video_dit_is_near_double_precision(
+    short: Path, truth: Truth, in_bf16: dict[str, float], ranks: int, words: str, tmp_path: Path
+) -> None:
+    fp8 = errors_of(short, truth, tmp_path, words, ranks)
+    assert max(fp8.values()) < ROUNDED, fp8
+    assert max(in_bf16.values()) < ROUNDED / 3
+    assert all(fp8[name] > in_bf16[name] for name in in_bf16)
+
+
+def note_layers(run: Run, path: Path) -> None:
+    (chunk,) = run.chunks
+    names = [name for name, module in chunk.named_modules() if name.endswith(".fp8")]
+    path.write_text("\n".join(names))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ""),
+        pytest.param(2, SP2, marks=pytest.mark.slow),
+        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+    ],
+)
+def test_an_mmdit_with_8_bits_is_near_bf16(
+    clips: Path, ranks: int, layout: str, tmp_path: Path
+) -> None:
+    """Train over several buckets; modulation, embedding and last layer stay as they are."""
+    bf16 = steps(clips, tmp_path / "bf16", f"--bf16 {layout}", ranks=ranks)
+    layers = tmp_path / "layers"
+    options: dict[str, Any] = {}
+    if ranks == 1:
+        options["prepare"] = partial(note_layers, path=layers)
+    fp8 = steps(clips, tmp_path / "fp8", f"{DELAYED} {layout}", ranks=ranks, **options)
+    assert [row["loss"] for row in fp8] != [row["loss"] for row in bf16]
+    for got, want in zip(fp8, bf16, strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], rel=0.01)
+    if ranks == 1:
+        names = layers.read_text().split()
+        own = [name.split(".")[-2] for name in names]
+        assert set(own) == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+        # Two double blocks with two streams, and two single blocks.
+        assert len(names) == 4 * (2 * 2 + 2)

@@ -1,7 +1,8 @@
-"""Logs of video runs: losses by time and mode, rates, and validation."""
+"""Logs of video runs: losses by time and mode, rates, and validation; and a clip overfitted."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from functools import partial
@@ -12,17 +13,22 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.reporting.files import _plot_losses
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.run import MODES, ConditionConfig
-from megatron_ext.video.data.conditions import draw_modes
-from megatron_ext.video.data.randomness import draw_uniforms
-from megatron_ext.video.data.step_loader import EVALUATION_SEED
+from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig, SampleConfig
+from megatron_ext.video.data.conditions import Text, draw_modes
+from megatron_ext.video.data.randomness import draw_noise, draw_uniforms
+from megatron_ext.video.data.setup import EVALUATION_SEED, null_text_of
 from megatron_ext.video.loss import QUARTERS
+from megatron_ext.video.sampling.flow import sample
+from megatron_ext.video.sampling.velocity import ParallelVelocity
+from megatron_ext.video.task import FLOW
 from tests.video.clips import (
     LONG,
     SHORT,
     Rows,
+    clip,
     record_steps,
     recorded_steps,
     steps,
@@ -41,21 +47,19 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clips of which only the longer ones hold a piece of three frames."""
+    """Return clips of which only the longer ones hold a piece of three frames."""
     folder = tmp_path_factory.mktemp("logs") / "clips"
     return write_clips(folder, {SHORT: 16, LONG: 16}, lengths=(1, 3))
 
 
 @pytest.fixture(scope="module")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, Path]:
-    """Rows of the log, and what the run was given."""
     save = tmp_path_factory.mktemp("logs") / "run"
     rows = steps(data, save, WORDS, prepare=partial(record_steps, folder=save / "steps"))
     return rows, save / "steps"
 
 
 def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[Rows, Path]) -> None:
-    """Weighted by their tokens; what no clip of a step had is absent."""
     rows, folder = run
     for step, batches in recorded_steps(folder).items():
         weights: dict[str, float] = defaultdict(float)
@@ -76,7 +80,7 @@ def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[Rows, Path]) -> N
 
 
 def test_short_clips_do_not_take_modes_from_later_ones(run: tuple[Rows, Path]) -> None:
-    """Modes are drawn as the weights say in each step, after steps of clips too short for some."""
+    """Draw modes as the weights say in each step, after steps of clips too short for some."""
     rows, folder = run
     given = recorded_steps(folder)
     frames = []
@@ -107,7 +111,6 @@ def test_rates(
 
 
 def _count_clips(run: Run, folder: Path) -> None:
-    """Write down which clips each evaluation goes through."""
     (source,) = run.valid_sources
     next_step = source.next_step
 
@@ -123,7 +126,6 @@ def _count_clips(run: Run, folder: Path) -> None:
 def test_validation_goes_through_the_whole_split_with_the_same_noise(
     clips: Path, valid: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights that stay give the same loss each time; what fills no step is left out."""
     folder = tmp_path / "seen"
     folder.mkdir()
     words = (
@@ -135,10 +137,9 @@ def test_validation_goes_through_the_whole_split_with_the_same_noise(
     assert [row["iteration"] for row in found] == [2, 4, 4]
     losses = [{k: v for k, v in row.items() if k.startswith("loss")} for row in found]
     assert losses[0] == losses[1] == losses[2] and 1 < losses[0]["loss"] < 4
-    seen = [torch.load(folder / f"{i}.pt") for i in range(6)]
-    assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:4]))
-    assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[4:]))
-    assert len(torch.unique(torch.cat(seen[:2]))) == 16
+    seen = torch.cat([torch.load(folder / f"{i}.pt") for i in range(6)]).chunk(3)
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    assert len(torch.unique(seen[0])) == 16
     # Decisions follow from a clip's number: those of the split are 0 to 7 and 8 to 15.
     uniforms = draw_uniforms(1234 + EVALUATION_SEED, range(16), "condition")
     modes = draw_modes(ConditionConfig(i2v_loop_weight=0.01), 3, uniforms)
@@ -149,7 +150,6 @@ def test_validation_goes_through_the_whole_split_with_the_same_noise(
 
 
 def test_the_picture_shows_the_validation() -> None:
-    """By the name of the run's own loss."""
     train_rows = [
         {"kind": "train", "iteration": i, "loss": 1.0 / i, "loss_scale": 1} for i in (1, 2)
     ]
@@ -159,3 +159,41 @@ def test_the_picture_shows_the_validation() -> None:
     lines = {str(line.get_label()): line for line in axes.get_lines()}
     assert list(lines) == ["loss, training", "loss, validation"]
     assert list(lines["loss, validation"].get_ydata()) == [0.7]
+
+
+OVERFIT = (
+    "--i2v-head-weight 0 --i2v-tail-weight 0 --i2v-loop-weight 0 --text-dropout 0 "
+    "--pooled-dropout 0 --micro-batch-size 8 --global-batch-size 8 --train-iters 100 "
+    "--log-interval 10 --lr 1e-2 --lr-warmup-iters 20 --recompute-double-blocks 0 "
+    "--recompute-single-blocks 0"
+)
+SHAPE, SEED = (4, 3, 8, 8), 7
+
+
+class SampleAtEnd(Callback):
+    """Samples the clip's caption with the weights of the last step."""
+
+    def on_train_end(self) -> None:
+        run, config, one = self.run, self.run.config, clip(SHORT, 0)
+        assert run.runner.engine is not None and config.checkpoint.save is not None
+        velocity = ParallelVelocity(run.runner.engine, run.chunks, run.context, patch_size=2)
+        null = Text(*(x[None] for x in null_text_of(config)))
+        text = Text(one.text[None], one.pooled[None])
+        noise = draw_noise(SEED, [0], SHAPE, "sampling noise")
+        scales = SampleConfig(sample_steps=20, sample_text_scale=1.0, sample_image_scale=1.0)
+        options = {"patch_size": 2, "flow": config.section(FlowConfig), "sampling": scales}
+        sampled = sample(velocity.of_shape(SHAPE[1:]), text, null, noise, **options)
+        torch.save(sampled[0], Path(config.checkpoint.save) / "sampled.pt")
+
+
+def test_a_fixed_clip_is_learned_and_sampled(tmp_path: Path) -> None:
+    """Train on the clip eight times in each step, with other noise each time."""
+    data = write_clips(tmp_path / "clips", {SHORT: 8}, distinct=1)
+    task = dataclasses.replace(FLOW, callbacks=(SampleAtEnd,))
+    losses = [row["loss"] for row in steps(data, tmp_path / "run", OVERFIT, task=task)]
+    assert losses[-1] <= 0.2 * losses[0]
+    sampled = torch.load(tmp_path / "run" / "sampled.pt")
+    noise = draw_noise(SEED, [0], SHAPE, "sampling noise")
+    flat = [x.flatten() for x in (clip(SHORT, 0).latents, sampled, noise)]
+    _, like_sample, like_noise = torch.corrcoef(torch.stack(flat))[0].tolist()
+    assert like_sample > 0.9 and abs(like_noise) < 0.2

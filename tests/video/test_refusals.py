@@ -1,8 +1,9 @@
-"""Refusals of video runs before any rank starts, and their sentences."""
+"""Refusals of flow matching before any rank starts, and their sentences."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,45 +12,57 @@ from megatron_ext.text import task as text_task
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.config.rules import SECTIONS
-from megatron_ext.video.task import FLOW
+from megatron_ext.video.task import VIDEO
 from tests.training_runs import TINY, mock_data
-from tests.video.clips import FLAGS, LONG, SHORT, TEXT, write_clips
+from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, TEXT, write_clips
+from tests.video.wan_run import FLAGS as WAN_FLAGS
+from tests.video.wan_run import KINDS
 
 UMT5 = {"text_encoder": "umt5", "length": TEXT}
 IGNORED = "has no effect on a video model: "
 SHAPE = "its shape follows from its named size and the flags beside it; leave it out."
-
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is not refused ends with a code of its own."""
-    monkeypatch.setattr("megatron_ext.train.main.launch", lambda *_, **__: 99)
-
-
-class Printed:
-    """Errors of a command line, one a line."""
-
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self.capfd = capfd
-
-    def __call__(self, data: Path | None, words: str, code: int = EXIT_CODE_USER_ERROR) -> str:
-        flags = [*FLAGS, *words.split()]
-        if data is not None:
-            flags += ["--video-data-path", str(data)]
-        assert main(FLOW, flags) == code
-        return self.capfd.readouterr().err
+Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(capfd: pytest.CaptureFixture[str]) -> Printed:
-    return Printed(capfd)
+def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
+    """Return a function that gives the errors of a command line.
+
+    A run that is not refused ends with a code of its own.
+    """
+    monkeypatch.setattr("megatron_ext.train.main.launch", lambda *_, **__: STARTED)
+
+    def call(
+        data: Path | None,
+        words: str,
+        code: int = EXIT_CODE_USER_ERROR,
+        usual: Sequence[str] = FLAGS,
+    ) -> str:
+        flags = [*usual, *words.split()]
+        if data is not None:
+            flags += ["--video-data-path", str(data)]
+        assert main(VIDEO, flags) == code
+        return capfd.readouterr().err
+
+    return call
 
 
-def test_a_run_that_is_whole_starts(refused: Printed, clips: Path, valid: Path) -> None:
-    assert refused(clips, f"--video-valid-path {valid}", code=99) == ""
+STARTED = 99
 
 
-def test_data_must_be_given_and_whole(refused: Printed, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clips(tmp_path_factory.mktemp("dit") / "clips", {IMAGE: 4, SHORT: 4, LONG: 4})
+
+
+def test_runs_that_are_whole_start(refused: Refused, clips: Path, valid: Path, mixed: Path) -> None:
+    assert refused(clips, f"--video-valid-path {valid}", STARTED) == ""
+    for words in KINDS.values():
+        assert refused(mixed, words, STARTED, WAN_FLAGS) == ""
+    assert refused(clips, "--v2v-head-weight 1", STARTED) == ""
+
+
+def test_data_must_be_given_and_whole(refused: Refused, tmp_path: Path) -> None:
     assert refused(None, "") == (
         "error: `--video-data-path` is missing; give the folder that tools/preprocess_video.py "
         "wrote.\n"
@@ -63,50 +76,35 @@ def test_data_must_be_given_and_whole(refused: Printed, tmp_path: Path) -> None:
     assert f"error: {caption} is missing, but its index asks for" in refused(caption.parent, "")
 
 
-def test_references_of_all_modes_must_be_there(refused: Printed, clips: Path) -> None:
-    assert refused(clips, "--v2v-head-weight 1 --v2v-frames 3") == (
-        "error: `--v2v-head-weight` (1.0) needs references of 3 latent frame(s), but the data has "
-        "head1, tail1; preprocess it with `--reference-lengths 3`, or set the weight to 0.\n"
-    )
-    # No clip is long enough for nine frames of references, so none is ever asked for.
-    assert refused(clips, "--v2v-head-weight 1", code=99) == ""
+MISFITS = {
+    "--v2v-head-weight 1 --v2v-frames 3": "`--v2v-head-weight` (1.0) needs references of 3 latent "
+    "frame(s), but the data has head1, tail1; preprocess it with `--reference-lengths 3`, or set "
+    "the weight to 0.",
+    "--global-batch-size 32": "No bucket holds the clips of one step (64px 1x64x64: 9, 64px "
+    "9x64x64: 19, 64px 17x64x64: 17): a step takes micro-batch size × 1 ranks × 16 micro-batches; "
+    "give more clips, fewer buckets or smaller batches.",
+    "--patch-size 3": "Latents of 8 x 8 must be divisible by the patch size (3); encode videos "
+    "whose height and width are multiples of patch size x VAE stride.",
+    "--pipeline-model-parallel-size 8 --nproc-per-node 8": "the pipeline has 8 stages, but the "
+    "model only 4 blocks (2 double, 2 single); use a smaller `--pipeline-model-parallel-size`.",
+    "--cp-comm-type a2a --context-parallel-size 8 --nproc-per-node 8": "`--cp-comm-type a2a` "
+    "trades heads (4), which must be divisible by tensor x context parallel size (8); use "
+    "all_gather.",
+    "--mixed-buckets --pipeline-model-parallel-size 2 --nproc-per-node 2": "Mixed buckets need "
+    "`--pipeline-model-parallel-size` 1, but it is 2: stages exchange tensors of one shape; keep "
+    "one bucket for each step.",
+    '--video-buckets {"64px":{"9":[1.0,2]}}': "The data holds clips of 64px 1x64x64, but the "
+    'bucket plan has no 64px of 1 frames ({"64px": {"9": [1.0, 2]}}); add it.',
+}
 
 
-def test_sequences_and_steps_must_fit(refused: Printed, clips: Path) -> None:
-    assert refused(clips, "--global-batch-size 32") == (
-        "error: No bucket holds the clips of one step (64px 1x64x64: 9, 64px 9x64x64: 19, "
-        "64px 17x64x64: 17): a step takes micro-batch size × 1 ranks × 16 micro-batches; give "
-        "more clips, fewer buckets or smaller batches.\n"
-    )
-    assert refused(clips, "--patch-size 3") == (
-        "error: Latents of 8 x 8 must be divisible by the patch size (3); encode videos whose "
-        "height and width are multiples of patch size x VAE stride.\n"
-    )
-    assert refused(clips, "--pipeline-model-parallel-size 8 --nproc-per-node 8") == (
-        "error: the pipeline has 8 stages, but the model only 4 blocks (2 double, 2 single); use a "
-        "smaller `--pipeline-model-parallel-size`.\n"
-    )
-    heads = "--cp-comm-type a2a --context-parallel-size 8 --nproc-per-node 8"
-    assert refused(clips, heads) == (
-        "error: `--cp-comm-type a2a` trades heads (4), which must be divisible by tensor x context "
-        "parallel size (8); use all_gather.\n"
-    )
-    assert refused(clips, '--video-buckets {"64px":{"9":[1.0,2]}}') == (
-        "error: The data holds clips of 64px 1x64x64, but the bucket plan has no 64px of 1 frames "
-        '({"64px": {"9": [1.0, 2]}}); add it.\n'
-    )
-
-
-def test_mixed_buckets_need_a_pipeline_of_one_stage(refused: Printed, clips: Path) -> None:
-    words = "--mixed-buckets --pipeline-model-parallel-size 2 --nproc-per-node 2"
-    assert refused(clips, words) == (
-        "error: Mixed buckets need `--pipeline-model-parallel-size` 1, but it is 2: stages "
-        "exchange tensors of one shape; keep one bucket for each step.\n"
-    )
+@pytest.mark.parametrize("words", MISFITS)
+def test_references_sequences_and_steps_must_fit(refused: Refused, clips: Path, words: str) -> None:
+    assert refused(clips, words) == f"error: {MISFITS[words]}\n"
 
 
 def test_validation_clips_must_be_encoded_alike(
-    refused: Printed, clips: Path, tmp_path: Path
+    refused: Refused, clips: Path, tmp_path: Path
 ) -> None:
     counts = {SHORT: 8, LONG: 8}
     codec = write_clips(tmp_path / "codec", counts, codec={"codec": "/vae"})
@@ -119,11 +117,11 @@ def test_validation_clips_must_be_encoded_alike(
 
 
 def test_what_clips_are_sampled_with_is_known_before_the_run(
-    refused: Printed, tmp_path: Path
+    refused: Refused, tmp_path: Path
 ) -> None:
     samples = f"--sample-interval 1 --sample-texts left --sample-dir {tmp_path / 'samples'}"
     of_words = write_clips(tmp_path / "words", {SHORT: 8})
-    assert refused(of_words, samples, code=99) == ""
+    assert refused(of_words, samples, STARTED) == ""
     of_umt5 = write_clips(tmp_path / "umt5", {SHORT: 8}, text_encoder=UMT5)
     assert "`t5_path` (None) must be a local folder when `text_encoder` is umt5" in refused(
         of_umt5, samples
@@ -138,67 +136,38 @@ def test_what_clips_are_sampled_with_is_known_before_the_run(
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--num-layers 3", f"`--num-layers` {IGNORED}{SHAPE}"),
-        ("--seq-length 64", f"`--seq-length` {IGNORED}{SHAPE}"),
-        ("--swiglu", f"`--swiglu` {IGNORED}{SHAPE}"),
-        ("--num-experts 4", f"`--num-experts` {IGNORED}its blocks have no experts; leave it out."),
-        (
-            "--sample-steps 9",
-            "`--sample-steps` has an effect only with `--sample-interval`; give it too, or leave "
-            "this out.",
-        ),
-        (
-            "--codec-spatial 4",
-            "`--codec-spatial` has an effect only with `--online-encoding`; leave it out.",
-        ),
-        ("--eval-iters 5", "`--eval-iters` needs `--video-valid-path`; give it, or 0."),
-        ("--eval-interval 5", "`--eval-interval` needs `--video-valid-path`; give it too."),
-        ("--lora-rank 4", f"`--lora-rank` {IGNORED}its layers take no adapters; leave it out."),
-        (
-            "--label-smoothing 0.1",
-            f"`--label-smoothing` {IGNORED}its loss is that of its task; leave it out.",
-        ),
-        (
-            "--full-validation",
-            f"`--full-validation` {IGNORED}evaluation always goes through the whole validation "
-            "data; leave it out.",
-        ),
-        (
-            "--decoupled-lr 1e-3",
-            f"`--decoupled-lr` {IGNORED}there is no vocabulary whose embedding could have it; "
-            "leave it out.",
-        ),
-        (
-            "--log-validation-ppl-to-tensorboard",
-            f"`--log-validation-ppl-to-tensorboard` {IGNORED}its loss has no perplexity; leave it "
-            "out.",
-        ),
-        (
-            "--pipeline-schedule core-1f1b",
-            "`--pipeline-schedule core-1f1b` takes sequences of one length only; use 1f1b.",
-        ),
-        ("--guidance 2", "`--guidance` needs `--guidance-embed`; give both."),
-        ("--v2v-frames 3", "`--v2v-frames` needs a weight of v2v_head or v2v_tail; give one."),
-        (
-            "--flow-shift 3 --shift-max 4",
-            "`--shift-max` has no effect beside `--flow-shift`; leave one of them out.",
-        ),
-        (
-            "--double-block-cost 0",
-            "`--double-block-cost` (0.0) must be above 0; 1.0 is the default.",
-        ),
-        (
-            "--recompute-double-blocks -1",
-            "`--recompute-double-blocks` (-1) must be at least 0; use 0.",
-        ),
-    ],
-)
-def test_what_would_be_ignored_is_refused(refused: Printed, words: str, sentence: str) -> None:
-    """No flag is swallowed, by no part of the program."""
-    assert refused(Path("unread"), words) == f"error: {sentence}\n"
+OUT = "leave it out."
+IGNORED_FLAGS = {
+    **{f"--{flag}": SHAPE for flag in ("num-layers 3", "seq-length 64", "swiglu")},
+    "--num-experts 4": f"its blocks have no experts; {OUT}",
+    "--lora-rank 4": f"its layers take no adapters; {OUT}",
+    "--label-smoothing 0.1": f"its loss is that of its task; {OUT}",
+    "--full-validation": f"evaluation always goes through the whole validation data; {OUT}",
+    "--decoupled-lr 1e-3": f"there is no vocabulary whose embedding could have it; {OUT}",
+    "--log-validation-ppl-to-tensorboard": f"its loss has no perplexity; {OUT}",
+}
+"""Flags that a video model ignores, and why."""
+WRONG = {
+    **{words: f"`{words.split()[0]}` {IGNORED}{reason}" for words, reason in IGNORED_FLAGS.items()},
+    "--sample-steps 9": "`--sample-steps` has an effect only with `--sample-interval`; give it "
+    "too, or leave this out.",
+    "--codec-spatial 4": f"`--codec-spatial` has an effect only with `--online-encoding`; {OUT}",
+    "--eval-iters 5": "`--eval-iters` needs `--video-valid-path`; give it, or 0.",
+    "--eval-interval 5": "`--eval-interval` needs `--video-valid-path`; give it too.",
+    "--pipeline-schedule core-1f1b": "`--pipeline-schedule core-1f1b` takes sequences of one "
+    "length only; use 1f1b.",
+    "--guidance 2": "`--guidance` needs `--guidance-embed`; give both.",
+    "--v2v-frames 3": "`--v2v-frames` needs a weight of v2v_head or v2v_tail; give one.",
+    "--flow-shift 3 --shift-max 4": "`--shift-max` has no effect beside `--flow-shift`; leave one "
+    "of them out.",
+    "--double-block-cost 0": "`--double-block-cost` (0.0) must be above 0; 1.0 is the default.",
+    "--recompute-double-blocks -1": "`--recompute-double-blocks` (-1) must be at least 0; use 0.",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_an_mmdit_would_ignore_is_refused(refused: Refused, words: str) -> None:
+    assert refused(Path("unread"), words) == f"error: {WRONG[words]}\n"
 
 
 def test_text_runs_refuse_the_flags_of_video(capfd: pytest.CaptureFixture[str]) -> None:
@@ -213,3 +182,65 @@ def test_text_runs_refuse_the_flags_of_video(capfd: pytest.CaptureFixture[str]) 
         f"error: `{flag}` is a flag of pretrain_video.py, not of this program; leave it out."
         for flag in ("--video-data-path", "--mmdit-size", "--flow-shift", "--no-adaln-zero")
     ]
+
+
+TWIN, CAUSAL = "--video-model video-dit", "--video-model causal-video-dit"
+NO_REFERENCES = "a video DiT is given no reference frames"
+STREAMS = "it decides nothing but what `--task streaming` does"
+IGNORED_BY_WAN = {
+    f"{TWIN} --i2v-head-weight 5": NO_REFERENCES,
+    f"{CAUSAL} --reference-loss all": NO_REFERENCES,
+    f"{TWIN} --mmdit-size small": "it is one of the MMDiT",
+    f"{TWIN} --hidden-size 128": "`--video-dit-size` decides",
+    f"{TWIN} --apply-wd-to-qk-layernorm": "the norms of its queries and keys never decay",
+    f"{TWIN} --frame-block 1": STREAMS,
+    f"{CAUSAL} --guidance-scale 2": STREAMS,
+}
+"""Flags that a video DiT ignores, and why."""
+WRONG_FOR_WAN = {
+    **{
+        words: "`{2}` has no effect with `{0} {1}`: ".format(*words.split()) + f"{reason}; {OUT}"
+        for words, reason in IGNORED_BY_WAN.items()
+    },
+    f"{TWIN} --num-layers 3": f"`--num-layers` {IGNORED}{SHAPE}",
+    f"{TWIN} --pooled-dropout 0.2": "`--pooled-dropout` (0.2) has no effect with `--video-model "
+    f"video-dit`, which is given no pooled embedding; {OUT}",
+    f"{TWIN} --independent-block-timesteps": "`--independent-block-timesteps` has an effect only "
+    f"with `--video-model causal-video-dit`, which has frame blocks; {OUT}",
+    CAUSAL: "Clips of 64px 1x64x64 have 1 latent frames, which must be divisible by "
+    "`--frame-block` (3); use another length or block.",
+    f"{CAUSAL} --frame-block 1 --window-frames 2": "`--window-frames` (2) must be at least "
+    "`--sink-frames` + `--frame-block` (3 + 1 = 4), or a block would not see all of itself.",
+    f"{TWIN} --recompute-blocks -1": "`--recompute-blocks` (-1) must be at least 0; 0 is the "
+    "default.",
+    f"{TWIN} --context-parallel-size 3 --nproc-per-node 3": "Clips of 64px 1x64x64 have 4 x 4 = 16 "
+    "tokens in a latent frame, which 3 ranks (context parallel, times tensor parallel with "
+    "sequence parallelism) cannot share equally; use fewer ranks or another resolution.",
+    f"{TWIN} --context-parallel-size 8 --nproc-per-node 8 --cp-comm-type a2a": "`--video-dit-size "
+    "tiny` has 4 attention heads, which 8 ranks cannot share equally; use fewer tensor-parallel "
+    "ranks, or all_gather instead of a2a.",
+    f"{TWIN} --pipeline-model-parallel-size 4 --nproc-per-node 4": "the pipeline has 4 stages, but "
+    "the model only 2 blocks; use a smaller `--pipeline-model-parallel-size`.",
+    f"{TWIN} --pretrained-average": "`--pretrained-average` needs a checkpoint that gives weights "
+    "to start from; give `--pretrained-checkpoint`, or `--load` with `--finetune`.",
+    "--video-dit-size small": "`--video-dit-size` has an effect only with `--video-model "
+    f"video-dit` or causal-video-dit; {OUT}",
+    "--task streaming --video-model video-dit": "`--video-model` has no effect with `--task "
+    "streaming`, whose data is prompts; leave it out.",
+}
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+SAMPLED = "--sample-interval 1 --sample-texts a --sample-dir x --sample-frames 9 --sample-fps 8"
+WRONG_IN_PART = {
+    f"{KINDS['causal']} {SAMPLED} --frame-block 5 --window-frames 6": "error: Sampled clips have 3 "
+    "latent frames, which must be divisible by",
+    f"{FP8} --first-last-layers-bf16": "does not go with `--first-last-layers-bf16`",
+    f"--task streaming {FP8}": "`--fp8-format` (hybrid) does not go with `--task str",
+}
+
+
+@pytest.mark.parametrize("words", [*WRONG_FOR_WAN, *WRONG_IN_PART])
+def test_what_a_video_dit_would_ignore_or_cannot_do_is_refused(
+    refused: Refused, mixed: Path, words: str
+) -> None:
+    part = WRONG_IN_PART.get(words) or f"error: {WRONG_FOR_WAN[words]}\n"
+    assert part in refused(mixed, words, usual=WAN_FLAGS)

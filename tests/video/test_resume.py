@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
@@ -15,19 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.run import Run
-from megatron_ext.video.task import FLOW
 from tests.checkpoint.tiny import whole_tensors
-from tests.training_runs import train_on_ranks
 from tests.video.clips import (
-    FLAGS,
     IMAGE,
     LONG,
     SHORT,
     Rows,
+    attempt,
     record_steps,
     recorded_steps,
     steps,
+    train,
     write_clips,
 )
 
@@ -37,7 +38,7 @@ WORDS = (
     "--lr-warmup-iters 2 --ema-decay 0.8"
 )
 SAMPLES = {1: 8, 3: 4, 5: 2}
-"""Clips of a step, by their latent frames: two micro-batches of the bucket's own size."""
+"""The clips of a step, by their latent frames: two micro-batches of the bucket's own size."""
 
 
 def _record_and_die(run: Run, folder: Path) -> None:
@@ -68,24 +69,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     counts, sizes = {IMAGE: 13, SHORT: 12, LONG: 9}, {IMAGE: 4, LONG: 1}
     data, whole, killed = write_clips(root / "clips", counts, sizes), root / "whole", root / "kill"
     rows = steps(data, whole, WORDS, prepare=partial(record_steps, folder=whole / "steps"))
-    code, _ = train_on_ranks(
-        [*FLAGS, "--video-data-path", str(data), *WORDS.split()],
-        save=killed,
-        task=FLOW,
-        prepare=partial(_record_and_die, folder=killed / "steps"),
+    code, _ = attempt(
+        data, killed, WORDS, prepare=partial(_record_and_die, folder=killed / "steps")
     )
     assert code != 0
     assert (killed / "latest_checkpointed_iteration.txt").read_text() == str(SAVED)
     return Runs(data, whole, rows, killed)
 
 
-def _state(save: Path) -> dict[str, Tensor]:
-    """Weights, averages and moments after the last step, whole."""
-    return whole_tensors(save / f"iter_{STEPS:07d}", save / "whole.pt")
+def _state(save: Path, step: int = STEPS) -> dict[str, Tensor]:
+    return whole_tensors(save / f"iter_{step:07d}", save / "whole.pt")
 
 
 def _assert_same_steps(found: Path, wanted: Path) -> None:
-    """The same clips, references, captions, times and noise, bit for bit."""
+    """Check that clips, references, captions, times and noise are the same bit for bit."""
     found_steps, wanted_steps = recorded_steps(found), recorded_steps(wanted)
     assert sorted(found_steps) == sorted(wanted_steps) == list(range(1, STEPS + 1))
     for step, batches in wanted_steps.items():
@@ -95,7 +92,6 @@ def _assert_same_steps(found: Path, wanted: Path) -> None:
 
 
 def test_buckets_have_their_own_micro_batch_sizes(runs: Runs) -> None:
-    """One bucket for each step, and each one's own number of clips in the log."""
     seen, samples = [], 0
     for step, batches in sorted(recorded_steps(runs.whole / "steps").items()):
         (frames,) = {int(batch["img_ids"][..., 0].max()) + 1 for batch in batches}
@@ -114,7 +110,6 @@ def test_buckets_have_their_own_micro_batch_sizes(runs: Runs) -> None:
 
 
 def test_a_killed_run_goes_on_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
-    """In the middle of an epoch of three buckets: exactly the sequence that remains."""
     save = tmp_path / "save"
     shutil.copytree(runs.killed, save)
     record = partial(record_steps, folder=save / "steps")
@@ -154,8 +149,48 @@ def test_sgd_goes_on_bit_for_bit(clips: Path, tmp_path: Path) -> None:
     assert [row["iteration"] for row in resumed] == [3, 4]
     for key in ("loss", "grad_norm", "learning_rate"):
         assert [row[key] for row in resumed] == [row[key] for row in rows[2:]], key
-    found, wanted = (
-        whole_tensors(save / "iter_0000004", save / "whole.pt") for save in (again, whole)
-    )
+    found, wanted = _state(again, 4), _state(whole, 4)
     assert any("momentum" in name for name in wanted) and found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def _weight(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    digest = hashlib.blake2b(f"{name} {step}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(shape, generator=generator) / step
+
+
+def _give_weights(run: Run) -> None:
+    """Replace the weights by those of `_weight` before each update of the averages."""
+    assert run.ema is not None and run.optimizer is not None
+    optimizer, update = run.optimizer, run.ema.update
+
+    @torch.no_grad()
+    def updated(step: int) -> None:
+        for chunk in run.chunks:
+            for shard in shards_of(chunk.module):
+                shard.tensor.copy_(shard.cut(_weight(shard.name, shard.full_shape, step)))
+        optimizer.reload_model_params()
+        update(step)
+
+    run.ema.update = updated  # type: ignore[method-assign]
+
+
+def test_the_average_of_four_ranks_is_that_of_one_bit_for_bit(clips: Path, tmp_path: Path) -> None:
+    """Compare the whole averages in the checkpoints, not the piece that rank 0 averages."""
+    words, found = "--ema-decay 0.9 --no-save-optim", []
+    for ranks, layout in (
+        (1, ""),
+        (4, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
+    ):
+        save = tmp_path / str(ranks)
+        train(clips, save, f"{words} {layout}", ranks=ranks, prepare=_give_weights)
+        found.append(_state(save, 3))
+    one, four = found
+    averages = {name: tensor for name, tensor in one.items() if name.startswith("ema.")}
+    assert len(averages) > 50 and one.keys() == four.keys()
+    for name, average in averages.items():
+        weight = one[name.removeprefix("ema.")]
+        assert average.dtype is torch.float32 and average.shape == weight.shape
+        assert not torch.equal(average, weight)
+        assert torch.equal(average.view(torch.int32), four[name].view(torch.int32)), name

@@ -1,9 +1,10 @@
-"""Steps of video runs: updates, rates, precision, and what they ask their device for."""
+"""Steps of video runs: updates, rates, precision, logs, validation, and what they ask for."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,13 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.optim.builder import build_scheduler
 from megatron_ext.train.run import Run
 from megatron_ext.video.data.randomness import draw_noise
-from megatron_ext.video.model.mmdit.inputs import timestep_sinusoid
+from megatron_ext.video.model.mmdit.model import timestep_sinusoid
 from megatron_ext.video.model.tokens import pack
 from megatron_ext.video.task import VIDEO
 from tests.host_syncs import READ, record_steps
 from tests.video.clips import SHORT, steps, write_clips
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-15, 0.01, 1e-3
-
-
 FACTORS = (20.0, 0.05, 1.0)
 """Factors on the gradients of the steps: beyond the largest norm, far below it, unchanged."""
 
@@ -33,15 +32,11 @@ def compare_with_torch(run: Run) -> None:
     """Let torch's AdamW follow the run, on the gradients that the run has before it clips them."""
     parameters = [p for chunk in run.chunks for p in chunk.parameters()]
     reference = [p.detach().clone().requires_grad_() for p in parameters]
-    plain = torch.optim.AdamW(
-        [
-            {"params": [p for p in reference if p.dim() > 1], "weight_decay": DECAY},
-            {"params": [p for p in reference if p.dim() <= 1], "weight_decay": 0.0},
-        ],
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-    )
+    groups = [
+        {"params": [p for p in reference if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in reference if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     grads: list[Tensor] = []
     train = run.runner.train
 
@@ -69,7 +64,6 @@ def compare_with_torch(run: Run) -> None:
 
 
 def first_moment_norm(run: Run) -> float:
-    """Return the norm over all ranks' shards together."""
     total = torch.zeros((), dtype=torch.float64)
     for part in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
         for state in part.optimizer.state.values():
@@ -79,7 +73,7 @@ def first_moment_norm(run: Run) -> float:
 
 
 def test_steps_are_those_of_adamw(clips: Path, tmp_path: Path) -> None:
-    """Sharded over two ranks, with the defaults of video runs; the log shows the whole norm."""
+    """Shard them over two ranks, with the defaults of video runs; the log shows the whole norm."""
     words = "--lr-warmup-iters 0 --use-distributed-optimizer"
     rows = steps(clips, tmp_path, words, ranks=2, prepare=compare_with_torch)
     norms = [row["grad_norm"] for row in rows]
@@ -87,27 +81,8 @@ def test_steps_are_those_of_adamw(clips: Path, tmp_path: Path) -> None:
     assert [row["train/grad_norm"] for row in rows] == norms
 
 
-def rates(words: str, at: list[int]) -> list[float]:
-    """Learning rates of training steps, counted from 0."""
-    flags = f"--video-data-path unread --micro-batch-size 2 --global-batch-size 6 {words}".split()
-    config = parse_args(flags, VIDEO, world_size=1, device="cpu").config
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    scheduler = build_scheduler(config.optimizer, config.training, optimizer)  # type: ignore[arg-type]
-    found = {}
-    for step in range(max(at) + 1):
-        found[step] = optimizer.param_groups[0]["lr"]
-        scheduler.step(increment=6)
-    return [found[step] for step in at]
-
-
-def test_the_rate_rises_for_1000_steps_and_stays() -> None:
-    found = rates("--train-iters 3000", [0, 1, 500, 999, 1000, 1001, 2500, 2999])
-    want = [0, 1e-7, 5e-5, 9.99e-5, 1e-4, 1e-4, 1e-4, 1e-4]
-    assert found == pytest.approx(want, rel=1e-9)
-
-
-def test_the_rate_of_the_published_code() -> None:
-    """``1e-6 + (k + 1) / (W + 1) * (lr - 1e-6)``: its first rate is the flag's start."""
+def test_rates_are_the_usual_ones_and_those_of_the_published_code() -> None:
+    """Follow ``1e-6 + (k + 1) / (W + 1) * (lr - 1e-6)``, whose first rate is the flag's start."""
     lr, warmup = 5e-5, 100
     start = 1e-6 + (lr - 1e-6) / (warmup + 1)
     words = f"--lr {lr} --lr-warmup-iters {warmup} --lr-warmup-init {start!r} --train-iters 300"
@@ -117,6 +92,9 @@ def test_the_rate_of_the_published_code() -> None:
     # Its shipped configurations have no warm-up.
     constant = f"--lr {lr} --lr-warmup-iters 0 --train-iters 300"
     assert rates(constant, [0, 299]) == [lr, lr]
+    # Ours rises for 1000 steps and stays.
+    found = rates("--train-iters 3000", [0, 1, 500, 999, 1000, 1001, 2500, 2999])
+    assert found == pytest.approx([0, 1e-7, 5e-5, 9.99e-5, *[1e-4] * 4], rel=1e-9)
 
 
 SEED = 3
@@ -126,20 +104,19 @@ def _count_updates(run: Run) -> None:
     """Spoil the second step; demand one update of schedule and average in each of the others."""
     assert run.ema is not None and run.scheduler is not None
     calls: list[str] = []
-    moved, updated, train = run.scheduler.step, run.ema.update, run.runner.train
+    train = run.runner.train
 
     def spoil() -> None:
         if run.progress.iteration + 1 == 2:
             for parameter in run.chunks[0].parameters():
                 parameter.main_grad.fill_(math.nan)
 
-    def step(*arguments: Any, **named: Any) -> None:
-        calls.append("schedule")
-        moved(*arguments, **named)
+    def noted(name: str, do: Callable[..., Any]) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            calls.append(name)
+            return do(*args, **named)
 
-    def update(iteration: int) -> None:
-        calls.append("average")
-        updated(iteration)
+        return call
 
     def checked(*arguments: Any) -> Any:
         wanted = {0: [], 1: ["schedule", "average"], 2: ["schedule", "average"]}
@@ -147,13 +124,12 @@ def _count_updates(run: Run) -> None:
         return train(*arguments)
 
     run.runner.observer = spoil
-    run.scheduler.step = step
-    run.ema.update = update  # type: ignore[method-assign]
+    run.scheduler.step = noted("schedule", run.scheduler.step)
+    run.ema.update = noted("average", run.ema.update)  # type: ignore[method-assign]
     run.runner.train = checked  # type: ignore[method-assign]
 
 
 def test_micro_batches_and_skipped_steps_move_nothing(clips: Path, tmp_path: Path) -> None:
-    """Four micro-batches in each step."""
     rows = steps(clips, tmp_path, "--lr-warmup-iters 2", prepare=_count_updates)
     assert [row["skipped_iterations"] for row in rows] == [0, 1, 0]
     rates = [row["learning_rate"] for row in rows]
@@ -161,7 +137,7 @@ def test_micro_batches_and_skipped_steps_move_nothing(clips: Path, tmp_path: Pat
 
 
 def _check_path(named: dict[str, Any], velocity: torch.Tensor, samples: range) -> None:
-    """``x_t + (1 - t) v`` is the noise, ``(1 - sigma_min) x1 - v`` the data that bf16 holds."""
+    """Check that ``x_t + (1 - t) v`` is the noise, ``(1 - sigma_min) x1 - v`` the bf16 data."""
     noise = pack(draw_noise(SEED, samples, (4, 3, 8, 8)), 2).double()
     t = named["timesteps"].double()[:, None, None]
     torch.testing.assert_close(named["img"].double() + (1 - t) * velocity, noise, rtol=0, atol=2e-6)
@@ -170,7 +146,7 @@ def _check_path(named: dict[str, Any], velocity: torch.Tensor, samples: range) -
 
 
 def _check_types(run: Run) -> None:
-    """Times, points and velocities are float32 up to the network, which gets all inputs."""
+    """Check that the network gets all inputs, with times, points and velocities in float32."""
     model: Any = run.chunks[0].module.module
     seen: list[dict[str, Any]] = []
     model.register_forward_pre_hook(
@@ -207,9 +183,7 @@ def _check_types(run: Run) -> None:
     run.runner.train = checked  # type: ignore[method-assign]
 
 
-def test_a_16_bit_run_keeps_times_and_gives_its_model_everything(
-    tmp_path: Path,
-) -> None:
+def test_a_16_bit_run_keeps_times_and_gives_its_model_everything(tmp_path: Path) -> None:
     data = write_clips(tmp_path / "clips", {SHORT: 8}, storage="bfloat16")
     words = f"--bf16 --train-iters 2 --guidance-embed --guidance 2.5 --seed {SEED}"
     rows = steps(data, tmp_path / "run", words, prepare=_check_types)
@@ -221,3 +195,15 @@ def test_a_step_asks_for_the_update_before_it_alone(clips: Path, tmp_path: Path)
     words = "--bf16 --ema-decay 0.9"
     steps(clips, tmp_path, f"{words} --log-interval 9", prepare=partial(record_steps, path=note))
     assert json.loads(note.read_text()) == [READ]
+
+
+def rates(words: str, at: list[int]) -> list[float]:
+    flags = f"--video-data-path unread --micro-batch-size 2 --global-batch-size 6 {words}".split()
+    config = parse_args(flags, VIDEO, world_size=1, device="cpu").config
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    scheduler = build_scheduler(config.optimizer, config.training, optimizer)  # type: ignore[arg-type]
+    found = []
+    for _ in range(max(at) + 1):
+        found.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=6)
+    return [found[step] for step in at]

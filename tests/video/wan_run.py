@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ from megatron_ext.video.data.randomness import draw_noise, draw_normals, draw_un
 from megatron_ext.video.model.tokens import pack, unpack
 from megatron_ext.video.sampling.samples import velocity_of
 from megatron_ext.video.task import FLOW_OF_DIT
-from tests.training_runs import train_on_ranks
-from tests.video.clips import CHANNELS, SHORT, SIDE, TEXT, WIDTH, Rows, clip
-from tests.video.model.wan.names import to_parallel
+from tests.video import clips
+from tests.video.clips import CHANNELS, SHORT, SIDE, TEXT, WIDTH, clip
 from tests.video.model.wan.problem import Problem
-from tests.video.networks import Tensors
+from tests.video.networks import Truth, check_gradients, check_weights, relative
 
 SIZES_OF_CLIPS = dataclasses.replace(SIZES["tiny"], channels=CHANNELS, text_width=WIDTH)
 FRAMES, PATCH, SEED = 3, 2, 5
@@ -38,86 +37,50 @@ KINDS = {
     "causal": "--video-model causal-video-dit --frame-block 1 --window-frames 2 --sink-frames 1",
 }
 KINDS["independent"] = KINDS["causal"] + " --independent-block-timesteps"
-
-
-def train(data: Path, save: Path, words: str, *, ranks: int = 1, **options: Any) -> Rows:
-    """All rows of ``metrics.jsonl`` after a run, which must not fail."""
-    flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
-    options = {"task": FLOW_OF_DIT, **options}
-    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
-    assert code == 0
-    return rows
-
-
-@dataclass(frozen=True)
-class Truth:
-    """The results of plain torch in double precision."""
-
-    weights: Tensors
-    loss: float
-    gradients: Tensors
-    predicted: Tensor
+train = partial(clips.train, flags=FLAGS, task=FLOW_OF_DIT)
 
 
 def record(run: Run, path: Path) -> None:
     """Write down the weights that a run on one rank starts from, and the clips of its step."""
     plan: Any = run.train_source
     (chunk,) = run.chunks
-    torch.save(
-        {
-            "weights": {s.name: s.tensor.detach().clone() for s in shards_of(chunk.module)},
-            "steps": [(x.clips, list(x.samples)) for x in plan.video_plan.microbatches(0, 0, 0)],
-        },
-        path,
-    )
+    weights = {s.name: s.tensor.detach().clone() for s in shards_of(chunk.module)}
+    steps = [(x.clips, list(x.samples)) for x in plan.video_plan.microbatches(0, 0, 0)]
+    torch.save({"weights": weights, "steps": steps}, path)
 
 
 def check_run(run: Run, truth: Truth, tolerance: float) -> None:
     """Let each rank compare weights and predictions before the step, and its gradients in it."""
-    for chunk in run.chunks:
-        for shard in shards_of(chunk.module):
-            assert torch.equal(shard.tensor, shard.cut(truth.weights[shard.name])), shard.name
+    chunks = [chunk.module for chunk in run.chunks]
+    check_weights(chunks, truth.weights)
     velocity = velocity_of(run).of_shape((FRAMES, SIDE, SIDE))
     predicted = velocity(*(x.float() for x in sampling_inputs()))
-    error = (predicted - truth.predicted).norm() / truth.predicted.norm()
-    assert predicted.dtype is torch.float32 and float(error) <= tolerance
-
-    def compare() -> None:
-        for chunk in run.chunks:
-            held = list(shards_of(chunk.module, lambda p: p.main_grad))
-            assert len(held) == len(list(chunk.module.parameters()))
-            for shard in held:
-                want = shard.cut(truth.gradients[shard.name])
-                error = float((shard.tensor.double() - want).norm()) / float(want.norm())
-                assert error <= tolerance, f"{shard.name}: {error:.2e}"
-
-    run.runner.observer = compare
+    assert predicted.dtype is torch.float32 and relative(predicted, truth.output) <= tolerance
+    run.runner.observer = partial(check_gradients, chunks, truth.gradients, tolerance)
 
 
 def truth_of(recorded: dict[str, Any], kind: str) -> Truth:
-    """The same step in plain torch."""
-    model = Problem(sizes=SIZES_OF_CLIPS).plain_model(recorded["weights"])
+    problem, weights = Problem(sizes=SIZES_OF_CLIPS), recorded["weights"]
+    model = problem.plain_model(weights)
     rule = None if kind == "video-dit" else WINDOW
     losses = []
-    for clips, samples in recorded["steps"]:
-        inputs, velocity = microbatch(clips, samples, per_block=kind == "independent")
-        flow = model(**inputs, rule=rule)
-        losses.append((flow - velocity).square().mean())
+    for numbers, samples in recorded["steps"]:
+        inputs, velocity = microbatch(numbers, samples, per_block=kind == "independent")
+        losses.append((model(**inputs, rule=rule) - velocity).square().mean())
     loss = torch.stack(losses).mean()
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    wanted = to_parallel(gradients, SIZES_OF_CLIPS)
     x, times, text, *_ = sampling_inputs()
     latents = unpack(x, (FRAMES, SIDE, SIDE), PATCH).transpose(1, 2)
     timesteps = 1000 * times[:, None].expand(-1, FRAMES)
     with torch.no_grad():
         flow = model(x=latents, timesteps=timesteps, text=text, rule=rule)
     predicted = pack(flow.transpose(1, 2), PATCH)
-    return Truth(recorded["weights"], float(loss.detach()), wanted, predicted)
+    return Truth(weights, float(loss.detach()), problem.to_parallel(gradients, weights), predicted)
 
 
 def sampling_inputs() -> list[Tensor]:
-    """Tokens, times and text of two clips, and what a video DiT does not look at."""
+    """Return tokens, times and text of two clips, and what a video DiT does not look at."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -129,10 +92,10 @@ def sampling_inputs() -> list[Tensor]:
 
 
 def microbatch(
-    clips: Sequence[int], samples: Sequence[int], *, per_block: bool
+    numbers: Sequence[int], samples: Sequence[int], *, per_block: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs of the network and the velocity, by the formulas; frames before channels."""
-    given = [clip(SHORT, number) for number in clips]
+    """Return inputs of the network and the velocity, by the formulas; frames before channels."""
+    given = [clip(SHORT, number) for number in numbers]
     x0 = torch.stack([sample.latents for sample in given]).double()
     noise = draw_noise(SEED, samples, (CHANNELS, FRAMES, SIDE, SIDE)).double()
     u = draw_normals(SEED, samples, "timestep", FRAMES).double()

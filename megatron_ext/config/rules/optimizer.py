@@ -1,10 +1,13 @@
-"""Rules of the optimizer, of its schedules, and of the averaged weights."""
+"""Rules of the optimizer, of its schedules, of the averaged weights and of low-rank adapters."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
-from megatron_ext.config.optimizer import EmaConfig, OptimizerConfig
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.optimizer import TARGETS, EmaConfig, LoraConfig, OptimizerConfig
 from megatron_ext.config.training import TrainingConfig
 
 
@@ -29,156 +32,165 @@ def resolve_optimizer(
 ) -> OptimizerConfig:
     """Return the section with warm-up and weight decay settled, without what a CPU cannot do."""
     changes: dict[str, object] = {}
-    if optimizer.weight_decay_incr_style == "constant":
-        # Others are refused.
-        for name in ("start_weight_decay", "end_weight_decay"):
-            if getattr(optimizer, name) is None:
-                changes[name] = optimizer.weight_decay
+    if optimizer.weight_decay_incr_style == "constant":  # others are refused
+        ends = [
+            x for x in ("start_weight_decay", "end_weight_decay") if getattr(optimizer, x) is None
+        ]
+        changes.update(dict.fromkeys(ends, optimizer.weight_decay))
     if device == "cpu":
-        changes.update(
-            overlap_grad_reduce=False,
-            overlap_param_gather=False,
-            ddp_average_in_collective=False,
-        )
+        on_gpu = ("overlap_grad_reduce", "overlap_param_gather", "ddp_average_in_collective")
+        changes.update(dict.fromkeys(on_gpu, False))
     return dataclasses.replace(with_warmup(optimizer, training), **changes)  # type: ignore[arg-type]
 
 
-def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> list[str]:
-    """Return a sentence for everything that cannot be run."""
-    found = [
-        *_rate_errors(optimizer, training),
-        *_decoupled_errors(optimizer),
-        *_decay_errors(optimizer),
-        *_unit_errors(optimizer, training),
-    ]
+def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+    """Yield a sentence for everything that cannot be run."""
+    yield from _rate_errors(optimizer, training)
+    yield from _decay_errors(optimizer)
+    yield from _unit_errors(optimizer, training)
     if optimizer.overlap_param_gather and not optimizer.use_distributed_optimizer:
-        found.append("`--overlap-param-gather` needs `--use-distributed-optimizer`; give both.")
+        yield "`--overlap-param-gather` needs `--use-distributed-optimizer`; give both."
     if optimizer.overlap_param_gather and not optimizer.overlap_grad_reduce:
-        found.append("`--overlap-param-gather` needs `--overlap-grad-reduce`; give both.")
+        yield "`--overlap-param-gather` needs `--overlap-grad-reduce`; give both."
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
-        found.append(
+        yield (
             "`--optimizer sgd` does not go with `--use-distributed-optimizer`, which keeps "
             "Adam's state only; leave the latter out."
         )
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        found.append(
+        yield (
             "`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler` "
             "exclude each other; give one."
         )
     if optimizer.ddp_bucket_size is not None and optimizer.ddp_num_buckets is not None:
-        found.append("`--ddp-bucket-size` and `--ddp-num-buckets` exclude each other; give one.")
-    return found
+        yield "`--ddp-bucket-size` and `--ddp-num-buckets` exclude each other; give one."
 
 
-def _decoupled_errors(optimizer: OptimizerConfig) -> list[str]:
-    if optimizer.decoupled_lr is None:
-        if optimizer.decoupled_min_lr is None:
-            return []
-        return [
-            f"`--decoupled-min-lr` ({optimizer.decoupled_min_lr}) needs `--decoupled-lr`; give "
-            "both."
-        ]
-    own = optimizer.decoupled_min_lr is not None
-    name = "--decoupled-min-lr" if own else "--min-lr"
-    smallest = optimizer.decoupled_min_lr if own else optimizer.min_lr
-    if (smallest or 0.0) <= optimizer.decoupled_lr:
+def _rate_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+    lr, least, own = optimizer.lr, optimizer.min_lr, optimizer.decoupled_min_lr
+    if lr is None and not training.skip_train:
+        yield "`--lr` is missing; give the learning rate."
+    elif lr is not None and not training.skip_train:
+        if least > lr:
+            yield f"`--min-lr` ({least}) must be between 0 and `--lr` ({lr}); use {lr / 10:g}."
+        if optimizer.lr_warmup_init > lr:
+            first = optimizer.lr_warmup_init
+            yield f"`--lr-warmup-init` ({first}) must be at most `--lr` ({lr})."
+    name, smallest = ("--min-lr", least) if own is None else ("--decoupled-min-lr", own)
+    if optimizer.decoupled_lr is None and own is not None:
+        yield f"`--decoupled-min-lr` ({own}) needs `--decoupled-lr`; give both."
+    if optimizer.decoupled_lr is not None and smallest > optimizer.decoupled_lr:
+        yield (
+            f"`--decoupled-lr` ({optimizer.decoupled_lr}) must be at least `{name}` ({smallest}); "
+            "give a smaller `--decoupled-min-lr`."
+        )
+
+
+def _decay_errors(optimizer: OptimizerConfig) -> Iterator[str]:
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant":
+        for name, value in (("start", start), ("end", end)):
+            if value not in (None, optimizer.weight_decay):
+                yield (
+                    f"`--{name}-weight-decay` ({value}) needs `--weight-decay-incr-style` linear "
+                    "or cosine; give one, or `--weight-decay` alone."
+                )
+    elif start is None or end is None:
+        yield (
+            f"`--weight-decay-incr-style` ({optimizer.weight_decay_incr_style}) needs "
+            "`--start-weight-decay` and `--end-weight-decay`; give both."
+        )
+    elif end < start:
+        yield (
+            f"`--end-weight-decay` ({end}) must be at least `--start-weight-decay` ({start}), "
+            "since it only grows; swap them, or use `--weight-decay` alone."
+        )
+
+
+def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+    """Yield a sentence for lengths in another unit than the run's, or that do not fit it."""
+    by_samples = training.train_samples is not None
+    unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+    for phase in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(optimizer, f"{phase}_{other}"):
+            name = f"--{phase.replace('_', '-')}"
+            yield f"`{name}-{other}` does not go with `--train-{unit}`; use `{name}-{unit}`."
+    warmup = getattr(optimizer, f"lr_warmup_{unit}") or 0
+    decay = getattr(optimizer, f"lr_decay_{unit}") or getattr(training, f"train_{unit}") or 0
+    fraction = optimizer.lr_warmup_fraction
+    if fraction is not None and warmup:
+        yield (
+            f"`--lr-warmup-fraction` ({fraction}) and `--lr-warmup-{unit}` ({warmup}) exclude each "
+            "other; give one."
+        )
+    if decay and warmup >= decay:
+        yield (
+            f"`--lr-warmup-{unit}` ({warmup}) must be less than the length of the decay "
+            f"({decay}); use {decay // 10}."
+        )
+    if optimizer.lr_decay_style == "WSD" and getattr(optimizer, f"lr_wsd_decay_{unit}") is None:
+        yield f"`--lr-decay-style WSD` needs `--lr-wsd-decay-{unit}`; use {decay // 10}."
+
+
+def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[str]:
+    """Yield a sentence for every use of averaged weights that cannot be run."""
+    needs, every = "needs `--ema-decay`; give one such as 0.9999.", ema.ema_update_every
+    if not ema.ema_decay and ema.ema_start not in (None, 1):
+        yield f"`--ema-start` ({ema.ema_start}) {needs}"
+    if not ema.ema_decay and every > 1:
+        yield f"`--ema-update-every` ({every}) {needs}"
+    if ema.eval_ema and not ema.keeps_average(trains=not training.skip_train):
+        yield f"`--eval-ema` {needs}"
+    if ema.eval_ema and not training.evaluates:
+        yield "`--eval-ema` needs evaluation, but `--eval-iters` is 0; give a number of batches."
+
+
+def target_errors(lora: LoraConfig, known: Sequence[str]) -> list[str]:
+    """Return a sentence where adapters are asked for on other layers than the known ones."""
+    targets = lora.lora_target_modules
+    unknown = [name for name in targets or () if name not in known]
+    if not unknown and targets != []:
         return []
     return [
-        f"`--decoupled-lr` ({optimizer.decoupled_lr}) must be at least `{name}` ({smallest}); give "
-        "a smaller `--decoupled-min-lr`."
+        f"`--lora-target-modules` ({' '.join(unknown)}) must be names among {', '.join(known)}."
     ]
 
 
-def _decay_errors(optimizer: OptimizerConfig) -> list[str]:
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    if optimizer.weight_decay_incr_style == "constant":
-        return [
-            f"`--{name}-weight-decay` ({value}) needs `--weight-decay-incr-style` linear or "
-            "cosine; give one, or `--weight-decay` alone."
-            for name, value in (("start", start), ("end", end))
-            if value not in (None, optimizer.weight_decay)
-        ]
-    if start is None or end is None:
-        return [
-            f"`--weight-decay-incr-style` ({optimizer.weight_decay_incr_style}) needs "
-            "`--start-weight-decay` and `--end-weight-decay`; give both."
-        ]
-    if end < start:
-        return [
-            f"`--end-weight-decay` ({end}) must be at least `--start-weight-decay` ({start}), "
-            "since it only grows; swap them, or use `--weight-decay` alone."
-        ]
-    return []
-
-
-def _rate_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> list[str]:
-    if training.skip_train:
-        return []
-    if optimizer.lr is None:
-        return ["`--lr` is missing; give the learning rate."]
-    found = []
-    if optimizer.min_lr > optimizer.lr:
-        found.append(
-            f"`--min-lr` ({optimizer.min_lr}) must be between 0 and `--lr` ({optimizer.lr}); use "
-            f"{optimizer.lr / 10:g}."
+def lora_errors(
+    lora: LoraConfig, model: ModelConfig, moe: MoEConfig, optimizer: OptimizerConfig
+) -> Iterator[str]:
+    """Yield a sentence for everything that adapters do not go with."""
+    if lora.lora_rank is None:
+        for field in dataclasses.fields(lora):
+            # Stored configurations may name the layers of a GPT's blocks though nothing asks it.
+            if getattr(lora, field.name) not in (getattr(LoraConfig(), field.name), list(TARGETS)):
+                name = field.name.replace("_", "-")
+                yield f"`--{name}` needs `--lora-rank`; give a rank such as 16."
+        return
+    if model.transformer_impl == "transformer_engine":
+        yield (
+            "`--lora-rank` needs our torch layers, not `--transformer-impl "
+            "transformer_engine`; use torch."
         )
-    if optimizer.lr_warmup_init > optimizer.lr:
-        found.append(
-            f"`--lr-warmup-init` ({optimizer.lr_warmup_init}) must be at most `--lr` "
-            f"({optimizer.lr})."
+    targets = TARGETS if lora.lora_target_modules is None else lora.lora_target_modules
+    mlp = [name for name in targets if name.startswith("linear_fc")]
+    if moe.num_experts and mlp:
+        yield (
+            f"`--lora-target-modules` ({' '.join(mlp)}) does not go with `--num-experts` "
+            f"({moe.num_experts}), since experts take no adapters; use linear_qkv linear_proj."
         )
-    return found
-
-
-def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> list[str]:
-    """Return a sentence for lengths in another unit than the run's, or that do not fit it."""
-    by_samples = training.train_samples is not None
-    wrong = ("iters", "samples") if by_samples else ("samples", "iters")
-    found = []
-    for phase in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        if getattr(optimizer, f"{phase}_{wrong[0]}"):
-            name = phase.replace("_", "-")
-            found.append(
-                f"`--{name}-{wrong[0]}` does not go with `--train-{wrong[1]}`; use "
-                f"`--{name}-{wrong[1]}`."
-            )
-    warmup = optimizer.lr_warmup_samples if by_samples else optimizer.lr_warmup_iters or 0
-    total = training.train_samples if by_samples else training.train_iters
-    decay = (optimizer.lr_decay_samples if by_samples else optimizer.lr_decay_iters) or total or 0
-    if optimizer.lr_warmup_fraction is not None and warmup:
-        found.append(
-            f"`--lr-warmup-fraction` ({optimizer.lr_warmup_fraction}) and "
-            f"`--lr-warmup-{wrong[1]}` ({warmup}) exclude each other; give one."
+    if moe.num_experts and moe.moe_router_enable_expert_bias:
+        yield (
+            "`--moe-router-enable-expert-bias` would change the frozen model of `--lora-rank`; "
+            "leave it out."
         )
-    if decay and warmup >= decay:
-        found.append(
-            f"`--lr-warmup-{wrong[1]}` ({warmup}) must be less than the length of the decay "
-            f"({decay}); use {decay // 10}."
+    if lora.lora_dropout and model.deterministic_dropout:
+        yield (
+            "`--lora-dropout` does not go with `--deterministic-dropout`, which gives "
+            "adapters no masks; use a dropout of 0 for one of them."
         )
-    wsd = optimizer.lr_wsd_decay_samples if by_samples else optimizer.lr_wsd_decay_iters
-    if optimizer.lr_decay_style == "WSD" and wsd is None:
-        found.append(
-            f"`--lr-decay-style WSD` needs `--lr-wsd-decay-{wrong[1]}`; use {decay // 10}."
+    if optimizer.decoupled_lr is not None:
+        yield (
+            "`--decoupled-lr` is for the embedding and the output layer, which `--lora-rank` "
+            "freezes; leave it out."
         )
-    return found
-
-
-def ema_errors(ema: EmaConfig, training: TrainingConfig) -> list[str]:
-    """Return a sentence for every use of averaged weights that cannot be run."""
-    found = []
-    if not ema.ema_decay and ema.ema_start not in (None, 1):
-        found.append(
-            f"`--ema-start` ({ema.ema_start}) needs `--ema-decay`; give one such as 0.9999."
-        )
-    every = ema.ema_update_every
-    if every > 1 and not ema.ema_decay:
-        found.append(
-            f"`--ema-update-every` ({every}) needs `--ema-decay`; give one such as 0.9999."
-        )
-    if ema.eval_ema and not ema.keeps_average(trains=not training.skip_train):
-        found.append("`--eval-ema` needs `--ema-decay`; give one such as 0.9999.")
-    if ema.eval_ema and not training.evaluates:
-        found.append(
-            "`--eval-ema` needs evaluation, but `--eval-iters` is 0; give a number of batches."
-        )
-    return found

@@ -1,142 +1,338 @@
-"""Rules of the layout: whether the ranks can be shared out, and what they can share."""
+"""Rules of the layout: how ranks and layers are shared out, and which schedule runs the stages."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
+from collections.abc import Iterator
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.rules.pipeline import default_schedule, stage_errors, virtual_size
+from megatron_ext.config.training import TrainingConfig
+
+CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
+"""Virtual chunks that a schedule has; interleaved has any number."""
+MOST_REPETITIONS = 10_000
+"""The most repetitions of a part of a layout, which is written out before it is looked at."""
+STAGES = "--pipeline-model-parallel-size"
+CUTS = (
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+)
+"""Fields that say how the layers are cut into stages, as a layout does."""
 
 
-def rank_errors(
-    world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
-) -> list[str]:
-    """Return a sentence for everything that keeps a number of ranks from being laid out."""
-    sizes = {
-        "--tensor-model-parallel-size": tensor,
-        "--pipeline-model-parallel-size": pipeline,
-        "--context-parallel-size": context,
-        "--expert-model-parallel-size": expert,
-        "--expert-tensor-parallel-size": expert_tensor,
-        "--world-size": world_size,
+def stages_of(layout: str) -> list[str]:
+    """Return the stages of ``--pipeline-model-parallel-layout``, each as its layers' letters.
+
+    Raises:
+        ValueError: a letter that is not known, or more repetitions than any model has layers.
+    """
+    if any(int(times) > MOST_REPETITIONS for times in re.findall(r"\*(\d+)", layout)):
+        raise ValueError(f"no part can be repeated more than {MOST_REPETITIONS} times")
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    letters = {
+        LayerType.embedding: "E",
+        LayerType.decoder: "t",
+        LayerType.mtp: "m",
+        LayerType.loss: "L",
     }
-    found = [
-        f"`{name}` ({value}) must be at least 1." for name, value in sizes.items() if value < 1
-    ]
-    if found:
-        return found
-    products = {
-        "tensor × pipeline × context": tensor * pipeline * context,
-        "expert-tensor × expert × pipeline": expert_tensor * expert * pipeline,
-    }
-    refused: set[int] = set()
-    for what, size in products.items():
-        if world_size % size and size not in refused:
-            refused.add(size)
-            found.append(
-                f"The number of ranks ({world_size}) must be divisible by {what} parallel size "
-                f"({size}); start {-(-world_size // size) * size} ranks, or lower one of the "
-                "sizes."
-            )
-    return found
+    try:
+        stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    except AssertionError as error:
+        raise ValueError(str(error)) from None
+    return ["".join(letters[layer] for layer in stage) for stage in stages]
+
+
+def mtp_stage(parallel: ParallelConfig) -> int:
+    """Return the stage that holds multi-token prediction, counted along the model."""
+    if parallel.pipeline_model_parallel_layout is not None:
+        stages = stages_of(parallel.pipeline_model_parallel_layout)
+        return next(index for index, stage in enumerate(stages) if "m" in stage)
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    return parallel.pipeline_model_parallel_size * chunks - 1
+
+
+def _virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
+    """Return the number of virtual chunks on each rank; None without."""
+    size, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    count = parallel.num_virtual_stages_per_pipeline_rank
+    if size < 2:
+        return None
+    if parallel.pipeline_schedule == "zb-v":
+        count = CHUNKS["zb-v"]
+    elif layout is not None:
+        try:
+            count = len(stages_of(layout)) // size
+        except ValueError:
+            return None
+    elif count is None and per_chunk:
+        count = (model.num_layers or 0) // size // per_chunk
+    return count if count is not None and count > 1 else None
 
 
 def resolve_parallel(
     parallel: ParallelConfig, model: ModelConfig, world_size: int
 ) -> ParallelConfig:
-    """Return the section with the derived sizes filled in."""
-    chunks = virtual_size(parallel, model)
+    """Return the section with the derived sizes, and the schedule that Megatron-LM would choose."""
+    chunks, stages = _virtual_size(parallel, model), parallel.pipeline_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    usual = "no-pipelining" if stages < 2 else "1f1b" if chunks is None else "interleaved"
+    replica = max(1, tp * stages * parallel.context_parallel_size)
     return dataclasses.replace(
         parallel,
-        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        sequence_parallel=parallel.sequence_parallel and tp > 1,
         virtual_pipeline_model_parallel_size=chunks,
-        pipeline_schedule=parallel.pipeline_schedule
-        or default_schedule(parallel.pipeline_model_parallel_size, chunks),
+        pipeline_schedule=parallel.pipeline_schedule or usual,
         world_size=world_size,
-        data_parallel_size=max(
-            1,
-            world_size
-            // max(
-                1,
-                parallel.tensor_model_parallel_size
-                * parallel.pipeline_model_parallel_size
-                * parallel.context_parallel_size,
-            ),
-        ),
+        data_parallel_size=max(1, world_size // replica),
     )
 
 
-def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
-    """Return a sentence for every layout that cannot be run."""
-    expert_tensor = parallel.expert_tensor_parallel_size
-    found = rank_errors(
-        parallel.world_size,
-        tensor=parallel.tensor_model_parallel_size,
-        pipeline=parallel.pipeline_model_parallel_size,
-        context=parallel.context_parallel_size,
-        expert=parallel.expert_model_parallel_size,
-        expert_tensor=expert_tensor or parallel.tensor_model_parallel_size,
-    )
-    if not found:
-        found.extend(_mapping_errors(parallel))
-    found.extend(stage_errors(parallel, model))
-    found.extend(_share_errors(parallel, model))
+def rank_errors(
+    world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
+) -> Iterator[str]:
+    """Yield a sentence for everything that keeps a number of ranks from being laid out."""
+    sizes = {
+        "--tensor-model-parallel-size": tensor,
+        STAGES: pipeline,
+        "--context-parallel-size": context,
+        "--expert-model-parallel-size": expert,
+        "--expert-tensor-parallel-size": expert_tensor,
+        "--world-size": world_size,
+    }
+    small = {name: value for name, value in sizes.items() if value < 1}
+    for name, value in small.items():
+        yield f"`{name}` ({value}) must be at least 1."
+    products = {
+        "tensor × pipeline × context": tensor * pipeline * context,
+        "expert-tensor × expert × pipeline": expert_tensor * expert * pipeline,
+    }
+    told: set[int] = set()
+    for what, size in products.items():
+        if not small and world_size % size and size not in told:
+            told.add(size)
+            yield (
+                f"The number of ranks ({world_size}) must be divisible by {what} parallel size "
+                f"({size}); start {-(-world_size // size) * size} ranks, or lower one of the "
+                "sizes."
+            )
+
+
+def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield a sentence for every layout that cannot be run."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    etp, ep = parallel.expert_tensor_parallel_size or tp, parallel.expert_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
+    sizes = {"tensor": tp, "pipeline": stages, "context": cp, "expert": ep, "expert_tensor": etp}
+    found = list(rank_errors(parallel.world_size, **sizes))
+    yield from found
+    if not found and parallel.use_tp_pp_dp_mapping and stages > 1 and tp * cp != etp * ep:
+        # megatron-core cannot number such replicas after the stages.
+        yield (
+            "`--use-tp-pp-dp-mapping` with pipeline stages needs as many replicas of the experts "
+            f"as of the other layers, but tensor × context parallel size is {tp} × {cp} and "
+            f"expert-tensor × expert parallel size is {etp} × {ep}, also in a model without "
+            "experts; leave the flag out, or make the products equal."
+        )
+    yield from _split_errors(parallel, model)
+    if parallel.pipeline_model_parallel_layout is not None:
+        yield from _layout_errors(parallel, model, parallel.pipeline_model_parallel_layout)
+    yield from _schedule_errors(parallel)
+    yield from _zero_bubble_errors(parallel, model)
+    yield from _share_errors(parallel, model)
     layers = 1 if model.blocks_dealt_by_cost else model.num_layers
     if len(parallel.cp_comm_type) not in (1, layers):
-        found.append(
+        yield (
             f"`--cp-comm-type` has {len(parallel.cp_comm_type)} values, but must have one for all "
             f"layers or one for each of the {layers}."
         )
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started and parallel.nproc_per_node > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        found.append(
+        yield (
             f"`--nproc-per-node` ({parallel.nproc_per_node}) is for a run without torchrun, which "
             f"has started {started} ranks; give it to torchrun instead."
         )
-    return found
 
 
-def _mapping_errors(parallel: ParallelConfig) -> list[str]:
-    """Return a sentence for replicas that megatron-core cannot number after the stages."""
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    etp = parallel.expert_tensor_parallel_size or tp
-    ep = parallel.expert_model_parallel_size
-    staged = parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1
-    if not staged or tp * cp == etp * ep:
-        return []
-    return [
-        "`--use-tp-pp-dp-mapping` with pipeline stages needs as many replicas of the experts "
-        f"as of the other layers, but tensor × context parallel size is {tp} × {cp} and "
-        f"expert-tensor × expert parallel size is {etp} × {ep}, also in a model without "
-        "experts; leave the flag out, or make the products equal."
-    ]
-
-
-def _share_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
-    """Return a sentence for heads and sequences that the ranks cannot share."""
-    found = []
+def _share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield a sentence for heads and sequences that the ranks cannot share."""
     tp, cp = max(1, parallel.tensor_model_parallel_size), max(1, parallel.context_parallel_size)
-    for name, heads in (
-        ("--num-attention-heads", model.num_attention_heads),
-        ("--num-query-groups", model.num_query_groups),
-    ):
+    counts = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.num_query_groups,
+    }
+    for name, heads in counts.items():
         if heads and heads % tp:
-            found.append(
+            yield (
                 f"`{name}` ({heads}) must be divisible by `--tensor-model-parallel-size` "
                 f"({tp}); use {-(-heads // tp) * tp}."
             )
     length = model.seq_length or 0
     if cp > 1 and length % (2 * cp):
-        found.append(
+        yield (
             f"`--seq-length` ({length}) must be divisible by 2 × `--context-parallel-size` "
             f"(2 × {cp} = {2 * cp}); use {-(-length // (2 * cp)) * 2 * cp}."
         )
     if parallel.sequence_parallel and length % (tp * cp):
-        found.append(
+        yield (
             f"`--seq-length` ({length}) must be divisible by tensor × context parallel size "
             f"({tp} × {cp} = {tp * cp}) with `--sequence-parallel`; use "
             f"{-(-length // (tp * cp)) * tp * cp}."
         )
-    return found
+
+
+def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield a sentence where layers do not divide."""
+    layers, stages = model.num_layers or 0, parallel.pipeline_model_parallel_size
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    chunks_per_rank = parallel.num_virtual_stages_per_pipeline_rank
+    if per_chunk is not None and chunks_per_rank is not None:
+        yield (
+            "`--num-layers-per-virtual-pipeline-stage` and "
+            "`--num-virtual-stages-per-pipeline-rank` exclude each other; give one."
+        )
+    if per_chunk is not None and stages < 2:
+        yield (
+            "`--num-layers-per-virtual-pipeline-stage` needs "
+            f"`--pipeline-model-parallel-size` ({stages}) of at least 2; use 2."
+        )
+    uneven = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
+    whole = parallel.pipeline_model_parallel_layout is None and not model.blocks_dealt_by_cost
+    if stages < 1 or uneven or not whole:
+        return
+    extra = (
+        parallel.account_for_embedding_in_pipeline_split
+        + parallel.account_for_loss_in_pipeline_split
+    )
+    units = layers + extra
+    count = CHUNKS["zb-v"] if parallel.pipeline_schedule == "zb-v" else chunks_per_rank or 1
+    chunks = stages * (per_chunk if per_chunk and stages > 1 else count)
+    if chunks and units % chunks:
+        yield (
+            f"`--num-layers` ({layers}) must be divisible by pipeline stages × virtual chunk "
+            f"({chunks}); use {-(-units // chunks) * chunks - extra}."
+        )
+
+
+def _layout_errors(parallel: ParallelConfig, model: ModelConfig, layout: str) -> Iterator[str]:
+    """Refuse a layout that does not hold the model, or that another flag contradicts."""
+    size = parallel.pipeline_model_parallel_size
+    name = f"`--pipeline-model-parallel-layout` ({layout})"
+    try:
+        stages = stages_of(layout)
+    except ValueError:
+        yield f"{name} may hold only E, t, m, L, |, *, brackets and numbers; write Et*2|t*2L."
+        return
+    if size < 2:
+        yield f"{name} needs `{STAGES}` ({size}) of at least 2; use 2."
+        return
+    yield from _content_errors(name, stages, size, model)
+    for field in CUTS.split():
+        if getattr(parallel, field):
+            other = f"`--{field.replace('_', '-')}`"
+            told = f"{name} says which layers each stage holds, and so does"
+            yield f"{told} {other}; give one of them."
+
+
+def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig) -> Iterator[str]:
+    """Refuse stages that do not hold the model, or hold it where it cannot run."""
+    if len(stages) % size:
+        yield (
+            f"{name} has {len(stages)} stages, which must be a multiple of "
+            f"`{STAGES}` ({size}); write {-(-len(stages) // size) * size}."
+        )
+    layers, depths = model.num_layers or 0, model.mtp_num_layers or 0
+    wanted = "E" + "t" * layers + "m" * depths + "L"
+    if "".join(stages) != wanted or "E" not in stages[0] or "L" not in stages[-1]:
+        yield (
+            f"{name} must hold E in its first stage, then t {layers} times (`--num-layers`), then "
+            f"m {depths} times (`--mtp-num-layers`), then L in its last stage; move, add or remove "
+            "layers."
+        )
+    bare = [rank for rank in range(size) if not any(stages[rank::size])]
+    if bare:
+        yield (
+            f"{name} leaves pipeline rank {bare[0]} without any layer; give it one, or use fewer "
+            "ranks."
+        )
+    holding = [index for index, stage in enumerate(stages) if "m" in stage]
+    if len(holding) > 1 or (holding and holding[0] < len(stages) - size):
+        yield f"{name} must hold every m in one of its last {size} stages; move them."
+    if holding and holding[0] % size == 0:
+        yield f"{name} must not hold m on the first pipeline rank; move it to a later one."
+
+
+def _schedule_errors(parallel: ParallelConfig) -> Iterator[str]:
+    """Refuse stages and chunks that the schedule cannot have."""
+    schedule = (parallel.pipeline_schedule or "").removeprefix("core-")
+    stages = parallel.pipeline_model_parallel_size
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    name = f"`--pipeline-schedule {parallel.pipeline_schedule}`"
+    if schedule == "no-pipelining" and stages > 1:
+        yield f"{name} is for one stage, but `{STAGES}` is {stages}; use 1f1b."
+    if schedule in ("interleaved", "zb-v") and stages < 2:
+        yield f"{name} needs `{STAGES}` ({stages}) of at least 2; use no-pipelining."
+    elif schedule == "interleaved" and chunks < 2:
+        yield f"{name} needs virtual chunks; give `--num-virtual-stages-per-pipeline-rank 2`."
+    elif schedule in CHUNKS and chunks != CHUNKS[schedule]:
+        yield (
+            f"{name} has {CHUNKS[schedule]} chunk(s) on each rank, but the flags of virtual stages "
+            f"ask for {chunks}; drop them."
+        )
+    group = parallel.microbatch_group_size_per_vp_stage
+    if group is not None and group < stages:
+        yield (
+            f"`--microbatch-group-size-per-virtual-pipeline-stage` ({group}) must be at least "
+            f"`{STAGES}` ({stages}); use {stages}."
+        )
+
+
+def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> Iterator[str]:
+    """Refuse numbers of micro-batches that megatron-core's own schedule cannot share out."""
+    replicas = parallel.data_parallel_size
+    if parallel.pipeline_schedule != "core-interleaved" or any(training.errors(replicas)):
+        return
+    stages = parallel.pipeline_model_parallel_size
+    group = parallel.microbatch_group_size_per_vp_stage or stages
+    counts = training.microbatch_counts(replicas)
+    wrong = [count for count in counts if count < group or 0 < count % group < stages]
+    if wrong:
+        yield (
+            f"`--pipeline-schedule core-interleaved` needs steps whose micro-batches divide "
+            f"into groups of {group} with none or at least {stages} left over, but one has "
+            f"{wrong[0]}; use interleaved, or another `--global-batch-size`."
+        )
+
+
+def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+    """Refuse parts of a model that a schedule with deferred weight gradients cannot have."""
+    schedule = parallel.pipeline_schedule or ""
+    if schedule.startswith("zb-") and model.transformer_impl == "transformer_engine":
+        yield (
+            f"`--pipeline-schedule {schedule}` defers the weight gradients of our own layers, "
+            "which `--transformer-impl transformer_engine` replaces; use "
+            "`--transformer-impl torch`, or 1f1b."
+        )
+    same_rank = {
+        "tied embeddings": not model.untie_embeddings_and_output_weights,
+        "`--mtp-num-layers`": model.mtp_num_layers,
+        "`--pipeline-model-parallel-layout`": parallel.pipeline_model_parallel_layout,
+        "an uneven split of the layers": (
+            parallel.decoder_first_pipeline_num_layers
+            or parallel.decoder_last_pipeline_num_layers
+            or parallel.account_for_embedding_in_pipeline_split
+            or parallel.account_for_loss_in_pipeline_split
+        ),
+    }
+    for name, given in same_rank.items():
+        if schedule == "zb-v" and given:
+            yield (
+                f"`--pipeline-schedule zb-v` keeps the first and the last stage on one rank, which "
+                f"does not go with {name}; use zb-h1."
+            )

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from packaging.version import InvalidVersion, Version
 
-from megatron_ext.config.acceleration import TE_IMPL, TransformerEngineConfig
 from megatron_ext.config.flags import changed_fields
-from megatron_ext.config.precision import TORCH_RECIPES
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.precision import TE_IMPL, TORCH_RECIPES, TransformerEngineConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import ConfigError
 
 OVERLAPPED = tuple(
@@ -30,8 +31,6 @@ OVERLAPPED = tuple(
     for part in ("fprop", "dgrad", "wgrad")
 )
 """Products that a file of ``--tp-comm-overlap-cfg`` may set up."""
-
-
 BACKENDS = {
     "auto": (1, 1, 1),
     "flash": (1, 0, 0),
@@ -40,83 +39,75 @@ BACKENDS = {
     "local": (0, 0, 0),
 }
 """`--attention-backend` -> the values of `SWITCHES` that megatron-core sets for it."""
-
-
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> list[str]:
-    """Return a sentence for everything that cannot be run.
-
-    Args:
-        run: all of it.
-        found_version: of Transformer Engine; None where it is unknown or absent.
-    """
-    found = [*_environment_errors(run), *_overlap_errors(run), *_context_errors(run)]
-    if run.model.transformer_impl == TE_IMPL:
-        found += [*_layer_errors(run), *_attention_errors(run)]
-    return found if found_version is None else [*found, *version_errors(run, found_version)]
-
-
-def _overlap_errors(run: RunConfig) -> list[str]:
-    changed = [
-        name
-        for name in changed_fields(run.engine)
-        if name.startswith("tp_comm_") and name != "tp_comm_overlap"
-    ]
-    if not run.engine.tp_comm_overlap:
-        return [
-            f"`{_spelled(run.engine, name)}` needs `--tp-comm-overlap`; give it too."
-            for name in changed
-        ]
-    use = "" if needs_torch_layers(run) else "use `--transformer-impl transformer_engine`, or "
-    rules = (
-        (
-            run.model.transformer_impl != TE_IMPL,
-            f"is done by Transformer Engine's layers; {use}leave it out",
-        ),
-        (
-            not run.parallel.sequence_parallel,
-            "needs `--sequence-parallel` and `--tensor-model-parallel-size` above 1, whose "
-            "communication it hides; give both",
-        ),
+def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
+    """Yield a sentence for everything that cannot be run; no version is unknown or absent."""
+    yield from _environment_errors(run.model, run.training)
+    yield from _overlap_errors(
+        run.engine, run.model, run.parallel, may_use_te=not needs_torch_layers(run)
     )
-    found = [f"`--tp-comm-overlap` {reason}." for broken, reason in rules if broken]
+    yield from _context_errors(run.parallel, run.engine, run.model)
+    if run.model.transformer_impl == TE_IMPL:
+        yield from _layer_errors(run.model)
+        yield from _attention_errors(run.parallel, run.model, run.engine)
+    if found_version is not None:
+        yield from version_errors(run, found_version)
+
+
+def _overlap_errors(
+    engine: TransformerEngineConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    may_use_te: bool,
+) -> Iterator[str]:
+    if not engine.tp_comm_overlap:
+        for name in changed_fields(engine):
+            if name.startswith("tp_comm_"):
+                off = "disable-" if getattr(engine, name) is False else ""
+                flag = f"--{off}{name.replace('_', '-')}"
+                yield f"`{flag}` needs `--tp-comm-overlap`; give it too."
+        return
+    if model.transformer_impl != TE_IMPL:
+        use = "use `--transformer-impl transformer_engine`, or " if may_use_te else ""
+        yield f"`--tp-comm-overlap` is done by Transformer Engine's layers; {use}leave it out."
+    if not parallel.sequence_parallel:
+        yield (
+            "`--tp-comm-overlap` needs `--sequence-parallel` and `--tensor-model-parallel-size` "
+            "above 1, whose communication it hides; give both."
+        )
     try:
-        read_overlap_settings(run.engine.tp_comm_overlap_cfg)
+        read_overlap_settings(engine.tp_comm_overlap_cfg)
     except ConfigError as error:
-        found += error.messages
-    return found
+        yield from error.messages
 
 
-def _context_errors(run: RunConfig) -> list[str]:
-    sizes, cp = run.engine.hierarchical_context_parallel_sizes, run.parallel.context_parallel_size
-    kinds = run.parallel.cp_comm_type
-    uses = "a2a+p2p" in kinds
+def _context_errors(
+    parallel: ParallelConfig, engine: TransformerEngineConfig, model: ModelConfig
+) -> Iterator[str]:
+    sizes, cp = engine.hierarchical_context_parallel_sizes, parallel.context_parallel_size
+    uses = "a2a+p2p" in parallel.cp_comm_type
     if sizes is None:
-        if uses and cp > 1 and run.model.transformer_impl == TE_IMPL:
-            return [
+        if uses and cp > 1 and model.transformer_impl == TE_IMPL:
+            yield (
                 "`--cp-comm-type` (a2a+p2p) needs `--hierarchical-context-parallel-sizes`; "
                 f"give two sizes whose product is `--context-parallel-size` ({cp})."
-            ]
-        return []
-    given = " ".join(map(str, sizes))
+            )
+        return
+    name = f"`--hierarchical-context-parallel-sizes` ({' '.join(map(str, sizes))})"
     if not uses:
-        return [
-            f"`--hierarchical-context-parallel-sizes` ({given}) has an effect with "
-            "`--cp-comm-type a2a+p2p` only; give that, or leave it out."
-        ]
-    if find_spec("einops") is None:
-        return [
-            f"`--hierarchical-context-parallel-sizes` ({given}) needs the package einops, by "
-            "which megatron-core makes the groups; run `pip install einops`."
-        ]
-    if len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != cp:
-        return [
-            f"`--hierarchical-context-parallel-sizes` ({given}) must be two sizes whose "
-            f"product is `--context-parallel-size` ({cp})."
-        ]
-    return []
+        yield (
+            f"{name} has an effect with `--cp-comm-type a2a+p2p` only; give that, or leave it out."
+        )
+    elif find_spec("einops") is None:
+        yield (
+            f"{name} needs the package einops, by which megatron-core makes the groups; run "
+            "`pip install einops`."
+        )
+    elif len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != cp:
+        yield f"{name} must be two sizes whose product is `--context-parallel-size` ({cp})."
 
 
 def needs_torch_layers(run: RunConfig) -> bool:
@@ -129,7 +120,7 @@ def needs_torch_layers(run: RunConfig) -> bool:
         or run.lora.lora_rank is not None
         or run.model.deterministic_dropout
         or run.model.fp32_residual_connection
-        or _recomputes_biases(run)
+        or _recomputes_biases(run.model)
         or run.model.attention_backend == "local"
         or run.model.document_masks
         or (run.parallel.pipeline_schedule or "").startswith("zb-")
@@ -139,19 +130,13 @@ def needs_torch_layers(run: RunConfig) -> bool:
     )
 
 
-def _recomputes_biases(run: RunConfig) -> bool:
+def _recomputes_biases(model: ModelConfig) -> bool:
     """Return whether an MLP with biases is recomputed, which megatron-core's does for ever.
 
     Core returns the bias, a parameter, from what is recomputed; our MLP adds it within.
     """
-    model = run.model
     selective = model.recompute_granularity == "selective"
     return selective and "mlp" in (model.recompute_modules or ()) and model.add_bias_linear
-
-
-def _spelled(config: TransformerEngineConfig, name: str) -> str:
-    dashed = name.replace("_", "-")
-    return f"--disable-{dashed}" if getattr(config, name) is False else f"--{dashed}"
 
 
 def read_overlap_settings(path: str | None) -> dict[str, Any]:
@@ -162,107 +147,94 @@ def read_overlap_settings(path: str | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
+    name = f"`--tp-comm-overlap-cfg` ({path})"
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"`--tp-comm-overlap-cfg` ({path}) cannot be read: {error}.") from error
+        raise ConfigError(f"{name} cannot be read: {error}.") from error
     if not isinstance(content, dict) or not all(isinstance(x, dict) for x in content.values()):
         raise ConfigError(
-            f"`--tp-comm-overlap-cfg` ({path}) must hold settings by the names of products, such "
-            "as `qkv_fprop: {method: ring_exchange}`."
+            f"{name} must hold settings by the names of products, such as "
+            "`qkv_fprop: {method: ring_exchange}`."
         )
-    unknown = [str(name) for name in content if name not in OVERLAPPED]
+    unknown = [str(product) for product in content if product not in OVERLAPPED]
     if unknown:
         raise ConfigError(
-            f"`--tp-comm-overlap-cfg` ({path}) names {', '.join(unknown)}, but products are called "
-            f"{', '.join(OVERLAPPED)}."
+            f"{name} names {', '.join(unknown)}, but products are called {', '.join(OVERLAPPED)}."
         )
     return content
 
 
-def _environment_errors(run: RunConfig) -> list[str]:
+def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterator[str]:
     """Refuse environment variables that contradict what megatron-core sets by the flags."""
-    if run.model.blocks_dealt_by_cost:
-        return []
-    backend = run.model.attention_backend
-    found = [
-        f"`{name}` ({os.environ[name]}) in the environment contradicts `--attention-backend` "
-        f"({backend}), which sets it to {value}; unset it."
-        for name, value in zip(SWITCHES, BACKENDS[backend], strict=True)
-        if os.environ.get(name, str(value)) != str(value)
-    ]
+    if model.blocks_dealt_by_cost:
+        return
+    backend = model.attention_backend
+    for name, value in zip(SWITCHES, BACKENDS[backend], strict=True):
+        if os.environ.get(name, str(value)) != str(value):
+            yield (
+                f"`{name}` ({os.environ[name]}) in the environment contradicts "
+                f"`--attention-backend` ({backend}), which sets it to {value}; unset it."
+            )
     allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    te = run.model.transformer_impl == TE_IMPL
-    if te and run.training.deterministic_mode and allowed != "0":
-        found.append(
+    if model.transformer_impl == TE_IMPL and training.deterministic_mode and allowed != "0":
+        yield (
             f"`NVTE_ALLOW_NONDETERMINISTIC_ALGO` ({allowed}) in the environment contradicts "
             "`--deterministic-mode`; unset it."
         )
-    return found
 
 
-def _layer_errors(run: RunConfig) -> list[str]:
+def _layer_errors(model: ModelConfig) -> Iterator[str]:
     """Refuse options that our own layers have and Transformer Engine's lack."""
-    rules = (
-        (
-            run.model.attention_backend == "local",
+    if model.attention_backend == "local":
+        yield (
             "`--attention-backend` (local) leaves Transformer Engine's layers without any "
-            "attention; use auto, or `--transformer-impl torch`.",
-        ),
-        (
-            run.model.fp32_residual_connection,
+            "attention; use auto, or `--transformer-impl torch`."
+        )
+    if model.fp32_residual_connection:
+        yield (
             "`--fp32-residual-connection` needs our torch layers, since Transformer Engine's take "
-            "a residual stream in the dtype of their weights only; use `--transformer-impl torch`.",
-        ),
-        (
-            _recomputes_biases(run),
+            "a residual stream in the dtype of their weights only; use `--transformer-impl torch`."
+        )
+    if _recomputes_biases(model):
+        yield (
             "`--recompute-modules` (mlp) with Transformer Engine's layers needs an MLP without "
-            "biases; give `--disable-bias-linear`, or `--transformer-impl torch`.",
-        ),
-    )
-    return [sentence for broken, sentence in rules if broken]
+            "biases; give `--disable-bias-linear`, or `--transformer-impl torch`."
+        )
 
 
-def _attention_errors(run: RunConfig) -> list[str]:
+def _attention_errors(
+    parallel: ParallelConfig, model: ModelConfig, engine: TransformerEngineConfig
+) -> Iterator[str]:
     """Refuse attention over context-parallel ranks that Transformer Engine does not have."""
-    parallel, model = run.parallel, run.model
     cp, tp = parallel.context_parallel_size, max(1, parallel.tensor_model_parallel_size)
     if cp <= 1:
-        return []
-    kinds, found = set(parallel.cp_comm_type), list[str]()
+        return
+    kinds = set(parallel.cp_comm_type)
     rings = sorted(kinds & {"p2p", "a2a+p2p"})
     if model.window_size is not None and rings:
-        found.append(
+        yield (
             f"`--window-size` over context-parallel ranks does not go with `--cp-comm-type` "
             f"({rings[0]}); use all_gather or a2a."
         )
-    sizes = run.engine.hierarchical_context_parallel_sizes or [cp]
-    groups = model.num_query_groups or model.num_attention_heads or 0
+    sizes = engine.hierarchical_context_parallel_sizes or [cp]
+    groups = (model.num_query_groups or model.num_attention_heads or 0) // tp
     for kind, share in (("a2a", cp), ("a2a+p2p", sizes[0])):
-        if kind in kinds and (groups // tp) % max(1, share):
-            found.append(
+        if kind in kinds and groups % max(1, share):
+            yield (
                 f"`--cp-comm-type` ({kind}) needs the heads of keys on a tensor-parallel rank "
-                f"({groups // tp}) to be divisible by the ranks that exchange them ({share}); use "
+                f"({groups}) to be divisible by the ranks that exchange them ({share}); use "
                 "all_gather."
             )
-    return found
 
 
 MINIMUM = "2.4.0"
 """The first with all of: mxfp8 (2.0), tensorwise (2.2), blockwise with its parameters (2.4)."""
-
 DISTRIBUTION = "transformer-engine"
 
 
-@dataclass(frozen=True)
-class Need:
-    """One feature and the first version that has it.
-
-    Attributes:
-        spelled: the flag as the user writes it.
-        minimum: the first version.
-        used: whether a run asks for it.
-    """
+class Need(NamedTuple):
+    """A flag as the user writes it, the first version with it, and whether a run asks for it."""
 
     spelled: str
     minimum: str
@@ -270,16 +242,16 @@ class Need:
 
 
 def _uses_layers(run: RunConfig) -> bool:
-    return run.model.transformer_impl == "transformer_engine"
+    return run.model.transformer_impl == TE_IMPL
 
 
-def _recomputes(*modules: str) -> Callable[[RunConfig], bool]:
-    def used(run: RunConfig) -> bool:
-        selective = run.model.recompute_granularity == "selective" and _uses_layers(run)
-        chosen = set(run.model.recompute_modules or ())
-        return selective and run.fp8.fp8_format is not None and bool(chosen & set(modules))
-
-    return used
+def _recomputes(module: str) -> Callable[[RunConfig], bool]:
+    return lambda run: (
+        _uses_layers(run)
+        and run.fp8.fp8_format is not None
+        and run.model.recompute_granularity == "selective"
+        and module in (run.model.recompute_modules or ())
+    )
 
 
 NEEDS: tuple[Need, ...] = (
@@ -290,9 +262,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "--moe-router-fusion",
         "2.7.0",
-        lambda run: (
-            _uses_layers(run) and run.moe.num_experts is not None and run.moe.moe_router_fusion
-        ),
+        lambda run: _uses_layers(run) and bool(run.moe.num_experts and run.moe.moe_router_fusion),
     ),
     Need("--softmax-type", "2.8.0", lambda run: run.model.softmax_type != "vanilla"),
     Need(
@@ -312,19 +282,12 @@ def found_version() -> str | None:
 
 
 def version_errors(run: RunConfig, found: str) -> list[str]:
-    """Return a sentence for each option that needs a newer Transformer Engine.
-
-    Args:
-        run: of any layers.
-        found: its version, such as ``2.4.0+cu12``.
-    """
+    """Return a sentence for each option that needs a newer one than such as ``2.4.0+cu12``."""
     needed = [need for need in NEEDS if need.used(run)]
     lacking = [need for need in needed if not _reaches(found, need.minimum)]
-    if not lacking:
-        return []
     if not _reaches(found, MINIMUM):
         lacking = lacking[:1]  # too old for all: what else it lacks does not matter
-    best = max((need.minimum for need in needed), key=Version)
+    best = max((need.minimum for need in needed), key=Version, default=MINIMUM)
     return [
         f"`{need.spelled}` needs Transformer Engine {need.minimum} or newer, but the installed one "
         f'is {found}; run `pip install -U --no-build-isolation "transformer-engine'

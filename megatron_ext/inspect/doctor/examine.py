@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.inspect.doctor.findings import Examination, Finding, Gpu, Rates, report
 from megatron_ext.inspect.doctor.gpus import (
     TorchFacts,
     arch_findings,
@@ -21,10 +20,15 @@ from megatron_ext.inspect.doctor.gpus import (
     torch_finding,
 )
 from megatron_ext.inspect.doctor.host import (
+    Examination,
+    Finding,
+    Gpu,
     Outcome,
+    Rates,
     ThisMachine,
     ask_python,
     host_findings,
+    report,
 )
 from megatron_ext.inspect.doctor.packages import (
     apex_finding,
@@ -41,7 +45,7 @@ TRYING_SECONDS = 180.0
 MEASURE = """
 import sys
 sys.path.insert(0, {root!r})
-from megatron_ext.device.rates import main
+from megatron_ext.device.gpus import main
 sys.exit(main(["--index", "{index}"]))
 """
 GRAPH = """
@@ -76,11 +80,7 @@ print(json.dumps({"seconds": seconds}))
 class Probe:
     """A few lines of Python that fail where a feature of the GPU does not work.
 
-    Attributes:
-        name: the feature.
-        code: the lines; they print their seconds as JSON.
-        works: the sentence for a success, with ``{seconds}``.
-        cost: what a run loses where they fail.
+    They print their seconds as JSON, which the sentence for a success may tell.
     """
 
     name: str
@@ -117,18 +117,13 @@ WITHOUT_GPU = (
 def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
     """Look at everything.
 
-    Args:
-        here: the machine.
-        measure: measure the rates of each GPU, which takes a minute for each at most, and try
-            CUDA graphs and torch.compile.
+    Measuring tells the rates of each GPU, in a minute for each at most, and tries CUDA graphs and
+    torch.compile.
     """
-    driver = ask_driver(here)
-    installed = here.version("torch")
+    driver, installed, host = ask_driver(here), here.version("torch"), here.host()
     facts = ask_torch(here) if installed is not None else Outcome(1, errors="not installed")
-    usable = isinstance(facts, TorchFacts) and facts.usable
-    gpus = facts.gpus if isinstance(facts, TorchFacts) and usable else ()
-    host = here.host()
-    on_gpu = usable or bool(driver.cards)
+    gpus = facts.gpus if isinstance(facts, TorchFacts) and facts.usable else ()
+    on_gpu = (isinstance(facts, TorchFacts) and facts.usable) or bool(driver.cards)
     cuda = facts.cuda if isinstance(facts, TorchFacts) and facts.cuda else driver.cuda
     findings = [
         python_finding(),
@@ -146,16 +141,11 @@ def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
         *(_tried(here, probe) for probe in PROBES if gpus and measure),
         *host_findings(host, len(gpus)),
     ]
-    return Examination(
-        tuple(findings),
-        host,
-        tuple(_measured(here, gpu, measure=measure) for gpu in gpus),
-        () if gpus else WITHOUT_GPU,
-    )
+    measured = tuple(_measured(here, gpu, measure=measure) for gpu in gpus)
+    return Examination(tuple(findings), host, measured, () if gpus else WITHOUT_GPU)
 
 
 def _cudnn(facts: TorchFacts | Outcome) -> list[Finding]:
-    """Report cuDNN, one of the sources of attention kernels."""
     if isinstance(facts, Outcome) or not facts.usable:
         return []
     if facts.cudnn is None:
@@ -166,7 +156,6 @@ def _cudnn(facts: TorchFacts | Outcome) -> list[Finding]:
 
 
 def _tried(here: ThisMachine, probe: Probe) -> Finding:
-    """Try a feature on the first GPU."""
     outcome = ask_python(here, probe.code, TRYING_SECONDS)
     if isinstance(outcome, dict):
         return Finding(probe.name, "found", None, probe.works.format(seconds=outcome["seconds"]))
@@ -174,7 +163,6 @@ def _tried(here: ThisMachine, probe: Probe) -> Finding:
 
 
 def _measured(here: ThisMachine, gpu: Gpu, *, measure: bool) -> Gpu:
-    """Return the GPU with its rates, measured in a process of its own."""
     if not measure:
         return dataclasses.replace(gpu, note="not measured (`--no-measure`)")
     found = ask_python(here, MEASURE.format(root=str(ROOT), index=gpu.index), MEASURING_SECONDS)
@@ -185,15 +173,7 @@ def _measured(here: ThisMachine, gpu: Gpu, *, measure: bool) -> Gpu:
 
 
 def main(argv: Sequence[str], here: ThisMachine | None = None) -> int:
-    """Run the command line of ``tools/doctor.py``.
-
-    Args:
-        argv: the flags.
-        here: the machine to examine; None for this one.
-
-    Returns:
-        1 if no run could start, else 0.
-    """
+    """Run the command line of ``tools/doctor.py``; return 1 if no run could start, else 0."""
     parser = argparse.ArgumentParser(
         prog="doctor.py",
         description="Says what this machine has for training, what is missing, and what it costs.",

@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
 
-from megatron_ext.inspect.doctor.findings import Finding, Gpu
-from megatron_ext.inspect.doctor.host import Outcome, ThisMachine, ask_python
+from megatron_ext.inspect.doctor.host import Finding, Gpu, Outcome, ThisMachine, ask_python
 
 QUERY = ("--query-gpu=name,driver_version,mig.mode.current", "--format=csv,noheader")
 QUESTIONS = """
@@ -43,13 +42,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Driver:
-    """The answers of NVIDIA's driver.
-
-    Attributes:
-        finding: the state of the driver itself.
-        cards: names of all its devices, hidden ones included.
-        cuda: newest CUDA version that it supports.
-    """
+    """The answers of NVIDIA's driver: all its devices, and the newest CUDA that it supports."""
 
     finding: Finding
     cards: list[str] = field(default_factory=list)
@@ -63,27 +56,21 @@ def ask_driver(here: ThisMachine) -> Driver:
         detail = "`nvidia-smi` was not found, so the driver cannot be asked."
         return Driver(Finding("NVIDIA driver", "unknown", detail=detail))
     outcome = here.run([path, *QUERY])
-    if outcome.code != 0:
-        said = outcome.output.strip().splitlines()
-        reason = said[0].rstrip(".") if said else outcome.reason
-        detail = f"`nvidia-smi` failed: {reason}."
-        return Driver(Finding("NVIDIA driver", "broken", None, detail, "No GPU can be used."))
     rows = [[cell.strip() for cell in line.split(",")] for line in outcome.output.splitlines()]
     rows = [row for row in rows if len(row) == 3]
-    if not rows:
-        detail = "`nvidia-smi` shows no device."
-        return Driver(Finding("NVIDIA driver", "broken", None, detail, "No GPU can be used."))
+    if outcome.code != 0 or not rows:
+        said = outcome.output.strip().splitlines()
+        reason = said[0].rstrip(".") if said else outcome.reason
+        detail = f"failed: {reason}." if outcome.code != 0 else "shows no device."
+        detail, cost = f"`nvidia-smi` {detail}", "No GPU can be used."
+        return Driver(Finding("NVIDIA driver", "broken", None, detail, cost))
     summary = here.run([path]).output
     cuda = re.search(r"CUDA Version:\s*([\d.]+)", summary)
     supported = f"It supports CUDA up to {cuda[1]}." if cuda else ""
     parts = sum(row[2] == "Enabled" for row in rows)
     shared = f" {parts} device(s) are cut in parts (MIG)." if parts else ""
-    version = rows[0][1]
-    return Driver(
-        Finding("NVIDIA driver", "found", version, (supported + shared).strip()),
-        [row[0] for row in rows],
-        cuda[1] if cuda else None,
-    )
+    finding = Finding("NVIDIA driver", "found", rows[0][1], (supported + shared).strip())
+    return Driver(finding, [row[0] for row in rows], cuda[1] if cuda else None)
 
 
 @dataclass(frozen=True)
@@ -91,16 +78,13 @@ class TorchFacts:
     """The answers of torch about itself and its GPUs.
 
     Attributes:
-        version: version of torch.
-        cuda: CUDA version that it was built with, None for a build without.
-        hip: ROCm version that it was built with, None for a build without.
+        cuda, hip: CUDA and ROCm versions that it was built with, None for a build without.
         archs: GPU architectures that its kernels were compiled for, ``sm_90`` and the like.
         driver_cuda: newest CUDA version that the driver's library supports, 13000 for 13.0; 0
             where there is none, None where torch was built without CUDA.
         usable: torch can compute on a GPU.
         nccl: version of NCCL in this build, None where it was not asked or there is none.
         cudnn: version of cuDNN, as one number.
-        gpus: the GPUs that torch can use.
     """
 
     version: str
@@ -112,13 +96,6 @@ class TorchFacts:
     nccl: str | None
     cudnn: int | None
     gpus: tuple[Gpu, ...]
-
-    @property
-    def driver_too_old(self) -> bool:
-        """Return whether the driver lacks the CUDA major version of this build."""
-        if self.cuda is None or not self.driver_cuda:
-            return False
-        return self.driver_cuda // 1000 < int(self.cuda.split(".")[0])
 
 
 def ask_torch(here: ThisMachine) -> TorchFacts | Outcome:
@@ -134,38 +111,20 @@ def ask_torch(here: ThisMachine) -> TorchFacts | Outcome:
 
 
 def torch_finding(facts: TorchFacts | Outcome, installed: str | None) -> Finding:
-    """Report whether torch works, and whether this build can use a GPU at all."""
+    cost = "Nothing runs."
     if installed is None:
-        return Finding(
-            "torch",
-            "missing",
-            cost="Nothing runs.",
-            install="pip install torch",
-            required=True,
-        )
+        return Finding("torch", "missing", None, "", cost, "pip install torch", required=True)
     if isinstance(facts, Outcome):
-        return Finding(
-            "torch",
-            "broken",
-            installed,
-            detail=f"Its import failed: {facts.reason}.",
-            cost="Nothing runs.",
-            install="pip install --force-reinstall torch",
-            required=True,
-        )
+        detail, mend = f"Its import failed: {facts.reason}.", "pip install --force-reinstall torch"
+        return Finding("torch", "broken", installed, detail, cost, mend, required=True)
+    detail = f"Built for CUDA {facts.cuda}."
     if facts.cuda is None:
         built = f"for ROCm {facts.hip}" if facts.hip else "without CUDA"
-        return Finding(
-            "torch",
-            "found",
-            facts.version,
-            detail=f"This build is {built}, so runs compute on the CPU.",
-        )
-    return Finding("torch", "found", facts.version, detail=f"Built for CUDA {facts.cuda}.")
+        detail = f"This build is {built}, so runs compute on the CPU."
+    return Finding("torch", "found", facts.version, detail)
 
 
 def gpu_finding(here: ThisMachine, facts: TorchFacts | Outcome, driver: Driver) -> Finding:
-    """Report whether torch can use GPUs, and if not, why."""
     cards = driver.cards
     if isinstance(facts, Outcome):
         seen = f"The driver shows {', '.join(cards)}. " if cards else ""
@@ -175,19 +134,20 @@ def gpu_finding(here: ThisMachine, facts: TorchFacts | Outcome, driver: Driver) 
     cost = "Runs compute on the CPU and talk over gloo: for tests and small models only."
     shown = f"The driver shows {', '.join(cards)}, but " if cards else ""
     if facts.cuda is None:
-        newest = _number(driver.cuda) if driver.cuda else 13000
+        major, minor, *_ = map(int, [*(driver.cuda or "13.0").split("."), "0"])
+        newest = 1000 * major + 10 * minor
         detail = f"{shown or 'No driver shows one, and '}this torch was built without CUDA."
         install = _install(newest) if cards else ""
         return Finding("GPU", "broken" if cards else "missing", None, detail, cost, install)
     if not cards:
         return Finding("GPU", "missing", None, "No driver shows one.", cost)
-    if facts.driver_too_old:
-        supported = _dotted(facts.driver_cuda or 0)
+    newest = facts.driver_cuda or 0
+    if newest and newest // 1000 < int(facts.cuda.split(".")[0]):
         detail = (
-            f"{shown}the driver supports CUDA up to {supported} and this torch was built for "
-            f"{facts.cuda}."
+            f"{shown}the driver supports CUDA up to {newest // 1000}.{newest % 1000 // 10} and "
+            f"this torch was built for {facts.cuda}."
         )
-        install = _install(facts.driver_cuda or 0)
+        install = _install(newest)
         return Finding("GPU", "broken", None, detail, cost, install)
     hidden = here.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
@@ -198,16 +158,11 @@ def gpu_finding(here: ThisMachine, facts: TorchFacts | Outcome, driver: Driver) 
 
 
 def nccl_finding(facts: TorchFacts | Outcome) -> Finding:
-    """Report the version of NCCL that this build of torch brings."""
     if isinstance(facts, Outcome) or not facts.usable:
         return Finding("NCCL", "unknown", detail="It can be asked only where torch can use a GPU.")
     if facts.nccl is None:
-        return Finding(
-            "NCCL",
-            "missing",
-            cost="Ranks on GPUs cannot talk but over gloo, through the memory of the host.",
-            detail="This build of torch has none.",
-        )
+        cost = "Ranks on GPUs cannot talk but over gloo, through the memory of the host."
+        return Finding("NCCL", "missing", None, "This build of torch has none.", cost)
     return Finding("NCCL", "found", facts.nccl)
 
 
@@ -215,21 +170,14 @@ def arch_findings(facts: TorchFacts | Outcome) -> list[Finding]:
     """Report the GPUs for which this build of torch has no kernels."""
     if isinstance(facts, Outcome) or not facts.archs:
         return []
-    wrong = [gpu for gpu in facts.gpus if not _has_kernels(gpu.capability, facts.archs)]
-    return [
-        Finding(
-            f"kernels for GPU {gpu.index}",
-            "broken",
-            detail=(
-                f"{gpu.name} is sm_{_sm(gpu.capability)}; this torch has kernels for "
-                f"{', '.join(facts.archs)}."
-            ),
-            cost="The first kernel on it fails.",
-            install=_install(13000),
-            required=True,
-        )
-        for gpu in wrong
-    ]
+    found, cost, install = [], "The first kernel on it fails.", _install(13000)
+    for gpu in facts.gpus:
+        if not _has_kernels(gpu.capability, facts.archs):
+            arch = "sm_" + "".join(map(str, gpu.capability))
+            detail = f"{gpu.name} is {arch}; this torch has kernels for {', '.join(facts.archs)}."
+            name = f"kernels for GPU {gpu.index}"
+            found.append(Finding(name, "broken", None, detail, cost, install, required=True))
+    return found
 
 
 def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
@@ -246,27 +194,9 @@ def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
     return False
 
 
-def _sm(capability: tuple[int, int]) -> str:
-    return "".join(map(str, capability))
-
-
-def _number(cuda: str) -> int:
-    major, minor, *_ = (*cuda.split("."), "0")
-    return 1000 * int(major) + 10 * int(minor)
-
-
-def _dotted(cuda: int) -> str:
-    return f"{cuda // 1000}.{cuda % 1000 // 10}"
-
-
 def _install(cuda: int) -> str:
-    """Return the command that installs torch for a driver.
-
-    torch 2.11 to 2.13 are built for CUDA 12.6, which runs on every driver of CUDA 12, and 13.0.
-
-    Args:
-        cuda: newest CUDA version that the driver supports, 12040 for 12.4.
-    """
+    """Return the command that installs torch for a driver's newest CUDA version, 12040 for 12.4."""
+    # torch 2.11 to 2.13 are built for CUDA 12.6, which runs on every driver of CUDA 12, and 13.0.
     index = CUDA_WHEELS.format("130" if cuda >= 13000 else "126")
     return f"pip install --force-reinstall torch --index-url {index}"
 
@@ -297,11 +227,7 @@ def link_findings(here: ThisMachine, num_gpus: int) -> list[Finding]:
 
 
 def parse_topology(table: str) -> dict[tuple[int, int], str]:
-    """Read the table of ``nvidia-smi topo -m``.
-
-    Returns:
-        Kinds of links by pairs of GPUs, as the table names them: NV18, PIX, PXB, PHB, NODE, SYS.
-    """
+    """Return kinds of links by pairs of GPUs, such as NV18 or PIX, from ``nvidia-smi topo -m``."""
     lines = [_ESCAPES.sub("", line).split() for line in table.splitlines()]
     head = next((line for line in lines if line[:1] == ["GPU0"]), [])
     columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]
@@ -309,9 +235,8 @@ def parse_topology(table: str) -> dict[tuple[int, int], str]:
     rows = {
         line[0]: line[1:] for line in lines if line and line[0] in columns and line[1:2] != ["GPU1"]
     }
-    found = {}
-    for i, one in enumerate(columns):
-        for j, other in enumerate(columns):
-            if i < j and one in rows and j < len(rows[one]):
-                found[int(one[3:]), int(other[3:])] = rows[one][j]
-    return found
+    return {
+        (int(one[3:]), int(columns[j][3:])): rows[one][j]
+        for i, one in enumerate(columns)
+        for j in range(i + 1, min(len(columns), len(rows.get(one, ()))))
+    }

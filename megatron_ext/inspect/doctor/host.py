@@ -7,6 +7,7 @@ own, each with a time limit.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -14,14 +15,116 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megatron_ext.device.gpus import FP8, engine_recipes
 from megatron_ext.device.host import SHARED, Host, this_host
-from megatron_ext.inspect.doctor.findings import Finding
+
+Status = Literal["found", "missing", "low", "broken", "unknown", "not needed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        status: ``low`` is present but too little; ``broken`` is present but cannot be used;
+            ``unknown`` could not be looked at here.
+        detail, cost: a sentence on what was seen, and on what a run loses by its absence.
+        install: the command that mends it.
+        required: no run starts without it.
+    """
+
+    name: str
+    status: Status
+    version: str | None = None
+    detail: str = ""
+    cost: str = ""
+    install: str = ""
+    required: bool = False
+
+    @property
+    def stops_runs(self) -> bool:
+        return self.required and self.status in ("missing", "broken")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that torch can use, numbered as torch counts after ``CUDA_VISIBLE_DEVICES``.
+
+    Attributes:
+        capability: compute capability, (9, 0) for Hopper.
+        memory: bytes of the device.
+        note: why there are no rates.
+    """
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    rates: Rates | None = None
+    note: str = ""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Return whether its matrix units take bfloat16: Ampere (8.0) and newer."""
+        return self.capability >= (8, 0)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Return whether its matrix units take 8-bit floats: Ada (8.9) and newer."""
+        return self.capability >= FP8
+
+    @property
+    def fp8_recipes(self) -> dict[str, tuple[str, ...]]:
+        """Return the values of ``--fp8-recipe`` that fit, by ``--transformer-impl``.
+
+        They follow from the makers' documents, not from a measurement.
+        """
+        torch = ("delayed", "tensorwise", "rowwise") if self.has_fp8 else ()
+        return {"torch": torch, "transformer_engine": engine_recipes(self.capability)}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The measured rates of a GPU: operations of matrix products, and bytes of copies, per second.
+
+    An 8-bit product has one scale for each operand; it is None where the GPU has no such unit. A
+    copy within the device's memory reads and writes.
+    """
+
+    bf16: float
+    fp8: float | None
+    copy: float
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Everything that was found on a machine, and sentences on what cannot be known there."""
+
+    findings: tuple[Finding, ...]
+    host: Host
+    gpus: tuple[Gpu, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def stops_runs(self) -> bool:
+        return any(finding.stops_runs for finding in self.findings)
+
+    def finding(self, name: str) -> Finding:
+        """Return the finding of a name, or raise a KeyError."""
+        return {finding.name: finding for finding in self.findings}[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        found = dataclasses.asdict(self)
+        for gpu, shown in zip(self.gpus, found["gpus"], strict=True):
+            shown["fp8_recipes"] = gpu.fp8_recipes
+        return found
+
 
 GIB = 2**30
 MIN_SHARED_MEMORY = 1 * GIB
@@ -32,12 +135,7 @@ PROGRAM_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
-
-    Attributes:
-        code: its exit code, negative for a signal; None where it ran out of time.
-        output, errors: what it wrote to standard output and standard error.
-    """
+    """How a program ended, with code None where it ran out of time, and what it wrote."""
 
     code: int | None
     output: str = ""
@@ -45,7 +143,6 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """Return in a few words why the program failed."""
         if self.code is None:
             return "it ran out of time"
         if self.code < 0:
@@ -60,14 +157,12 @@ class ThisMachine:
     environ: Mapping[str, str] = os.environ
 
     def version(self, distribution: str) -> str | None:
-        """Return the version of an installed distribution, None where there is none."""
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def requirements(self, distribution: str) -> list[str] | None:
-        """Return what a distribution requires, None where it is not installed."""
         try:
             return importlib.metadata.requires(distribution) or []
         except importlib.metadata.PackageNotFoundError:
@@ -80,23 +175,18 @@ class ThisMachine:
         return Path(places[0]) if places else None
 
     def has_module(self, module: str) -> bool:
-        """Return whether a top-level module exists, without importing it."""
         return _spec(module) is not None
 
     def program(self, *names: str) -> str | None:
-        """Return the path of the first program that exists."""
         return next((path for name in names if (path := shutil.which(name))), None)
 
     def file(self, path: Path) -> bool:
-        """Return whether a file exists."""
         return path.is_file()
 
     def host(self) -> Host:
-        """Return what a process may take of the host."""
         return this_host()
 
     def run(self, command: Sequence[str], seconds: float = PROGRAM_SECONDS) -> Outcome:
-        """Run a program to its end, or to the time limit."""
         try:
             done = subprocess.run(
                 list(command), capture_output=True, text=True, timeout=seconds, check=False
@@ -117,7 +207,6 @@ def _spec(module: str) -> ModuleSpec | None:
 
 
 def run_python(here: ThisMachine, code: str, seconds: float = IMPORT_SECONDS) -> Outcome:
-    """Run a few lines in a Python process of their own."""
     return here.run([sys.executable, "-W", "ignore", "-c", code], seconds)
 
 
@@ -137,25 +226,24 @@ def ask_python(
 
 
 def host_findings(host: Host, num_gpus: int) -> list[Finding]:
-    """Report what stands in the way of a run's ranks, loaders and messages.
-
-    Args:
-        host: the limits of a process.
-        num_gpus: GPUs that torch can use, each of which gets a rank.
-    """
-    found = [_processor(host, num_gpus), _shared_memory(host), _open_files(host)]
-    return [*found, *_rdma(host)] if num_gpus else found
-
-
-def _processor(host: Host, num_gpus: int) -> Finding:
-    detail = f"{host.cores:g} core(s), {host.memory / GIB:.1f} GiB of memory."
-    if host.cores >= 2 * num_gpus:
-        return Finding("host", "found", None, detail)
-    cost = (
-        f"{num_gpus} ranks launch kernels from one core each, and their `--num-workers` need more: "
-        "GPUs wait for the host."
+    """Report what stands in the way of a run's ranks, one for each GPU, loaders and messages."""
+    cores = Finding(
+        "host", "found", None, f"{host.cores:g} core(s), {host.memory / GIB:.1f} GiB of memory."
     )
-    return Finding("host", "low", None, detail, cost)
+    if host.cores < 2 * num_gpus:
+        cost = (
+            f"{num_gpus} ranks launch kernels from one core each, and their `--num-workers` need "
+            "more: GPUs wait for the host."
+        )
+        cores = replace(cores, status="low", cost=cost)
+    name = "open files"
+    shown = "without a limit" if host.open_files is None else f"{host.open_files:,}"
+    files = Finding(name, "found", None, f"{shown} in a process (`ulimit -n`).")
+    if host.open_files is not None and host.open_files < MIN_OPEN_FILES:
+        cost = "Datasets of many shards, and loaders of many workers, run out of them."
+        files = replace(files, status="low", cost=cost, install="ulimit -n 65536")
+    found = [cores, _shared_memory(host), files]
+    return [*found, _rdma(host)] if num_gpus else found
 
 
 def _shared_memory(host: Host) -> Finding:
@@ -163,8 +251,9 @@ def _shared_memory(host: Host) -> Finding:
         "Workers that load data hand batches over through it and die of SIGBUS when it is full; "
         "NCCL uses it between GPUs that do not reach each other."
     )
-    install = "docker run --ipc=host, or --shm-size=16g; elsewhere mount -o remount,size=16G "
-    install += SHARED
+    install = (
+        f"docker run --ipc=host, or --shm-size=16g; elsewhere mount -o remount,size=16G {SHARED}"
+    )
     if host.shared_memory is None:
         return Finding(SHARED, "missing", None, "", cost, install)
     detail = f"It holds {host.shared_memory / GIB:.2f} GiB."
@@ -173,24 +262,73 @@ def _shared_memory(host: Host) -> Finding:
     return Finding(SHARED, "found", None, detail)
 
 
-def _open_files(host: Host) -> Finding:
-    name = "open files"
-    if host.open_files is None or host.open_files >= MIN_OPEN_FILES:
-        shown = "without a limit" if host.open_files is None else f"{host.open_files:,}"
-        return Finding(name, "found", None, f"{shown} in a process (`ulimit -n`).")
-    detail = f"{host.open_files:,} in a process (`ulimit -n`)."
-    cost = "Datasets of many shards, and loaders of many workers, run out of them."
-    return Finding(name, "low", None, detail, cost, "ulimit -n 65536")
-
-
-def _rdma(host: Host) -> list[Finding]:
+def _rdma(host: Host) -> Finding:
     name = "RDMA network"
     if not host.rdma:
         cost = "Nothing on one machine; between machines NCCL's messages go through TCP sockets."
-        return [Finding(name, "missing", None, "No InfiniBand or RoCE card was found.", cost)]
+        return Finding(name, "missing", None, "No InfiniBand or RoCE card was found.", cost)
     detail = ", ".join(host.rdma) + "."
     if host.locked_memory is None:
-        return [Finding(name, "found", None, detail)]
+        return Finding(name, "found", None, detail)
     detail += f" A process may lock {host.locked_memory / GIB:.2f} GiB (`ulimit -l`)."
     cost = "NCCL must lock what the cards read, and fails between machines when it may not."
-    return [Finding(name, "low", None, detail, cost, "ulimit -l unlimited")]
+    return Finding(name, "low", None, detail, cost, "ulimit -l unlimited")
+
+
+STATUS_WORDS = {
+    "found": "ok",
+    "missing": "absent",
+    "low": "LOW",
+    "broken": "BROKEN",
+    "unknown": "unknown",
+    "not needed": "not needed",
+}
+
+
+def report(examination: Examination) -> list[str]:
+    width = max(len(finding.name) for finding in examination.findings)
+    lines = [line for f in examination.findings for line in _finding(f, width)]
+    for gpu in examination.gpus:
+        lines += ["", *_gpu(gpu)]
+    if examination.unknown:
+        lines += ["", "Torch can use no GPU here, so this cannot be known:"]
+        lines += [f"  - {text}" for text in examination.unknown]
+    verdict = "Runs compute on the CPU, and their ranks talk over gloo."
+    if examination.gpus:
+        verdict = f"Runs compute on {len(examination.gpus)} GPU(s)."
+    stopping = [finding.name for finding in examination.findings if finding.stops_runs]
+    if stopping:
+        verdict = f"No run can start: mend {', '.join(stopping)} first."
+    return [*lines, "", verdict]
+
+
+def _finding(finding: Finding, width: int) -> Iterator[str]:
+    words = [STATUS_WORDS[finding.status], finding.version or "", finding.detail]
+    yield f"{finding.name:<{width}}  {' '.join(word for word in words if word)}"
+    indent = " " * (width + 2)
+    if finding.cost:
+        yield f"{indent}what it costs: {finding.cost}"
+    if finding.install:
+        yield f"{indent}mend by: {finding.install}"
+
+
+def _gpu(gpu: Gpu) -> Iterator[str]:
+    capability = ".".join(map(str, gpu.capability))
+    yield (
+        f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, "
+        f"{gpu.memory / 2**30:.1f} GiB"
+    )
+    if not gpu.has_bf16:
+        yield "  bf16: its matrix units do not take it; `--fp16` is what they take"
+    shown = "; ".join(f"{impl}: {', '.join(names)}" for impl, names in gpu.fp8_recipes.items())
+    if gpu.has_fp8:
+        yield f"  fp8 recipes by --transformer-impl: {shown}"
+    else:
+        yield "  fp8: its matrix units do not take it"
+    if gpu.rates is None:
+        yield f"  rates: {gpu.note}"
+        return
+    yield f"  bf16 matrix product, measured: {gpu.rates.bf16 / 1e12:.0f} TFLOP/s"
+    if gpu.rates.fp8 is not None:
+        yield f"  fp8 matrix product, measured: {gpu.rates.fp8 / 1e12:.0f} TFLOP/s"
+    yield f"  copy within its memory, read and written: {gpu.rates.copy / 1e12:.2f} TB/s"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from megatron_ext.inspect.doctor.findings import Finding
-from megatron_ext.inspect.doctor.host import ThisMachine, run_python
+from megatron_ext.inspect.doctor.host import Finding, ThisMachine, run_python
 
 OURS = "megatron-ext"
 APEX_BUILD = (
@@ -38,6 +37,9 @@ CC_COST = "Triton cannot build its launchers; see triton."
 NVCC_COST = (
     "Nothing for a run; Transformer Engine's and apex's extensions cannot be built from source."
 )
+
+
+_ONLY_ON_GPU = "Whether it works can be told only where torch can use a GPU."
 
 
 def requirement_of(here: ThisMachine, name: str) -> Requirement | None:
@@ -76,11 +78,8 @@ class Extra:
     """A package that a run can do without.
 
     Attributes:
-        name: the package, as its makers write it.
         distributions: names under which it is installed, the usual one first.
         module: the module whose import proves that the package works.
-        cost: a sentence on what a run loses without it.
-        install: the command that installs it.
         minimum: its name in this project's requirements, which say what versions fit.
     """
 
@@ -93,7 +92,6 @@ class Extra:
 
 
 def extras(cuda: str | None) -> tuple[Extra, ...]:
-    """Return the optional packages for torch's version of CUDA."""
     major = cuda.split(".")[0] if cuda else "12"
     return (
         Extra(
@@ -116,7 +114,6 @@ def extras(cuda: str | None) -> tuple[Extra, ...]:
 
 
 def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
-    """Report whether a package is there and its import works."""
     found = ((name, here.version(name)) for name in extra.distributions)
     distribution, version = next(((n, v) for n, v in found if v is not None), (None, None))
     if distribution is None or version is None:
@@ -128,8 +125,7 @@ def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
         detail = f"This project supports {requirement.specifier}."
         return Finding(extra.name, "broken", version, detail, extra.cost, extra.install)
     if not on_gpu:
-        detail = "Whether it works can be told only where torch can use a GPU."
-        return Finding(extra.name, "unknown", version, detail)
+        return Finding(extra.name, "unknown", version, _ONLY_ON_GPU)
     module = "flash_attn_interface" if distribution == "flash-attn-3" else extra.module
     imported = run_python(here, f"import {module}")
     if imported.code != 0:
@@ -151,21 +147,18 @@ def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
             return Finding("apex", "not needed", detail="It works on NVIDIA GPUs only.")
         return Finding("apex", "missing", None, "", APEX_COST, APEX_BUILD)
     if not is_nvidia_apex(folder):
-        return Finding(
-            "apex",
-            "broken",
-            version,
+        detail = (
             f"What is installed at {folder} is not NVIDIA's apex but an unrelated project of the "
-            "same name, as PyPI has one.",
-            "megatron-core looks for `apex` and may take it for NVIDIA's.",
-            f"pip uninstall -y apex && {APEX_BUILD}" if on_gpu else "pip uninstall -y apex",
+            "same name, as PyPI has one."
         )
+        cost = "megatron-core looks for `apex` and may take it for NVIDIA's."
+        install = f"pip uninstall -y apex && {APEX_BUILD}" if on_gpu else "pip uninstall -y apex"
+        return Finding("apex", "broken", version, detail, cost, install)
     if not here.has_module("amp_C"):
         detail = "It was built without its extensions (`amp_C` is absent)."
         return Finding("apex", "broken", version, detail, APEX_COST, APEX_BUILD)
     if not on_gpu:
-        detail = "Whether it works can be told only where torch can use a GPU."
-        return Finding("apex", "unknown", version, detail)
+        return Finding("apex", "unknown", version, _ONLY_ON_GPU)
     imported = run_python(here, "import apex, amp_C, torch; from apex.optimizers import FusedAdam")
     if imported.code != 0:
         detail = f"Its import failed: {imported.reason}."
@@ -176,14 +169,25 @@ def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
 
 
 def is_nvidia_apex(folder: Path) -> bool:
-    """Return whether a package folder is NVIDIA's apex."""
     return (folder / "optimizers" / "fused_adam.py").is_file()
 
 
 def compiler_findings(here: ThisMachine, *, on_gpu: bool) -> list[Finding]:
     """Report nvcc, and the C compiler and headers that Triton compiles with."""
-    found = [_nvcc(here, on_gpu=on_gpu), _c_compiler(here, on_gpu=on_gpu)]
-    return [*found, _python_headers(here)] if on_gpu else found
+    wanted = here.environ.get("CC")
+    path = here.program(*([wanted] if wanted else []), "gcc", "clang", "cc")
+    compiler = Finding("C compiler", "found", None, path or "")
+    if path is None:
+        compiler = Finding("C compiler", "missing", None, "", CC_COST, "apt-get install gcc")
+        if not on_gpu:
+            compiler = Finding("C compiler", "not needed", None, "Runs on a CPU do not compile.")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    headers = Finding("Python headers", "found", None, str(header))
+    if not here.file(header):
+        major, minor = sys.version_info[:2]
+        install = f"apt-get install python{major}.{minor}-dev"
+        headers = Finding("Python headers", "missing", None, f"No {header}.", CC_COST, install)
+    return [_nvcc(here, on_gpu=on_gpu), compiler, *([headers] if on_gpu else [])]
 
 
 def _nvcc(here: ThisMachine, *, on_gpu: bool) -> Finding:
@@ -201,26 +205,5 @@ def _nvcc(here: ThisMachine, *, on_gpu: bool) -> Finding:
     return Finding("nvcc", "found", found[1], path)
 
 
-def _c_compiler(here: ThisMachine, *, on_gpu: bool) -> Finding:
-    wanted = here.environ.get("CC")
-    path = here.program(*([wanted] if wanted else []), "gcc", "clang", "cc")
-    if path is not None:
-        return Finding("C compiler", "found", None, path)
-    if not on_gpu:
-        detail = "Runs on a CPU do not compile."
-        return Finding("C compiler", "not needed", None, detail)
-    return Finding("C compiler", "missing", None, "", CC_COST, "apt-get install gcc")
-
-
-def _python_headers(here: ThisMachine) -> Finding:
-    path = Path(sysconfig.get_path("include")) / "Python.h"
-    if here.file(path):
-        return Finding("Python headers", "found", None, str(path))
-    major, minor = sys.version_info[:2]
-    install = f"apt-get install python{major}.{minor}-dev"
-    return Finding("Python headers", "missing", None, f"No {path}.", CC_COST, install)
-
-
 def python_finding() -> Finding:
-    """Report the Python that runs this."""
     return Finding("Python", "found", ".".join(map(str, sys.version_info[:3])), sys.executable)

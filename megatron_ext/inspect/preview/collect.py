@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
 from megatron_ext.data.samplers import Ints, StepPlan
@@ -29,14 +31,12 @@ from megatron_ext.inspect.preview.rows import Provenance, Row, Step
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.config import DataConfig
+from megatron_ext.text.data.blend import source_options
 from megatron_ext.text.sft.dataset import SftDataset
+from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
-from megatron_ext.train.totals import count_targets
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.task import Task
+from megatron_ext.train.step import count_targets
+from megatron_ext.train.task import Task
 
 
 @contextmanager
@@ -58,22 +58,15 @@ def one_process(layout: Layout) -> Iterator[ParallelContext]:
 def collect(
     config: RunConfig, task: Task, tokenizer: Tokenizer, *, first: int, count: int
 ) -> list[Step]:
-    """Draw the batches of some steps of a run.
-
-    Args:
-        config: the resolved configuration, after the task's preflight.
-        task: the task of the run.
-        tokenizer: the tokenizer of the data.
-        first: the first step to draw, counted from 1.
-        count: steps to draw.
+    """Draw the batches of some steps of a run, counted from 1, after the task's preflight.
 
     Raises:
         ConfigError: a step that the run does not have.
         DataError: the data cannot be read, or ends.
     """
     layout = Layout.from_config(config.parallel)
-    replicas = layout.data_parallel_size
-    iterations = number_of_iterations(config.training, config.model.seq_length, replicas)
+    replicas, length = layout.data_parallel_size, config.model.seq_length
+    iterations = number_of_iterations(config.training, length, replicas)
     if first < 1 or count < 1 or first + count - 1 > iterations:
         raise ConfigError(
             f"`--step` ({first}) and `--steps` ({count}) must lie within the {iterations} steps "
@@ -87,15 +80,15 @@ def collect(
             config,
             tokenizer,
             split_sizes(config.training, iterations),
-            lambda: reads_dataset(config, context),
+            lambda: reads_dataset(config.model, config.parallel, context),
         ).train
-        assert train is not None
-        starts = _starts(config, replicas, first, count)
+        assert train is not None and length is not None
+        starts = _starts(BatchSize(training, length, replicas), first, count)
         drawn = [
             _Replica(config, task, context, train, tokenizer, rank, starts[0].consumed)
             for rank in range(replicas)
         ]
-        columns = context_parallel_columns(config, layout.context_parallel_size)
+        columns = _columns(length, layout.context_parallel_size)
         return [_step(start, drawn, columns) for start in starts]
 
 
@@ -108,8 +101,7 @@ class _Start:
     num_microbatches: int
 
 
-def _starts(config: RunConfig, replicas: int, first: int, count: int) -> list[_Start]:
-    size = BatchSize(config.training, config.model.seq_length, replicas)
+def _starts(size: BatchSize, first: int, count: int) -> list[_Start]:
     consumed, found = 0, []
     for iteration in range(1, first + count):
         size.update(consumed)
@@ -142,8 +134,6 @@ def _step(start: _Start, replicas: Sequence[_Replica], cp_columns: list[Ints]) -
 
 
 class _Replica:
-    """One data-parallel rank."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -156,21 +146,22 @@ class _Replica:
     ) -> None:
         self._config, self._task, self._rank = config, task, rank
         self._context = dataclasses.replace(context, dp_rank=rank)
-        self._provenance = ProvenanceLookup(train)
-        data = config.section(DataConfig)
+        self._dataset, self._known = train, dict[int, Provenance]()
         self._source: BatchSource = build_source(
             Numbered(train),
             config,
             self._context,
             torch.device("cpu"),
             consumed_samples=consumed,
-            mask_documents_at=tokenizer.eod if data.reset_attention_mask else None,
-            cyclic=data.dataloader_type == "cyclic",
-            data_sharding=data.data_sharding,
+            **source_options(config.section(DataConfig), tokenizer.eod),
         )
         assert self._source.loader is not None and self._source.loader.samples is not None
-        self._drawn = Drawn(self._source.loader.samples)
-        self._source.loader.samples = self._drawn
+        self._drawn: dict[str, Tensor] = {}
+        self._source.loader.samples = self._noted(self._source.loader.samples)
+
+    def _noted(self, samples: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        for self._drawn in samples:
+            yield self._drawn
 
     def num_microbatches(self, start: _Start) -> int:
         plan = self._source.plan
@@ -186,7 +177,7 @@ class _Replica:
             assert drawn_batches is not None
             batch = drawn_batches[0]
             reaches.append(_reaches(batch))
-            drawn.append(self._drawn.last)
+            drawn.append(self._drawn)
             batches.append(dataclasses.replace(batch, attention_mask=None))
         if self._task.prepare_batches is not None:
             batches = list(self._task.prepare_batches(self._config, batches, self._context))
@@ -203,7 +194,7 @@ class _Replica:
     ) -> Iterator[Row]:
         for i in range(batch.tokens.size(0)):
             samples = None if batch.sample_ids is None else batch.sample_ids[i].numpy()
-            provenance, by_sample = self._provenance.of_row(i, samples, drawn)
+            numbers = [] if samples is None else [int(x) for x in np.unique(samples) if x >= 0]
             yield Row(
                 dp_rank=self._rank,
                 microbatch=microbatch,
@@ -216,9 +207,30 @@ class _Replica:
                 reaches=reaches[i].numpy(),
                 mtp_labels=_depths(batch.mtp_labels, i, batch.tokens),
                 mtp_weights=_depths(batch.mtp_loss_weights, i, batch.loss_weights),
-                provenance=provenance,
-                sample_provenance=by_sample,
+                provenance=self._provenance(i, drawn) if samples is None else None,
+                sample_provenance={number: self._conversation(number) for number in numbers},
             )
+
+    def _provenance(self, row: int, drawn: dict[str, Tensor]) -> Provenance | None:
+        """Return the dataset that a row was cut from; a blend numbers its datasets."""
+        if "sample" not in drawn:
+            return None
+        dataset: Any = self._dataset
+        if "dataset_id" in drawn:
+            dataset = dataset.datasets[int(drawn["dataset_id"][row])]
+        source = str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
+        return Provenance(int(drawn["sample"][row]), source)
+
+    def _conversation(self, sample: int) -> Provenance:
+        if sample not in self._known:
+            dataset = self._dataset
+            found = Provenance(sample, type(dataset).__name__)
+            if isinstance(dataset, SftDataset):
+                store, place = dataset.place_of(sample)
+                cut = int(store.lengths[place]) - 1 - int(dataset.lengths[sample])
+                found = Provenance(sample, *store.source_of(place), cut)
+            self._known[sample] = found
+        return self._known[sample]
 
 
 def _depths(of_depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
@@ -236,31 +248,16 @@ def _reaches(batch: Batch) -> Tensor:
     return reaches
 
 
-class _Place:
-    """The two answers that megatron-core's cut asks of a process group."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
-def context_parallel_columns(config: RunConfig, size: int) -> list[Ints]:
+def _columns(length: int, size: int) -> list[Ints]:
     """Return the columns of a row that each context-parallel rank keeps.
 
     megatron-core makes the cut, while process groups exist; without any it cuts nothing.
     """
-    length = config.model.seq_length
-    assert length is not None
     kept = []
     for rank in range(size):
         columns = {"columns": torch.arange(length).unsqueeze(0)}
-        cut = get_batch_on_this_cp_rank(columns, cp_group=_Place(rank, size))
-        kept.append(cut["columns"][0].numpy())
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
+        kept.append(get_batch_on_this_cp_rank(columns, cp_group=group)["columns"][0].numpy())
     return kept
 
 
@@ -277,69 +274,3 @@ class Numbered(Dataset[dict[str, Any]]):
     def __getitem__(self, index: Any) -> dict[str, Any]:
         sample: dict[str, Any] = self._dataset[index]
         return {**sample, "sample": index} if self.plan is None else sample
-
-
-class Drawn(Iterator[dict[str, Tensor]]):
-    """Samples on their way into a loader.
-
-    Attributes:
-        last: the sample that was drawn last.
-    """
-
-    def __init__(self, samples: Iterator[dict[str, Tensor]]) -> None:
-        self._samples = samples
-        self.last: dict[str, Tensor] = {}
-
-    def __next__(self) -> dict[str, Tensor]:
-        self.last = next(self._samples)
-        return self.last
-
-
-class ProvenanceLookup:
-    """Looks up where the samples of one split come from."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._known: dict[int, Provenance] = {}
-
-    def of_row(
-        self, row: int, samples: Ints | None, drawn: dict[str, Tensor]
-    ) -> tuple[Provenance | None, dict[int, Provenance]]:
-        """Return where a row comes from, or each of its samples.
-
-        Args:
-            row: place of the row in the micro-batch.
-            samples: number of the sample at each position, -1 in padding, ``[s]``.
-            drawn: the collated samples of the micro-batch.
-        """
-        if samples is not None:
-            numbers = [int(number) for number in np.unique(samples) if number >= 0]
-            return None, {number: self._conversation(number) for number in numbers}
-        if "sample" not in drawn:
-            return None, {}
-        return Provenance(int(drawn["sample"][row]), self._prefix(row, drawn)), {}
-
-    def _prefix(self, row: int, drawn: dict[str, Tensor]) -> str:
-        """Return the dataset that a row was cut from; a blend numbers its datasets."""
-        dataset = self._dataset
-        if "dataset_id" in drawn:
-            dataset = dataset.datasets[int(drawn["dataset_id"][row])]
-        return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
-
-    def _conversation(self, sample: int) -> Provenance:
-        if sample not in self._known:
-            self._known[sample] = self._look_up(sample)
-        return self._known[sample]
-
-    def _look_up(self, sample: int) -> Provenance:
-        dataset = self._dataset
-        if not isinstance(dataset, SftDataset):
-            return Provenance(sample, type(dataset).__name__)
-        store, place = dataset.place_of(sample)
-        number = place
-        for _, count in store.about["files"]:
-            if number < count:
-                break
-            number -= count
-        cut = int(store.lengths[place]) - 1 - int(dataset.lengths[sample])
-        return Provenance(sample, dataset.source_of(sample), number + 1, cut)

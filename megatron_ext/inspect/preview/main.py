@@ -1,48 +1,216 @@
-"""Shows the batches of a run: parses its flags, checks them, draws the batches and prints them."""
+"""Shows the batches of a run: parses its flags, checks them, draws the batches and prints them.
+
+An HTML page of them stands alone: no script, no file beside it, light and dark. Each token is a
+``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``; its ``title`` says more when it
+is pointed at.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.preview.collect import collect
-from megatron_ext.inspect.preview.html import Page
-from megatron_ext.inspect.preview.rows import Row, Step
-from megatron_ext.inspect.preview.summary import sentences, summarize, table, warnings_of
-from megatron_ext.inspect.preview.text import SpanSplitter, Terminal
+from megatron_ext.inspect.preview.rows import Document, Row, Step, documents_of
+from megatron_ext.inspect.preview.summary import (
+    COLUMNS,
+    Share,
+    Summary,
+    cells,
+    sentences,
+    summarize,
+    table,
+    warnings_of,
+)
+from megatron_ext.inspect.preview.text import (
+    NOTHING,
+    SpanSplitter,
+    Terminal,
+    TokenSpan,
+    describe,
+    describe_row,
+    grade,
+    visible,
+)
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.config import DataConfig, SftConfig
-from megatron_ext.train.main import silence_known_warnings, stored_config
-from megatron_ext.train.preflight import preflight
-from megatron_ext.train.task import TaskChoice
+from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
+from megatron_ext.train.task import Task, TaskChoice
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.data.samplers import Ints
-    from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.task import Task
+EVERY = 64
+"""Tokens at most from one position number to the next; lines begin with one too."""
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1d2126; --page: #ffffff; --faint: #717a84;
+  --line: #d8dde2; --one: #f4f6f8; --two: #eaf0f7; --green: 46 160 67; --warn: #9a3412; }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e7ea; --page: #14171a; --faint: #8b949e;
+  --line: #343b43; --one: #1b1f24; --two: #1a2430; --green: 63 200 95; --warn: #fdba74; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+  max-width: 75rem; margin: 1.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
+table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: right;
+  border-bottom: 1px solid var(--line); } th:first-child, td:first-child { text-align: left;
+  overflow-wrap: anywhere; min-width: 14rem; } tr.all td { font-weight: 600; }
+.scroll { overflow-x: auto; } .warning { color: var(--warn); }
+.document { border-left: 4px solid var(--line); background: var(--one); margin: .3rem 0;
+  padding: .4rem .8rem; } .document:nth-of-type(even) { background: var(--two); }
+.document header, .faint { color: var(--faint); font-size: .85rem; overflow-wrap: anywhere; }
+.tokens { font-family: ui-monospace, monospace; font-size: .92rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; line-height: 1.7; }
+.t { color: var(--faint); border-radius: 3px; } .t:hover { outline: 1px solid var(--text); }
+.t.given { text-decoration: underline dotted; } .special { font-weight: 700; }
+.cut { border-left: 2px dashed var(--warn); }
+.n { font-size: .65rem; color: var(--faint); user-select: none; vertical-align: super; }
+""" + "\n".join(
+    f".w{i} {{ color: var(--text); background: rgb(var(--green) / {16 + 48 * i // 8}%); }}"
+    for i in range(1, 9)
+)
+
+
+class Page:
+    """Writes previewed steps as HTML.
+
+    Args:
+        eod: id that ends a document in a stream.
+        heaviest: weight of the strongest green.
+    """
+
+    def __init__(self, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
+        self._splitter, self._eod, self._heaviest = splitter, eod, heaviest
+
+    def render(
+        self,
+        title: str,
+        steps: Sequence[tuple[Step, Sequence[Row]]],
+        summary: Summary,
+        *,
+        notes: Sequence[str],
+        warnings: Sequence[str],
+    ) -> str:
+        """Return the whole page: totals, notes and warnings, and of each step the rows to show."""
+        body = [self._legend(), *(f'<p class="warning">⚠ {escape(w)}</p>' for w in warnings)]
+        body.append(_table(summary))
+        lines = [*sentences(summary, [step for step, _ in steps]), *notes]
+        body.append("".join(f"<div>{escape(line)}</div>" for line in lines))
+        for step, rows in steps:
+            body.append(f"<h2>Step {step.iteration}</h2>")
+            # The context-parallel rank of each column, where rows are cut.
+            kept = enumerate(step.cp_columns if len(step.cp_columns) > 1 else [])
+            owners = {int(column): rank for rank, columns in kept for column in columns}
+            body += [self._row(row, owners) for row in rows]
+            body.append(f'<p class="faint">{len(rows)} of {len(step.rows)} rows are shown.</p>')
+        head = (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+            f"<h1>{escape(title)}</h1>"
+        )
+        return "\n".join([head, *body, "</body></html>\n"])
+
+    def _legend(self) -> str:
+        shades = "".join(f'<span class="t w{i}">&nbsp;&nbsp;</span>' for i in range(1, 9))
+        return (
+            '<p class="faint">Each token is coloured by the weight with which it is predicted: '
+            f"{shades} up to {self._heaviest:.4g}; grey has none; dotted underline: only read. "
+            "↵ is a newline; small numbers are position ids. Point at a token for more.</p>"
+        )
+
+    def _row(self, row: Row, owners: dict[int, int]) -> str:
+        documents = [self._document(document, owners) for document in documents_of(row, self._eod)]
+        head = f"<h3>{escape(describe_row(row))}</h3>"
+        return "\n".join([f'<section class="row">{head}', *documents, "</section>"])
+
+    def _document(self, document: Document, owners: dict[int, int]) -> str:
+        spans = self._splitter.split(document.ids.tolist(), document.weights.tolist())
+        mtp = [document.mtp_targets(k + 1) for k in range(len(document.row.mtp_labels))]
+        shown, next_number = [], 0
+        for span in spans:
+            position = int(document.positions[span.first])
+            if position >= 0 and span.first >= next_number:
+                shown.append(f'<span class="n">{position} </span>')
+                next_number = span.first + EVERY
+            if span.text.endswith("↵"):
+                next_number = span.first + 1
+            learns = []
+            for depth, (ids, weights) in enumerate(mtp, 1):
+                token, weight = int(ids[span.first]), float(weights[span.first])
+                what = NOTHING
+                if token >= 0:
+                    what = f"“{self._splitter.text_of(token)}” ({token}), weight {weight:.6g}"
+                learns.append(f"MTP {depth}: {what}")
+            shown.append(self._token(document, span, owners, learns))
+        return (
+            f'<div class="document"><header>{escape(describe(document))}</header>'
+            f'<div class="tokens">{"".join(shown)}</div></div>'
+        )
+
+    def _token(
+        self, document: Document, span: TokenSpan, owners: dict[int, int], learns: Sequence[str]
+    ) -> str:
+        members = slice(span.first, span.first + span.count)
+        ids = ",".join(map(str, document.ids[members].tolist()))
+        column = int(document.columns[span.first])
+        position = int(document.positions[span.first])
+        read = position >= 0
+        given = math.isnan(span.weight)
+        weight = "" if given else f"{span.weight:.9g}"
+        facts = [
+            f"id {ids}",
+            f"column {column}, position {position}" if read else "only predicted, not read",
+            "only read, not predicted" if given else f"weight {span.weight:.6g}",
+            f"document {document.number}",
+        ]
+        provenance = document.provenance
+        if provenance is not None:
+            number = "" if provenance.number is None else f", conversation {provenance.number}"
+            facts.append(f"sample {provenance.sample}, {visible(provenance.source)}{number}")
+        if read and owners:
+            facts.append(f"context-parallel rank {owners[column]}")
+        facts += learns if read else []
+        shade = grade(span.weight, self._heaviest)
+        names = ["t", *(["given"] if given else []), *([f"w{shade}"] if shade else [])]
+        names += ["special"] * span.is_special
+        if read and owners and column and owners[column] != owners[column - 1]:
+            names.append("cut")
+        newline = "\n" if span.text.endswith("↵") else ""
+        return (
+            f'<span class="{" ".join(names)}" data-ids="{ids}" data-weight="{weight}" '
+            f'data-position="{position if read else ""}" '
+            f'title="{"&#10;".join(map(escape, facts))}">'
+            f"{escape(span.text)}</span>{newline}"
+        )
+
+
+def _table(summary: Summary) -> str:
+    def line(name: str, share: Share, kind: str = "") -> str:
+        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells(share))
+        return f"<tr{kind}><td>{escape(name)}</td>{values}</tr>"
+
+    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+    lines = [line(name, share) for name, share in summary.by_source.items()]
+    lines.append(line("all", summary.whole, ' class="all"'))
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
 
 
 @dataclass(frozen=True)
 class Options:
-    """The steps and rows to show.
+    """The steps, counted from 1, and rows of each to show of a data-parallel rank.
 
-    Attributes:
-        step: the first step, counted from 1.
-        steps: number of steps.
-        rank: the data-parallel rank whose rows are shown.
-        max_rows: rows to show of each step.
-        world_size: ranks of the run; 0 takes ``WORLD_SIZE``, else ``--nproc-per-node``.
-        html: the page to write.
+    A ``world_size`` of 0 takes ``WORLD_SIZE``, else ``--nproc-per-node``; ``html`` is a page to
+    write.
     """
 
     step: int = 1
@@ -56,13 +224,7 @@ class Options:
 def preview(
     program: Task | TaskChoice, words: Sequence[str], options: Options, console: Console
 ) -> list[str]:
-    """Show the batches of a run.
-
-    Args:
-        program: the task of the run, or the tasks of which the flags choose one.
-        words: the flags of the run.
-        options: the steps and rows to show.
-        console: the terminal to print to.
+    """Show the batches of a run by its flags, which may choose one of several tasks.
 
     Returns:
         What looks wrong, one sentence each.
@@ -88,23 +250,31 @@ def preview(
     config, tokenizer = preflight(config, task.preflight)
     silence_known_warnings(kind)
     steps = collect(config, task, tokenizer, first=options.step, count=options.steps)
-    return _show(config, tokenizer, steps, options, console)
+    notes = _notes(
+        config.training, config.loss, config.section(SftConfig), config.section(DataConfig)
+    )
+    by_token = config.loss.loss_reduction == "token"
+    return _show(steps, notes, options, tokenizer, console, by_token=by_token)
 
 
 def _show(
-    config: RunConfig,
-    tokenizer: Tokenizer,
     steps: Sequence[Step],
+    notes: list[str],
     options: Options,
+    tokenizer: Tokenizer,
     console: Console,
+    *,
+    by_token: bool,
 ) -> list[str]:
     splitter, eod = SpanSplitter(tokenizer), tokenizer.eod
     summary = summarize(steps, eod)
     warnings = warnings_of(steps, splitter, eod)
     # Whole tokens weigh 1; under the other reductions the weights only compare with each other.
-    by_token = config.loss.loss_reduction == "token"
     heaviest = max(summary.heaviest, 1.0) if by_token else summary.heaviest
-    chosen = [(step, _chosen(step, options)) for step in steps]
+    chosen = []
+    for step in steps:
+        own = [x for x in step.rows if x.dp_rank == options.rank and not x.is_padding.all()]
+        chosen.append((step, own[: max(0, options.max_rows)]))
     terminal = Terminal(console, splitter, eod, heaviest)
     for step, rows in chosen:
         terminal.print(f"step {step.iteration}, after {step.consumed} samples", "bold")
@@ -114,7 +284,13 @@ def _show(
     console.print(table(summary))
     for line in sentences(summary, steps):
         terminal.print(line)
-    notes = [*_notes(config), *_cuts(steps[0].cp_columns)]
+    if len(steps[0].cp_columns) > 1:
+        for rank, columns in enumerate(steps[0].cp_columns):
+            first, second = np.array_split(columns, 2)
+            notes.append(
+                f"context-parallel rank {rank} keeps columns {first[0]}–{first[-1]} and "
+                f"{second[0]}–{second[-1]} of each row"
+            )
     for note in notes:
         terminal.print(note)
     for warning in warnings:
@@ -122,53 +298,32 @@ def _show(
     if options.html is not None:
         title = f"Batches of step {options.step}, data-parallel rank {options.rank}"
         page = Page(splitter, eod, heaviest)
-        _write(options.html, page.render(title, chosen, summary, notes=notes, warnings=warnings))
+        text = page.render(title, chosen, summary, notes=notes, warnings=warnings)
+        try:
+            options.html.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"`--html` ({options.html}) cannot be written ({error.strerror}); give another "
+                "path."
+            ) from None
         terminal.print(f"wrote {options.html}")
     return warnings
 
 
-def _chosen(step: Step, options: Options) -> list[Row]:
-    """Return the first rows of the rank that hold more than padding."""
-    rows = [row for row in step.rows if row.dp_rank == options.rank and not row.is_padding.all()]
-    return rows[: max(0, options.max_rows)]
-
-
-def _notes(config: RunConfig) -> list[str]:
-    """Return what the rows themselves do not show."""
+def _notes(
+    training: TrainingConfig, loss: LossConfig, sft: SftConfig, data: DataConfig
+) -> list[str]:
     notes = []
-    if not config.section(SftConfig).sft and not config.section(DataConfig).reset_attention_mask:
+    if not sft.sft and not data.reset_attention_mask:
         notes.append(
             "attention and multi-token targets run through the ends of documents; "
             "`--reset-attention-mask` keeps them within"
         )
-    if not config.training.calculate_per_token_loss:
+    if not training.calculate_per_token_loss:
         notes.append("the loss is the mean of the micro-batches' own means, not a sum over N or D")
-    if config.loss.loss is not None:
+    if loss.loss is not None:
         notes.append(
-            f"the weights are those of `--loss` ({config.loss.loss}); what it sums over replicas "
+            f"the weights are those of `--loss` ({loss.loss}); what it sums over replicas "
             "is summed over one data-parallel rank here"
         )
     return notes
-
-
-def _cuts(cp_columns: Sequence[Ints]) -> list[str]:
-    """Return the columns of each context-parallel rank, which keeps two slices of each row."""
-    if len(cp_columns) == 1:
-        return []
-    lines = []
-    for rank, columns in enumerate(cp_columns):
-        first, second = np.array_split(columns, 2)
-        lines.append(
-            f"context-parallel rank {rank} keeps columns {first[0]}–{first[-1]} and "
-            f"{second[0]}–{second[-1]} of each row"
-        )
-    return lines
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"`--html` ({path}) cannot be written ({error.strerror}); give another path."
-        ) from None

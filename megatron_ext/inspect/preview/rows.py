@@ -28,8 +28,7 @@ class Provenance:
     Attributes:
         sample: its number in the split, from 0.
         source: its file, or the prefix of its dataset.
-        number: number of the conversation in its file, from 1; lines that were refused do not
-            count.
+        number: number of the conversation in its file, from 1, refused lines left out.
         cut: tokens that truncation took away.
     """
 
@@ -44,17 +43,16 @@ class Row:
     """One row of a micro-batch; s positions, K multi-token-prediction depths.
 
     Attributes:
-        dp_rank: the data-parallel rank that computes it.
-        microbatch: its micro-batch in the rank's step, from 0.
-        number: its place in the micro-batch, from 0.
+        dp_rank, microbatch, number: its data-parallel rank, its micro-batch in the rank's step and
+            its place in the micro-batch, from 0.
         tokens, labels, positions: ``[s]``.
         weights: weights of the labels in the loss, after the reduction, ``[s]``.
         samples: number of the sample at each position, -1 in padding, ``[s]``; None where a row is
             cut from a stream of documents.
         reaches: a position's attention reaches the position before it, ``[s]``; False at 0.
         mtp_labels, mtp_weights: ``[K, s]``.
-        provenance: where the row comes from, if it comes from one place.
-        sample_provenance: where the row's samples come from, by number.
+        provenance, sample_provenance: where the row comes from, if it comes from one place, and
+            where its samples do, by number.
     """
 
     dp_rank: int
@@ -73,7 +71,6 @@ class Row:
 
     @property
     def size(self) -> int:
-        """Return the number of positions s."""
         return len(self.tokens)
 
     @property
@@ -114,13 +111,11 @@ class Document:
     """A document of a row; n tokens.
 
     Attributes:
-        row: the row that holds it.
         number: its place in the row, from 1.
         start, end: columns that it takes; ``end`` is past the last. Equal where the row ends just
             before the document, so that only its first token is predicted.
         is_given: the first token is read only, not predicted.
         is_last: the row predicts one more token of it than it reads.
-        provenance: where it comes from.
     """
 
     row: Row
@@ -138,7 +133,6 @@ class Document:
 
     @cached_property
     def ids(self) -> Ints:
-        """Return the ids of its tokens, ``[n]``."""
         ids = self.row.labels[self.columns - 1]
         if self.is_given:
             ids[0] = self.row.tokens[self.start]
@@ -160,7 +154,6 @@ class Document:
 
     @property
     def targets(self) -> Floats:
-        """Return the weights of the tokens that are predicted."""
         return self.weights[1:] if self.is_given else self.weights
 
     @property
@@ -169,13 +162,9 @@ class Document:
         return int(np.count_nonzero(self.targets))
 
     def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
-        """Return what the positions of the document learn at a depth, and how much it weighs.
+        """Return the ids ``[n]`` that positions learn at a depth, else -1, and their weights.
 
-        Args:
-            depth: from 1; a position learns the token ``depth + 1`` further on.
-
-        Returns:
-            Ids, -1 where there is none to learn, and weights; ``[n]`` each.
+        A position learns the token ``depth + 1`` further on.
         """
         inside = self.columns < self.end
         columns = np.minimum(self.columns, self.row.size - 1)
@@ -202,12 +191,18 @@ def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
 def documents_of(row: Row, eod: int) -> list[Document]:
     """Return the documents of a row in order, without padding.
 
-    Args:
-        row: the whole row.
-        eod: id that ends a document in a stream; rows of conversations know theirs by the samples.
+    ``eod`` ends a document in a stream; rows of conversations know theirs by the samples. The last
+    label of a stream may begin a document by itself.
     """
     if row.samples is None:
-        return _of_stream(row, eod)
+        tokens = torch.from_numpy(np.append(row.tokens, row.labels[-1])).unsqueeze(0)
+        numbers = documents_of_tokens(tokens, eod)[0].numpy()
+        starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
+        ends = [*starts[1:], row.size]
+        return [
+            Document(row, i + 1, start, end, start == 0, i == len(starts) - 1, row.provenance)
+            for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
     edges = np.flatnonzero(np.diff(row.samples)) + 1
     bounds = [0, *edges.tolist(), row.size]
     found: list[Document] = []
@@ -217,15 +212,3 @@ def documents_of(row: Row, eod: int) -> list[Document]:
             provenance = row.sample_provenance.get(sample)
             found.append(Document(row, len(found) + 1, start, end, True, True, provenance))
     return found
-
-
-def _of_stream(row: Row, eod: int) -> list[Document]:
-    """Cut a stream into documents; the last label may begin a document by itself."""
-    stream = torch.from_numpy(np.append(row.tokens, row.labels[-1])).unsqueeze(0)
-    numbers = documents_of_tokens(stream, eod)[0].numpy()
-    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
-    ends = [*starts[1:], row.size]
-    return [
-        Document(row, i + 1, start, end, start == 0, i == len(starts) - 1, row.provenance)
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
-    ]

@@ -18,13 +18,7 @@ NEAR = 3
 
 @dataclass
 class Share:
-    """The part that one source, or all together, put into the steps.
-
-    Attributes:
-        documents: parts of documents, as the rows cut them.
-        trained, untrained: tokens that are predicted with and without a weight.
-        weight: sum of the weights.
-    """
+    """Documents, as rows cut them, and tokens predicted with and without a weight."""
 
     documents: int = 0
     trained: int = 0
@@ -33,11 +27,9 @@ class Share:
 
     @property
     def targets(self) -> int:
-        """Return the number of tokens that are predicted."""
         return self.trained + self.untrained
 
     def add(self, document: Document) -> None:
-        """Count a document."""
         targets = document.targets
         self.documents += 1
         self.trained += document.trained
@@ -69,22 +61,15 @@ class Summary:
 
     @property
     def filled(self) -> float:
-        """Return the share of the positions that hold a token."""
         return 1 - self.padding / self.positions if self.positions else 0.0
 
 
 def source_of(document: Document) -> str:
-    """Return the file or prefix of a document."""
     return "unknown" if document.provenance is None else document.provenance.source
 
 
 def summarize(steps: Sequence[Step], eod: int) -> Summary:
-    """Count what the steps hold.
-
-    Args:
-        steps: the drawn steps.
-        eod: id that ends a document in a stream.
-    """
+    """Count what the steps hold, where an id ends documents in a stream."""
     found = Summary()
     for row in (row for step in steps for row in step.rows):
         documents = documents_of(row, eod)
@@ -103,7 +88,6 @@ def summarize(steps: Sequence[Step], eod: int) -> Summary:
 
 
 def table(summary: Summary) -> Table:
-    """Return trained, untrained and padding tokens, a line for each source and one for all."""
     shown = Table(COLUMNS[0], title="what the loss trains", title_justify="left")
     for name in COLUMNS[1:]:
         shown.add_column(name, justify="right")
@@ -115,19 +99,12 @@ def table(summary: Summary) -> Table:
 
 
 def cells(share: Share) -> list[str]:
-    """Return a line of the table, without its name."""
     percent = f"{100 * share.trained / share.targets:.1f}" if share.targets else "-"
-    return [
-        f"{share.documents:,}",
-        f"{share.trained:,}",
-        f"{share.untrained:,}",
-        percent,
-        f"{share.weight:,.6g}",
-    ]
+    counts = [f"{count:,}" for count in (share.documents, share.trained, share.untrained)]
+    return [*counts, percent, f"{share.weight:,.6g}"]
 
 
 def sentences(summary: Summary, steps: Sequence[Step]) -> list[str]:
-    """Return the other totals, one on a line."""
     found = [
         f"{summary.rows:,} rows, {summary.empty_rows:,} of them empty; {summary.positions:,} "
         f"positions, {100 * summary.filled:.1f}% filled, {summary.padding:,} padding"
@@ -146,7 +123,6 @@ def sentences(summary: Summary, steps: Sequence[Step]) -> list[str]:
 
 
 def name_of(document: Document) -> str:
-    """Return where a document can be found."""
     provenance = document.provenance
     if provenance is None:
         return f"document {document.number} of its row"
@@ -155,39 +131,30 @@ def name_of(document: Document) -> str:
 
 
 def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list[str]:
-    """Return one sentence for each suspicion, with how often and a first example.
-
-    Args:
-        steps: the drawn steps.
-        splitter: of the tokenizer, for names of tokens.
-        eod: id that ends a document in a stream.
-    """
+    """Return one sentence for each suspicion, with how often and a first example."""
     rows = [(step, row, documents_of(row, eod)) for step in steps for row in step.rows]
     conversations = [
         document for _, row, found in rows if row.samples is not None for document in found
     ]
+
+    def place(step: Step, row: Row) -> str:
+        return f"step {step.iteration}, rank {row.dp_rank}, micro-batch {row.microbatch + 1}"
+
     masked = [
-        f"step {step.iteration}, rank {row.dp_rank}, micro-batch {row.microbatch + 1}, "
-        f"row {row.number + 1}"
+        f"{place(step, row)}, row {row.number + 1}"
         for step, row, found in rows
         if found and not row.weights.any()
     ]
-    found = [
+    return [
         *_some(masked, "rows train no token at all", "they cost compute and teach nothing"),
         *_of_conversations(conversations),
         *_turn_ends(conversations, splitter),
+        *_some(
+            [place(step, row) for step, row, _ in rows if _crosses(row)],
+            "rows have attention or a multi-token target that crosses into another document",
+            "this is a fault of the data loader",
+        ),
     ]
-    crossing = [_place(step, row) for step, row, _ in rows if _crosses(row)]
-    found += _some(
-        crossing,
-        "rows have attention or a multi-token target that crosses into another document",
-        "this is a fault of the data loader",
-    )
-    return found
-
-
-def _place(step: Step, row: Row) -> str:
-    return f"step {step.iteration}, rank {row.dp_rank}, micro-batch {row.microbatch + 1}"
 
 
 def _some(examples: Sequence[str], what: str, advice: str) -> Iterator[str]:
@@ -247,10 +214,7 @@ def _turn_ends(documents: Sequence[Document], splitter: SpanSplitter) -> Iterato
 
 
 def _crosses(row: Row) -> bool:
-    """Return whether attention or a target crosses from one document into the next.
-
-    Rows of one sample each have no attention mask; then only their padding follows them.
-    """
+    """Return whether attention or a target crosses from one document into the next."""
     if row.samples is not None:
         both = (row.samples[1:] >= 0) & (row.samples[:-1] >= 0)
         if (both & (row.samples[1:] != row.samples[:-1]) & row.reaches[1:]).any():

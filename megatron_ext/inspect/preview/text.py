@@ -14,7 +14,6 @@ import math
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.cells import cell_len
@@ -23,15 +22,14 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
+from megatron_ext.data.samplers import Ints
 from megatron_ext.inspect.preview.rows import Document, Floats, Row, documents_of
-
-if TYPE_CHECKING:
-    from megatron_ext.data.samplers import Ints
-    from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
 
 LONGEST = 8
 """Tokens that make one character, at most; a character takes at most 4 bytes."""
 
+_SHOWN = {"\n": "↵", "\t": "⇥"}
 _UNKNOWN = "\ufffd"
 _HIDDEN = frozenset("Cc Cf Co Cs Cn Zl Zp".split())
 
@@ -56,8 +54,6 @@ class TokenSpan:
 
 
 class SpanSplitter:
-    """Cuts ids of one tokenizer into spans."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         controls = set(tokenizer.control_texts())
@@ -74,16 +70,10 @@ class SpanSplitter:
         return self._special[token]
 
     def text_of(self, token: int) -> str:
-        """Return the text of one token, for a sentence."""
         return self.split([token], [0.0])[0].text
 
     def split(self, ids: Sequence[int], weights: Sequence[float]) -> list[TokenSpan]:
-        """Return the spans of neighbouring tokens.
-
-        Args:
-            ids: ``[n]``.
-            weights: ``[n]``, NaN where a token is only read.
-        """
+        """Return the spans of neighbouring tokens; a weight is NaN where a token is only read."""
         found: list[TokenSpan] = []
         before: tuple[int, ...] = ()
         first = 0
@@ -136,20 +126,15 @@ def _alike(one: float, other: float) -> bool:
 
 
 def _number(token: int) -> str:
-    """Show a token that has no text."""
     return f"⟨{token}⟩"
 
 
 def visible(text: str) -> str:
     """Escape control characters and invisible ones, and show newlines as ↵."""
-    return "".join(_visible(character) for character in text)
+    return "".join(_SHOWN.get(character) or _visible(character) for character in text)
 
 
 def _visible(character: str) -> str:
-    if character == "\n":
-        return "↵"
-    if character == "\t":
-        return "⇥"
     if unicodedata.category(character) not in _HIDDEN:
         return character
     code = ord(character)
@@ -165,19 +150,13 @@ _LIGHTEST, _FULL = (200, 180, 60), (40, 200, 90)  # a small weight is yellow, a 
 
 
 def grade(weight: float, heaviest: float) -> int:
-    """Return the shade of a weight among `GRADES`, 0 only for a weight of 0.
-
-    Args:
-        weight: the weight of a token.
-        heaviest: the weight that has the strongest shade.
-    """
+    """Return the shade of a weight among `GRADES`, 0 only for a weight of 0."""
     if not weight > 0:
         return 0
     return min(GRADES, max(1, math.ceil(GRADES * weight / max(heaviest, 1e-30) - 1e-6)))
 
 
 def style_of(span: TokenSpan, heaviest: float) -> Style:
-    """Return the colours of a span."""
     if math.isnan(span.weight):
         return Style(dim=True, underline=True)
     shade = grade(span.weight, heaviest)
@@ -191,7 +170,6 @@ def style_of(span: TokenSpan, heaviest: float) -> Style:
 
 
 def describe(document: Document) -> str:
-    """Return the header of a document."""
     words = [f"document {document.number}"]
     provenance = document.provenance
     if provenance is not None:
@@ -210,7 +188,6 @@ def describe(document: Document) -> str:
 
 
 def describe_row(row: Row) -> str:
-    """Return the header of a row."""
     padding = int(row.is_padding.sum())
     return (
         f"data-parallel rank {row.dp_rank} · micro-batch {row.microbatch + 1} · "
@@ -223,8 +200,6 @@ class Terminal:
     """Prints rows.
 
     Args:
-        console: rich's console; its width and its colours are used.
-        splitter: cuts the tokens into spans.
         eod: id that ends a document in a stream.
         heaviest: weight of the strongest green.
     """
@@ -239,7 +214,6 @@ class Terminal:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def row(self, row: Row) -> None:
-        """Print one row with its documents."""
         self._console.print(Rule(Text(describe_row(row)), align="left"))
         for document in documents_of(row, self._eod):
             self.print(describe(document), "bold cyan")

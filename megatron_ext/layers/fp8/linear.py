@@ -17,20 +17,17 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_ext.device.streams import HostCopy
+from megatron_ext.device import HostCopy
 from megatron_ext.layers.fp8.matrices import Quantized, product
 from megatron_ext.layers.fp8.scaling import DelayedScaling, Role, Scaling
 from megatron_ext.layers.weight_gradients import LinearCall, gradient_placeholder
 
 
 def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """Return the layer's output ``[s, b, out/tp]``.
+    """Return the layer's output ``[s, b, out/tp]`` for a weight ``[out, in]`` on this rank.
 
-    Args:
-        input: ``[s, b, in]`` as the layer's products take it, or ``[s/tp, b, in]`` under sequence
-            parallelism; any number of dimensions before the last.
-        weight: ``[out, in]`` on this rank.
-        bias: ``[out]``.
+    The input is ``[s, b, in]`` as the layer's products take it, or ``[s/tp, b, in]`` under sequence
+    parallelism, with any number of dimensions before the last; the bias ``[out]``.
     """
     trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
@@ -107,12 +104,10 @@ def _entered(input: Tensor, call: LinearCall, trains: bool) -> tuple[Quantized, 
 def _weight_gradient(
     call: LinearCall, flat: Tensor, gradient: Quantized | None, kept: list[Tensor]
 ) -> Callable[[torch.dtype], Tensor]:
-    """Return a function that computes the gradient ``[out, in]`` of the weight in a given dtype.
+    """Return a function that computes the weight's gradient ``[out, in]`` in a given dtype.
 
-    Args:
-        flat: gradient of the output, ``[tokens, out]``.
-        gradient: its transpose in 8 bits; None without ``--fp8-wgrad``.
-        kept: what `_entered` kept.
+    ``gradient`` is the transpose of ``flat``, the gradient ``[tokens, out]`` of the output, in 8
+    bits; None without ``--fp8-wgrad``. ``kept`` is what `_entered` kept.
     """
 
     def from_values(dtype: torch.dtype) -> Tensor:
@@ -154,11 +149,8 @@ class KeptWeights:
     Within `kept` a layer casts its weight at its first use, as it is and transposed, for all
     micro-batches, chunks and recomputations. This takes 2 bytes for each parameter of an 8-bit
     layer in addition to the bfloat16 weight. They are given back before the optimizer updates the
-    weights, so that they never meet its temporary memory, and an average that is swapped in for an
-    evaluation never meets them. Outside of `kept` a layer casts its weight whenever it needs it.
-
-    Args:
-        chunks: model chunks, with or without wrappers; without 8-bit layers nothing is kept.
+    weights, so that they never meet its temporary memory, nor the average swapped in for an
+    evaluation. Outside of `kept` a layer casts its weight whenever it needs it.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -182,20 +174,10 @@ class AmaxHistories:
     """The delayed scalings of a rank's model chunks; none with other recipes."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._scalings = [
-            module
-            for chunk in chunks
-            for module in chunk.modules()
-            if isinstance(module, DelayedScaling)
-        ]
+        modules = (module for chunk in chunks for module in chunk.modules())
+        self.scalings = [module for module in modules if isinstance(module, DelayedScaling)]
+        """All of them, in an order that is the same on all ranks of a pipeline stage."""
         self._asked: tuple[list[DelayedScaling], HostCopy] | None = None
-
-    @property
-    def scalings(self) -> list[DelayedScaling]:
-        """Return the scalings in the order of the modules, the same on all ranks of a pipeline
-        stage.
-        """
-        return self._scalings
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -205,28 +187,20 @@ class AmaxHistories:
         layers, and each expert's on those that hold the expert. A tensor that was nothing but
         zeros, or not finite, leaves its history as it is, and so its scale.
         """
-        self._learn()
+        if self._asked is not None:
+            scalings, answer = self._asked
+            self._asked = None
+            for scaling, whole in zip(scalings, answer.read(), strict=True):
+                scaling.has_history |= bool(whole)
         for experts in (False, True):
-            scalings = [x for x in self._scalings if x.parts.may_idle == experts]
+            scalings = [x for x in self.scalings if x.parts.may_idle == experts]
             if scalings:
                 _advance(scalings)
-        self._ask()
-
-    def _ask(self) -> None:
-        """Ask which layers have whole histories, without waiting for the device."""
-        lacking = [x for x in self._scalings if not (x.has_history or x.parts.may_idle)]
+        # Which layers have whole histories is read in the next step, to not wait for the device.
+        lacking = [x for x in self.scalings if not (x.has_history or x.parts.may_idle)]
         if lacking:
             histories = torch.stack([scaling.amax_history for scaling in lacking])
             self._asked = lacking, HostCopy(histories.any(dim=1).all(dim=1))
-
-    def _learn(self) -> None:
-        """Read the answer of the step before."""
-        if self._asked is None:
-            return
-        scalings, answer = self._asked
-        self._asked = None
-        for scaling, whole in zip(scalings, answer.read(), strict=True):
-            scaling.has_history |= bool(whole)
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:

@@ -43,7 +43,7 @@ from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config.rules.fp8 import UNIT
+from megatron_ext.config.rules.precision import UNIT
 from megatron_ext.layers.compiled import compiled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -54,12 +54,10 @@ GRADIENT_FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix that is ``values / scale``.
+    """A contiguous matrix ``[m, k]`` in an 8-bit format that is ``values / scale``.
 
-    Attributes:
-        values: ``[m, k]`` in an 8-bit format, contiguous.
-        scale: float32; ``[]`` for the whole matrix, ``[m, 1]`` for its rows or ``[1, k]`` for its
-            columns.
+    The float32 scale is ``[]`` for the whole matrix, ``[m, 1]`` for its rows or ``[1, k]`` for its
+    columns.
     """
 
     values: Tensor
@@ -85,10 +83,7 @@ class Quantized:
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x * scale`` in an 8-bit format, contiguous; what is beyond its range is cut off.
 
-    Args:
-        x: any floating-point matrix ``[m, k]``.
-        scale: float32 ``[]``, ``[m, 1]`` or ``[1, k]``; NaN gives NaN.
-        dtype: the format; rounds to nearest even.
+    The scale of ``[m, k]`` is float32 ``[]``, ``[m, 1]`` or ``[1, k]``; NaN gives NaN.
     """
     limit = torch.finfo(dtype).max
     # A scale without dimensions would not raise the product of 16-bit numbers to float32.
@@ -100,7 +95,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def turned(values: Tensor) -> Tensor:
     """Return the transpose ``[k, m]`` of 8-bit values ``[m, k]``, contiguous.
 
-    A product sums over m, which on a GPU must divide by 16, so columns of zeros fill it up.
+    Columns of zeros fill it up, since a product on a GPU sums over a multiple of 16.
     """
     missing = -values.size(0) % UNIT
     if missing:
@@ -109,12 +104,10 @@ def turned(values: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, along: int | None = None) -> Tensor:
-    """Return the largest magnitude, in float32; 0 of nothing, NaN where there is one.
+    """Return the largest magnitude of ``[m, k]`` in float32; 0 of nothing, NaN where there is one.
 
-    Args:
-        x: a matrix ``[m, k]``.
-        along: None for one of all numbers, ``[]``; 1 for one of each row, ``[m, 1]``; 0 for one of
-            each column, ``[1, k]``.
+    ``along`` None gives one of all numbers, ``[]``; 1 one of each row, ``[m, 1]``; 0 one of each
+    column, ``[1, k]``.
     """
     if not x.numel():
         shape = [] if along is None else [1 if d == along else n for d, n in enumerate(x.shape)]
@@ -127,11 +120,8 @@ def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
     """Return what brings magnitudes of up to ``amax`` to a format's largest number over 2^margin.
 
     This is Transformer Engine's formula, ``limit / amax / 2^margin``. Nothing but zeros has the
-    scale 1. What holds an infinity or a NaN has the scale NaN: it gives NaN wherever it goes, as
-    without quantization, and the step is skipped.
-
-    Args:
-        amax: float32, at least 0, of any shape.
+    scale 1. An infinity or a NaN has the scale NaN: it gives NaN wherever it goes, as without
+    quantization, and the step is skipped.
     """
     scale = limit / amax / 2.0**margin
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
@@ -143,13 +133,12 @@ Wanted = Literal["rows", "columns", "both"]
 
 
 class Pass(NamedTuple):
-    """Results of a pass over a matrix ``[m, k]``.
+    """Results of a pass over a matrix ``[m, k]``; what is not wanted is None.
 
     Attributes:
         number: scale or largest magnitude; float32 ``[]``, ``[m, 1]`` or ``[1, k]``.
-        rows: ``[m, k]`` in 8 bits; None unless wanted.
-        columns: the transpose ``[k, m]``, with columns of zeros up to a multiple of 16; None unless
-            wanted.
+        rows: ``[m, k]`` in 8 bits.
+        columns: the transpose ``[k, m]``, with columns of zeros up to a multiple of 16.
     """
 
     number: Tensor
@@ -160,12 +149,7 @@ class Pass(NamedTuple):
 def quantize(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, along: int | None, wanted: Wanted
 ) -> Pass:
-    """Scale by the matrix's largest magnitudes, and cast; the number of the pass is the scale.
-
-    Args:
-        x: ``[m, k]``.
-        amax: what `largest` returns; None to find it here.
-    """
+    """Cast ``[m, k]`` by its largest magnitudes, found here if None; the number is the scale."""
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
     return Pass(scale, *_layouts(x, scale, dtype, wanted))
@@ -191,13 +175,10 @@ def _layouts(
 
 
 class Function:
-    """A pure function of a matrix, which is compiled where the matrix lies on a GPU.
+    """A pure function of a matrix, its first argument, which is compiled where it lies on a GPU.
 
     It is compiled once for each shape, since a kernel that knows its lengths writes a transpose
     faster, or with the number of rows left open where that differs from step to step.
-
-    Args:
-        function: its first argument is the matrix.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -214,17 +195,12 @@ QUANTIZE_WITH = Function(quantize_with)
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Return ``a b^T``, summed in float32, ``[m, n]``.
+    """Return ``a b^T`` of ``[m, k]`` and ``[n, k]``, summed in float32, ``[m, n]``.
 
     A GPU uses ``torch._scaled_mm``, a CPU the same arithmetic step by step: products of 8-bit
-    numbers are exact in float32, so only the order of the sums differs. The layout of the arguments
-    is checked on both.
-
-    Args:
-        a: ``[m, k]``; may be in e5m2.
-        b: ``[n, k]`` in e4m3.
-        fast: sum in the tensor cores' fewer bits, as Transformer Engine does in forward passes;
-            without effect on a CPU.
+    numbers are exact in float32, so only the order of the sums differs. The layout is checked on
+    both. ``a`` may be in e5m2, ``b`` is in e4m3. ``fast`` sums in the tensor cores' fewer bits, as
+    Transformer Engine does in forward passes.
 
     Raises:
         ValueError: matrices or scales that `check_layout` refuses.
@@ -260,13 +236,7 @@ def check_layout(
     """Refuse what ``torch._scaled_mm`` could not multiply on some GPU.
 
     The rules are the strictest of ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6
-    to 2.13.
-
-    Args:
-        a: ``[m, k]``, row by row.
-        b: ``[k, n]``, column by column.
-        scale_a: what brings a back, float32; ``[]``, or ``[m, 1]`` for its rows.
-        scale_b: ``[]`` or ``[1, n]``.
+    to 2.13, for ``[m, k]`` row by row and ``[k, n]`` column by column.
 
     Raises:
         ValueError: the rule that is broken.

@@ -42,11 +42,8 @@ class Role(IntEnum):
 class Parts:
     """Which ranks hold the other parts of what a scale covers; None where it is whole.
 
-    Args:
-        cuts_input: the layer is row-parallel, so the input's features are cut; otherwise the
-            output's are.
-        cuts_sequence: the input comes cut along the sequence (sequence parallelism).
-        varies: the number of tokens differs from product to product.
+    A row-parallel layer cuts the input's features, others the output's. Sequence parallelism cuts
+    the sequence. ``varies`` says that the number of tokens differs from product to product.
     """
 
     may_idle: ClassVar[bool] = False
@@ -75,15 +72,11 @@ class Parts:
         return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
 
     def of_rows(self, role: Role) -> ProcessGroup | None:
-        """Return the ranks for one scale of each row: of a token, or of an output feature of the
-        weight.
-        """
+        """Return the ranks for one scale of each row: a token, or a feature of the output."""
         return _if_several(self._pgs.tp) if self._cuts_features(role) else None
 
     def of_columns(self, role: Role) -> ProcessGroup | None:
-        """Return the ranks for one scale of each column: over all tokens, or of an input
-        feature.
-        """
+        """Return the ranks for one scale of each column: over all tokens, or an input feature."""
         if role is Role.WEIGHT:
             return None if self._cuts_input else _if_several(self._pgs.tp)
         cut = role is Role.INPUT and self._cuts_sequence
@@ -93,7 +86,7 @@ class Parts:
         return self._cuts_input if role is not Role.GRADIENT else not self._cuts_input
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups over which the largest magnitudes of a step are completed, in order.
+        """Return the groups, in order, that complete the largest magnitudes of a step.
 
         Together they hold all ranks with parts or copies of the layer.
         """
@@ -143,12 +136,7 @@ def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """A matrix as it is and transposed.
-
-    Attributes:
-        rows: ``[m, k]``, to be summed along k.
-        columns: ``[k, m]``, to be summed along m; None unless wanted.
-    """
+    """A matrix ``[m, k]`` as it is, to be summed along k, and its transpose, None unless wanted."""
 
     rows: Quantized
     columns: Quantized | None
@@ -183,20 +171,14 @@ class Scaling(torch.nn.Module):
         return self.pair(x, role, columns=False).rows
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
-        """Return the transpose ``[k, m]`` of a matrix ``[m, k]`` in 8 bits, to be summed along m.
-
-        ``scale`` is what `rows` gave the same matrix.
-        """
+        """Return the transpose ``[k, m]`` of ``[m, k]`` in 8 bits, with the scale of its rows."""
         _, _, turned = QUANTIZE_WITH(
             x, scale, self.formats[role], "columns", varies=self.parts.varies
         )
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return a matrix ``[m, k]`` whose transpose is what `columns` would give.
-
-        ``rows`` is what the method `rows` gave the same matrix.
-        """
+        """Return ``[m, k]``, whose `rows` are given, with the scales of its `columns`."""
         return rows
 
     def weight(self, weight: Tensor) -> Pair:
@@ -208,10 +190,7 @@ class Scaling(torch.nn.Module):
         return self.kept_weight
 
     def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
-        """Return the transpose of the layer's weight ``[out, in]``, for a backward pass.
-
-        ``scale`` is the scale of its rows in the forward pass.
-        """
+        """Return the transpose of the weight ``[out, in]``, with the scale of its rows."""
         if self.kept_weight is not None and self.kept_weight.columns is not None:
             return self.kept_weight.columns
         return self.columns(weight, Role.WEIGHT, scale)

@@ -33,14 +33,7 @@ LLAMA3_CONSTANTS = {
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A model as its config.json describes it.
-
-    Attributes:
-        family: ``model_type`` of the file.
-        raw: content of the file.
-        fields: values of `ModelConfig` that describe the model.
-        vocab_size: rows of the embedding.
-    """
+    """A model as its config.json describes it, and as fields of `ModelConfig` do."""
 
     family: str
     raw: dict[str, Any]
@@ -55,15 +48,11 @@ def read_model(folder: Path) -> HuggingFaceModel:
         CheckpointError: the file is missing, or our flags cannot describe the model.
     """
     path = folder / "config.json"
-    raw = read_settings(path, "give a folder of a Hugging Face model.")
-    return understand(raw, path)
+    return understand(read_settings(path, "give a folder of a Hugging Face model."), path)
 
 
 def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
-    """Return the model that the content of a config.json describes.
-
-    Args:
-        path: place of the content, for messages.
+    """Return the model that the content of a config.json, which lies at ``path``, describes.
 
     Raises:
         CheckpointError: our flags cannot describe the model.
@@ -76,12 +65,8 @@ def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
         )
     values = _with_defaults(path, raw)
     _refuse_what_is_not_here(path, raw, values)
-    return HuggingFaceModel(
-        family=family,
-        raw=raw,
-        fields=_fields(path, family, values),
-        vocab_size=int(values["vocab_size"]),
-    )
+    fields = _fields(path, family, values)
+    return HuggingFaceModel(family, raw, fields, int(values["vocab_size"]))
 
 
 def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +141,7 @@ def _fields(path: Path, family: str, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def _rotary_fields(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the rotary positions.
-
-    transformers 4 keeps the base beside the scaling, and transformers 5 keeps it within.
-    """
+    # transformers 4 keeps the base beside the scaling, and transformers 5 keeps it within.
     scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     base = scaling.get("rope_theta", values.get("rope_theta"))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -191,23 +173,15 @@ def words_of(fields: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for flag in flags_of("model", ModelConfig):
         value = fields.get(flag.field, flag.default)
-        if value == flag.default:
-            continue
-        words.append(flag.shown)
-        if flag.type is not bool:
-            words.append(str(value))
+        if value != flag.default:
+            words += [flag.shown] if flag.type is bool else [flag.shown, str(value)]
     return words
 
 
 def config_json(
     model: ModelConfig, *, vocab_size: int, dtype: str, like: HuggingFaceModel | None
 ) -> dict[str, Any]:
-    """Return the config.json of one of our models.
-
-    Args:
-        vocab_size: rows of the embedding to write.
-        dtype: dtype of the tensors to write.
-        like: a model whose family, token ids and other entries are kept.
+    """Return the config.json of one of our models, with the other entries of a model like it.
 
     Raises:
         CheckpointError: a model that is no llama, mistral, qwen2 or qwen3, or not like ``like``.
@@ -255,7 +229,6 @@ _ALIKE = (
 
 
 def _family(model: ModelConfig, like: HuggingFaceModel | None) -> str:
-    """Return the kind of model to export as."""
     required = {
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
@@ -268,9 +241,9 @@ def _family(model: ModelConfig, like: HuggingFaceModel | None) -> str:
     }
     for name, value in required.items():
         if getattr(model, name) != value:
-            flag = f"--{name.replace('_', '-')}"
             raise CheckpointError(
-                f"The checkpoint's `{flag}` is {getattr(model, name)!r}, but Hugging Face's "
+                f"The checkpoint's `--{name.replace('_', '-')}` is {getattr(model, name)!r}, but "
+                "Hugging Face's "
                 f"{', '.join(FAMILIES)} have {value!r}; it cannot be exported as one of them."
             )
     if like is not None:

@@ -6,7 +6,6 @@ One copy of the weights is in memory, and beside it the tensors of one file or o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm
 
-from megatron_ext.checkpoint.averages import PREFIX, holds_averages
-from megatron_ext.checkpoint.conversion import (
-    PRECISIONS,
-    one_rank,
-    only_dtype,
-    refuse_checkpoints,
-    save_imported,
-)
+from megatron_ext.checkpoint import conversion, safetensors_files
 from megatron_ext.checkpoint.files import standing_folder_of
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.safetensors_files import (
-    Converted,
-    TensorFolder,
-    check_target,
-    torch_dtype,
-    write_folder,
-)
+from megatron_ext.checkpoint.state import PREFIX, holds_averages
 from megatron_ext.checkpoint.stored import choose, read_run_config
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config.parser import parse_args
@@ -89,7 +75,6 @@ class Export:
     Attributes:
         load: folder of checkpoints.
         target: new folder for config.json and safetensors.
-        step: iteration; None takes the latest.
         like: Hugging Face folder whose config.json and tokenizer files are followed.
         dtype: dtype to write; None keeps the checkpoint's.
         vocab_size: rows of the vocabulary to write; None takes those of ``like``, then those of the
@@ -109,17 +94,13 @@ class Export:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer and of generation in a folder, sorted."""
     return sorted(
         {path for form in TOKENIZER_FILES for path in folder.glob(form) if path.is_file()}
     )
 
 
 def export_model(order: Export) -> list[str]:
-    """Write a checkpoint as a Hugging Face model.
-
-    Returns:
-        Notes about choices that a user may not expect.
+    """Write a checkpoint as a Hugging Face model; return notes on what a user may not expect.
 
     Raises:
         CheckpointError: a model that is no llama, mistral, qwen2 or qwen3, or a folder that cannot
@@ -127,40 +108,39 @@ def export_model(order: Export) -> list[str]:
     """
     stored = read_run_config(order.load, order.step)
     config = _stored_run(order, stored)
-    like = _like(order, stored)
-    vocab_size, notes = _vocab_size(order, config, like)
-    check_target(order.target)
-    dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(config.precision)
-    content = config_json(
-        config.model,
-        vocab_size=vocab_size,
-        dtype=str(dtype).removeprefix("torch."),
-        like=like,
+    like, raw = None, (stored.get(ORIGIN) or {}).get(ORIGIN_CONFIG)
+    if order.like is not None:
+        like = read_model(order.like)
+    elif raw is not None:
+        like = understand(raw, order.load / "run_config.json")
+    vocab_size, notes = _vocab_size(order, config.model.padded_vocab_size or 0, like)
+    safetensors_files.check_target(order.target)
+    dtype = (
+        safetensors_files.torch_dtype(order.dtype)
+        if order.dtype
+        else params_dtype(config.precision)
     )
-    with one_rank(config.training.seed) as context:
+    content = config_json(
+        config.model, vocab_size=vocab_size, dtype=str(dtype).removeprefix("torch."), like=like
+    )
+    with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         _check_nothing_is_lost(order, chunk)
-        weights = _load(order, config, context, chunk)
-        write_folder(
+        # Averaged weights are fp32, whatever the model's dtype.
+        ema = ShardedEMA([chunk], None) if order.ema else None
+        manager = CheckpointManager(config.checkpoint, context)
+        manager.load(model=[chunk], optimizer=None, scheduler=None, ema=ema)
+        averages = {} if ema is None else dict(ema.gathered())
+        parameters = chunk.named_parameters()
+        weights = {name: averages.get(value, value).detach() for name, value in parameters}
+        safetensors_files.write_folder(
             order.target,
-            converted(weights, row_shape(config), vocab_size=vocab_size, dtype=dtype),
+            converted(weights, row_shape(config.model), vocab_size=vocab_size, dtype=dtype),
             content,
             copied=() if order.like is None else tokenizer_files(order.like),
             max_shard_size=order.max_shard_size,
         )
     return notes
-
-
-def _load(
-    order: Export, config: RunConfig, context: ParallelContext, chunk: Any
-) -> dict[str, Tensor]:
-    """Load the weights to export, by name; averaged ones are fp32 whatever the model's dtype."""
-    ema = ShardedEMA([chunk], None) if order.ema else None
-    manager = CheckpointManager(config.checkpoint, context)
-    manager.load(model=[chunk], optimizer=None, scheduler=None, ema=ema)
-    averages = {} if ema is None else dict(ema.gathered())
-    parameters = chunk.named_parameters()
-    return {name: averages.get(weight, weight).detach() for name, weight in parameters}
 
 
 def build_bare(config: RunConfig, context: ParallelContext) -> Any:
@@ -176,22 +156,20 @@ def build_bare(config: RunConfig, context: ParallelContext) -> Any:
 
 def converted(
     weights: dict[str, Tensor], shape: RowShape, *, vocab_size: int, dtype: torch.dtype
-) -> Converted:
+) -> safetensors_files.Converted:
     """Return our whole parameters as tensors of transformers, without padding of the vocabulary."""
-
-    def read(names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: weights[name] for name in names}
 
     def convert(name: str, parameter: Tensor) -> dict[str, Tensor]:
         parts = to_hf(name, parameter, shape)
         return {n: part[:vocab_size] if n in VOCABULARY else part for n, part in parts.items()}
 
     shapes = {name: weight.shape for name, weight in weights.items()}
-    return Converted(shapes, read, convert, dtype)
+    return safetensors_files.Converted(
+        shapes, lambda names: {x: weights[x] for x in names}, convert, dtype
+    )
 
 
 def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
-    """Return the configuration that loads only the weights on one rank."""
     if (stored.get("moe") or {}).get("num_experts"):
         raise CheckpointError(
             f"`--load` ({order.load}) holds a model with `--num-experts`, which cannot be "
@@ -206,18 +184,7 @@ def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
     return parse_args(words, TEXT, world_size=1, device="cpu", checkpoint_config=stored).config
 
 
-def _like(order: Export, stored: dict[str, Any]) -> HuggingFaceModel | None:
-    """Return the model to follow: the one that the user gives, or the one that was imported."""
-    if order.like is not None:
-        return read_model(order.like)
-    raw = (stored.get(ORIGIN) or {}).get(ORIGIN_CONFIG)
-    return None if raw is None else understand(raw, order.load / "run_config.json")
-
-
-def _vocab_size(
-    order: Export, config: RunConfig, like: HuggingFaceModel | None
-) -> tuple[int, list[str]]:
-    padded = config.model.padded_vocab_size or 0
+def _vocab_size(order: Export, padded: int, like: HuggingFaceModel | None) -> tuple[int, list[str]]:
     size = like.vocab_size if like is not None else padded
     size = size if order.vocab_size is None else order.vocab_size
     if not 0 < size <= padded:
@@ -225,10 +192,8 @@ def _vocab_size(
             f"The vocabulary to export ({size}) must be at least 1 and at most the "
             f"checkpoint's with padding ({padded}); give `--vocab-size`."
         )
-    if order.vocab_size is None and like is None:
-        note = "The padding of the vocabulary is exported too; `--vocab-size` leaves it out."
-        return size, [note]
-    return size, []
+    note = "The padding of the vocabulary is exported too; `--vocab-size` leaves it out."
+    return size, [note] if order.vocab_size is None and like is None else []
 
 
 def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
@@ -257,7 +222,6 @@ class Import:
 
     Attributes:
         source: folder with config.json and safetensors.
-        save: folder for the checkpoint.
         dtype: dtype of the checkpoint; None keeps the source's.
         tensor_parallel_size: ranks among which the padded vocabulary can be divided.
         make_vocab_size_divisible_by: a factor of the vocabulary on each tensor-parallel rank.
@@ -273,29 +237,27 @@ class Import:
 
 
 def import_model(order: Import) -> list[str]:
-    """Write a Hugging Face model as the checkpoint of iteration 0, for any layout.
-
-    Returns:
-        Words of a command line that trains the model.
+    """Write a Hugging Face model as the checkpoint of iteration 0; return flags that train it.
 
     Raises:
         CheckpointError: a model that cannot be converted, or a folder that cannot be read or
             written.
     """
     model = read_model(order.source)
-    refuse_checkpoints(order.save)
-    with TensorFolder(order.source) as tensors:
-        dtype = order.dtype or only_dtype(tensors)
+    conversion.refuse_checkpoints(order.save)
+    with safetensors_files.TensorFolder(order.source) as tensors:
+        dtype = order.dtype or conversion.only_dtype(tensors)
         words = _words(model, order, dtype)
         keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
-        config = parse_args(
-            [*words, *NO_TRAINING, *keeping], TEXT, world_size=1, device="cpu"
-        ).config
-        with one_rank(config.training.seed) as context:
+        flags = [*words, *NO_TRAINING, *keeping]
+        config = parse_args(flags, TEXT, world_size=1, device="cpu").config
+        with conversion.one_rank(config.training.seed) as context:
             chunk = build_bare(config, context)
-            fill(chunk, tensors, row_shape(config), vocab_size=model.vocab_size)
+            fill(chunk, tensors, row_shape(config.model), vocab_size=model.vocab_size)
             origin = {ORIGIN: {ORIGIN_CONFIG: model.raw}}
-            save_imported(chunk, config.checkpoint, context, {**config.to_dict(), **origin})
+            conversion.save_imported(
+                chunk, config.checkpoint, context, {**config.to_dict(), **origin}
+            )
     return words
 
 
@@ -312,21 +274,19 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
         "make_vocab_size_divisible_by": order.make_vocab_size_divisible_by,
         "padded_vocab_size": -(-model.vocab_size // unit) * unit,
     }
-    words = [*words_of(fields), *PRECISIONS[dtype]]
+    words = [*words_of(fields), *conversion.PRECISIONS[dtype]]
     if any(path.name.startswith("tokenizer") for path in tokenizer_files(order.source)):
         folder = str(order.source.resolve())
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     return words
 
 
-def fill(chunk: Any, tensors: TensorFolder, shape: RowShape, *, vocab_size: int) -> None:
-    """Copy a Hugging Face model's tensors into our model, one parameter at a time.
+def fill(
+    chunk: Any, tensors: safetensors_files.TensorFolder, shape: RowShape, *, vocab_size: int
+) -> None:
+    """Copy a Hugging Face model's tensors into our whole model, one parameter at a time.
 
     Rows that pad the vocabulary become zero.
-
-    Args:
-        chunk: the whole model, see `build_bare`.
-        vocab_size: rows of the source's embedding.
 
     Raises:
         CheckpointError: a tensor is missing, left over, or of another shape.
@@ -334,10 +294,8 @@ def fill(chunk: Any, tensors: TensorFolder, shape: RowShape, *, vocab_size: int)
     parameters: dict[str, Tensor] = dict(chunk.named_parameters())
     _check_names(tensors, {full for name in parameters for full in hf_names(name).values()})
     with torch.no_grad():
-        bar = tqdm(
-            parameters.items(), "Importing", unit="tensor", delay=1.0, leave=False, disable=None
-        )
-        for name, parameter in bar:
+        shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
+        for name, parameter in tqdm(parameters.items(), "Importing", **shown):
             names = list(hf_names(name).values())
             theirs = {full: tensors.tensor(full) for full in names}
             value = from_hf(name, theirs, shape)
@@ -354,8 +312,7 @@ def fill(chunk: Any, tensors: TensorFolder, shape: RowShape, *, vocab_size: int)
                 parameter[vocab_size:] = 0
 
 
-def _check_names(tensors: TensorFolder, needed: set[str]) -> None:
-    """Check that no tensor is missing and that none would be lost."""
+def _check_names(tensors: safetensors_files.TensorFolder, needed: set[str]) -> None:
     missing = sorted(needed - tensors.names)
     if missing:
         tensors.tensor(missing[0])

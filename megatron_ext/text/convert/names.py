@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.lora import Part, PeftLayers
-from megatron_ext.config.run import RunConfig
+from megatron_ext.checkpoint.conversion import Part, PeftLayers
+from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -48,13 +47,7 @@ _BY_LAST_PART = {ours.rsplit(".", 1)[-1]: theirs for ours, theirs in LAYER_MODUL
 
 @dataclass(frozen=True)
 class RowShape:
-    """The sizes of an attention, which decide the order of fused rows.
-
-    Attributes:
-        num_attention_heads: number of heads n.
-        num_query_groups: number of query groups g; n without grouped queries.
-        kv_channels: size of one head d.
-    """
+    """The sizes n, g and d of an attention, which decide the order of fused rows."""
 
     num_attention_heads: int
     num_query_groups: int
@@ -67,14 +60,7 @@ class RowShape:
 
 
 def modules_of(name: str) -> tuple[str, ...]:
-    """Return the modules of transformers that one of ours joins.
-
-    Args:
-        name: name of our module or of anything in it, such as ``linear_fc1`` or
-            ``decoder.layers.3.mlp.linear_fc1.weight``.
-
-    Returns:
-        Names such as ``("mlp.gate_proj", "mlp.up_proj")``.
+    """Return the modules of transformers that one of ours joins, given its name or a part's name.
 
     Raises:
         CheckpointError: llama-like models do not have the module.
@@ -96,9 +82,6 @@ def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
         tensor: a weight ``[rows, h]``, a bias ``[rows]``, or the B of a low-rank adapter
             ``[rows, r]``. It may be a tensor-parallel rank's, if ``shape`` counts that rank's
             heads.
-
-    Returns:
-        Rows by module, such as ``self_attn.q_proj``; views where the rows lie together.
 
     Raises:
         CheckpointError: an unknown module, or a number of rows that the shape does not give.
@@ -146,12 +129,8 @@ def _check_rows(name: str, tensor: Tensor, rows: int) -> None:
 def hf_names(name: str) -> dict[str, str]:
     """Return the full names that transformers has for one of our parameters, by module.
 
-    Args:
-        name: a name such as ``decoder.layers.3.mlp.linear_fc1.weight``, whose layer counts along
-            the whole model.
-
-    Returns:
-        Names such as ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``.
+    The result is such as ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``; the
+    number of the layer counts along the whole model.
 
     Raises:
         CheckpointError: llama-like models do not have the parameter.
@@ -185,9 +164,8 @@ def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
     return join_rows(name, {module: theirs[full] for module, full in names.items()}, shape)
 
 
-def row_shape(config: RunConfig) -> RowShape:
-    """Return the sizes that decide the order of fused rows in a run's whole weights."""
-    model = config.model
+def row_shape(model: ModelConfig) -> RowShape:
+    """Return the sizes that decide the order of fused rows in whole weights."""
     heads, channels = model.num_attention_heads, model.kv_channels
     assert heads is not None and channels is not None
     return RowShape(heads, model.num_query_groups or heads, channels)
@@ -199,37 +177,28 @@ _ADAPTER = re.compile(
 )
 
 
-def llama_adapters(config: RunConfig, root: Path) -> PeftLayers:
-    """Return the layers of transformers' Llama that the adapters of a run belong to.
+def llama_adapters(model: ModelConfig, root: Path) -> PeftLayers:
+    """Return the layers of transformers' Llama for adapters of a run, loaded from ``root``."""
 
-    Args:
-        root: ``--load``, for messages.
-    """
-    return PeftLayers(
-        _ADAPTER,
-        partial(_llama_parts, config=config, root=root),
-        lambda path: path.rpartition(".")[2],
-        "CAUSAL_LM",
-    )
+    def parts(name: str, matrix: Tensor) -> Iterator[Part]:
+        match = _ADAPTER.match(name)
+        assert match is not None
+        linear, kind = match["linear"], match["matrix"].upper()
+        if linear.startswith("linear_fc") and not model.swiglu:
+            raise CheckpointError(
+                f"`--load` ({root}) has adapters on an MLP without `--swiglu`, for which peft's "
+                "models have no gate_proj and up_proj; merge them with `tools/lora.py merge` "
+                "instead."
+            )
+        stacked = match["layer"] is None
+        first = 0 if stacked else int(match["layer"])
+        for layer, values in enumerate(matrix if stacked else matrix[None], first):
+            if kind == "B":
+                found = split_rows(linear, values, row_shape(model))
+            else:
+                # safetensors refuses tensors that share memory.
+                found = {twin: values.clone() for twin in modules_of(linear)}
+            for twin, part in found.items():
+                yield f"model.layers.{layer}.{twin}", kind, part
 
-
-def _llama_parts(name: str, matrix: Tensor, config: RunConfig, root: Path) -> Iterator[Part]:
-    """Yield the matrices of Llama's layers; see `PeftLayers.parts`."""
-    match = _ADAPTER.match(name)
-    assert match is not None
-    linear, kind = match["linear"], match["matrix"].upper()
-    if linear.startswith("linear_fc") and not config.model.swiglu:
-        raise CheckpointError(
-            f"`--load` ({root}) has adapters on an MLP without `--swiglu`, for which peft's models "
-            "have no gate_proj and up_proj; merge them with `tools/lora.py merge` instead."
-        )
-    stacked = match["layer"] is None
-    first = 0 if stacked else int(match["layer"])
-    for layer, values in enumerate(matrix if stacked else matrix[None], first):
-        if kind == "B":
-            parts = split_rows(linear, values, row_shape(config))
-        else:
-            # safetensors refuses tensors that share memory.
-            parts = {twin: values.clone() for twin in modules_of(linear)}
-        for twin, part in parts.items():
-            yield f"model.layers.{layer}.{twin}", kind, part
+    return PeftLayers(_ADAPTER, parts, lambda path: path.rpartition(".")[2], "CAUSAL_LM")

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.losses.vocabulary import default_rows, fused_rows
 from megatron_ext.planning.stages import (
@@ -29,17 +29,14 @@ from megatron_ext.planning.stages import (
     recomputed,
     rms_norm,
 )
-from megatron_ext.text.cost.parameters import in_8_bits
-from megatron_ext.text.cost.sizes import Sizes
+from megatron_ext.text.cost.flops import Sizes
 
 
 @dataclass(frozen=True)
 class Inputs:
     """How many numbers go into the linear layers of one transformer layer, on one rank.
 
-    Attributes:
-        linear_qkv, linear_proj, linear_fc1, linear_fc2: numbers into the layer of that name.
-        attended: attention keeps its output, which is the input of ``linear_proj``.
+    Where it ``attended``, attention keeps its output, which is the input of ``linear_proj``.
     """
 
     linear_qkv: int
@@ -50,7 +47,6 @@ class Inputs:
 
     @classmethod
     def of(cls, moe: MoEConfig, sizes: Sizes, *, experts: bool, attended: bool) -> Inputs:
-        """Return the inputs of a layer, with experts or without."""
         stream = sizes.residual_tokens * sizes.h
         fc1, fc2 = stream, sizes.tokens * sizes.f // sizes.tp
         if experts:
@@ -60,10 +56,7 @@ class Inputs:
         return cls(stream, sizes.tokens * sizes.n // sizes.tp * sizes.d, fc1, fc2, attended)
 
     def saved_in_8_bits(self, width: int) -> int:
-        """Return the bytes saved in 8 bits, where a number took ``width`` bytes.
-
-        It is negative where something else keeps the same inputs too.
-        """
+        """Return the bytes saved in 8 bits; negative where something else keeps the inputs too."""
         fresh = self.linear_qkv + self.linear_fc1 + self.linear_fc2
         proj = -self.linear_proj if self.attended else self.linear_proj * (width - 1)
         return fresh * (width - 1) + proj
@@ -93,22 +86,18 @@ class Activations:
     @property
     def residual(self) -> int:
         """Return one tensor of the residual stream, ``[s, b, h]``."""
-        in_fp32 = self.config.model.fp32_residual_connection
-        width = FP32 if in_fp32 else self.sizes.width
+        width = FP32 if self.config.model.fp32_residual_connection else self.sizes.width
         return self.sizes.residual_tokens * self.sizes.h * width
 
     def norm(self, tokens: int, size: int) -> int:
         """Return what a norm keeps besides its input, which the residual stream holds anyway."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
-        frozen = self.config.lora.lora_rank is not None
-        return rms_norm(self.sizes, tokens, size, frozen=frozen)
+        return rms_norm(self.sizes, tokens, size, frozen=self.config.lora.lora_rank is not None)
 
     def dropout(self, elements: int, probability: float) -> int:
         """Return the mask: one byte for each element on a GPU, a factor on a CPU."""
-        if not probability:
-            return 0
-        return elements * (1 if self.sizes.gpu else self.sizes.width)
+        return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
     def qk(self) -> int:
         """Return queries, keys and values as attention takes them, and what they are views of."""
@@ -156,8 +145,13 @@ class Activations:
         heads = sizes.n // sizes.tp
         if not self.attends_eagerly:
             # The outputs of two parts, or of other heads, are copied into one.
-            out = sizes.tokens * heads * sizes.d * sizes.width if sizes.cp > 1 else 0
-            return sizes.tokens * heads * FP32 + self._masks() + out
+            kept = sizes.tokens * heads * (FP32 + (sizes.d * sizes.width if sizes.cp > 1 else 0))
+            if sizes.cp > 1 and self.config.parallel.cp_comm_type[0] != "a2a" and not sizes.gpu:
+                # A CPU kernel writes out the causal masks of parts i and 2c - 1 - i together, but
+                # for the first part of all, which is square.
+                part = sizes.s // (2 * sizes.cp)
+                kept += part * part * (2 * sizes.cp + 1) * sizes.width
+            return kept
         elements = sizes.tokens * heads * sizes.s
         kept = elements * (FP32 if sizes.half else sizes.width) + sizes.s // sizes.cp * sizes.s
         kept += elements * sizes.width if sizes.half else 0
@@ -167,17 +161,7 @@ class Activations:
             kept += 2 * sizes.s * sizes.b * heads * sizes.d * sizes.width
         return kept
 
-    def _masks(self) -> int:
-        """Return the causal masks of the parts of a sequence, which a CPU kernel writes out."""
-        gathers = self.sizes.cp > 1 and self.config.parallel.cp_comm_type[0] != "a2a"
-        if not gathers or self.sizes.gpu:
-            return 0
-        part = self.sizes.s // (2 * self.sizes.cp)
-        # Parts i and 2c - 1 - i together, but for the first part of all, which is square.
-        return part * part * (2 * self.sizes.cp + 1) * self.sizes.width
-
     def attention(self) -> LayerBytes:
-        """Return everything from the first norm to the residual stream after attention."""
         sizes, model = self.sizes, self.config.model
         out = sizes.tokens * sizes.n // sizes.tp * sizes.d * sizes.width
         entering = self.residual + self.norm(sizes.residual_tokens, sizes.h)
@@ -189,7 +173,6 @@ class Activations:
         return LayerBytes(kept + scores, self._attention_transient())
 
     def _attention_transient(self) -> int:
-        """Return the gradients of queries, keys and values, and of the matrix before them."""
         sizes = self.sizes
         qkv = (sizes.n + 2 * sizes.g) // sizes.tp * sizes.d
         weight = max(qkv, sizes.n * sizes.d // sizes.tp) * sizes.h * sizes.width
@@ -200,14 +183,11 @@ class Activations:
         return self.residual + max(weight, 2 * sizes.tokens * qkv * sizes.width + scores)
 
     def mlp(self, experts: bool) -> LayerBytes:
-        """Return everything from the second norm to the end of the layer."""
         sizes, model = self.sizes, self.config.model
         kept = 2 * self.residual + self.norm(sizes.residual_tokens, sizes.h)
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
-        if experts:
-            inner = self._experts()
-        else:
-            inner = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
+        dense = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
+        inner = self._experts() if experts else dense
         if self._recomputes("moe" if experts else "mlp"):
             return LayerBytes(kept, self.residual + inner.kept + inner.transient)
         return LayerBytes(kept + inner.kept, self.residual + inner.transient)
@@ -261,7 +241,6 @@ class Activations:
         return model.recompute_granularity == "selective" and part in modules
 
     def layer(self, number: int) -> LayerBytes:
-        """Return one transformer layer, numbered from 0, without full recomputation."""
         experts = self.sizes.experts[number]
         parts = in_order(self.attention(), self.mlp(experts))
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
@@ -275,19 +254,28 @@ class Activations:
             inputs = replace(inputs, linear_fc1=0, linear_fc2=0)
         if config.lora.lora_rank is not None:
             return inputs.added_by_adapters(config.lora, self.sizes)
-        fp8 = in_8_bits(config, number) and config.fp8.fp8_wgrad
+        fp8 = self.sizes.in_8_bits(config.fp8, number) and config.fp8.fp8_wgrad
         return -inputs.saved_in_8_bits(self.sizes.width) if fp8 else 0
 
     def stage(self, stage: Stage) -> LayerBytes:
-        """Return one stage: embedding, layers, last norm, depths and loss."""
-        parts = [self._embedding(stage)]
+        sizes, model, parts = self.sizes, self.config.model, []
+        if stage.embedding:
+            dropped = self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
+            table = sizes.v // sizes.tp * sizes.h * sizes.width
+            parts.append(LayerBytes(dropped + sizes.tokens * INT64, table))
         layers = [self.layer(number) for number in stage.layers]
-        full = self.config.model.recompute_granularity == "full"
-        parts += self._recomputed(layers) if full else layers
+        if model.recompute_granularity == "full":
+            count, uniform = model.recompute_num_layers or 1, model.recompute_method == "uniform"
+            size, limit = (count, len(layers)) if uniform else (1, count)
+            layers = recomputed(layers, self.residual, size=size, limit=limit)
+        parts += layers
+        norm = self.norm(sizes.residual_tokens, sizes.h)
         if stage.final_norm:
-            norm = self.norm(self.sizes.residual_tokens, self.sizes.h)
             parts.append(LayerBytes(self.residual + norm, 2 * self.residual))
-        parts += [self._depth()] * stage.depths
+        # A depth: two norms, a projection of both normed inputs together, a layer, a norm.
+        layer = in_order(self.attention(), self.mlp(sizes.experts[-1]))
+        depth = LayerBytes(layer.kept + 3 * norm + (3 + 2) * self.residual, layer.transient)
+        parts += [depth] * stage.depths
         parts += [self.head()] * stage.head
         return in_order(*parts)
 
@@ -309,32 +297,7 @@ class Activations:
             found += attention + tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
         return found * sizes.width
 
-    def _embedding(self, stage: Stage) -> LayerBytes:
-        if not stage.embedding:
-            return LayerBytes(0, 0)
-        sizes = self.sizes
-        elements = sizes.residual_tokens * sizes.h
-        kept = self.dropout(elements, self.config.model.hidden_dropout) + sizes.tokens * INT64
-        return LayerBytes(kept, sizes.v // sizes.tp * sizes.h * sizes.width)
-
-    def _recomputed(self, layers: list[LayerBytes]) -> list[LayerBytes]:
-        """Return the layers with full recomputation."""
-        model = self.config.model
-        count, uniform = model.recompute_num_layers or 1, model.recompute_method == "uniform"
-        size, limit = (count, len(layers)) if uniform else (1, count)
-        return recomputed(layers, self.residual, size=size, limit=limit)
-
-    def _depth(self) -> LayerBytes:
-        """Return one depth of multi-token prediction: two norms, a projection, a layer, a norm."""
-        sizes = self.sizes
-        layer = in_order(self.attention(), self.mlp(sizes.experts[-1]))
-        norm = self.norm(sizes.residual_tokens, sizes.h)
-        # Inputs of three norms, and both normed ones together, which the projection takes.
-        kept = layer.kept + 3 * norm + (3 + 2) * self.residual
-        return LayerBytes(kept, layer.transient)
-
     def head(self) -> LayerBytes:
-        """Return logits and loss of the model and of each depth."""
         sizes, loss = self.sizes, self.config.loss
         vocabulary, losses = sizes.v // sizes.tp, 1 + sizes.depths
         hidden = sizes.tokens * sizes.h * sizes.width

@@ -1,22 +1,33 @@
 """A GPT as a plan sees it: `GPT_COST`, which a task hands to `planning`.
 
-sizes.py has the numbers of a run and the layers of each stage; parameters.py, activations.py and
-flops.py count from them, and the messages stand here.
+flops.py has the numbers of a run and its operations, activations.py the bytes kept for the backward
+pass; the layers of each stage, their parameters and the messages stand here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.rules.parallel import mtp_stage, stages_of
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.network import Case, Flops, Network, TaskCost, Volume, fp8_bytes, ring
-from megatron_ext.planning.stages import LayerBytes, Stage
-from megatron_ext.planning.state import Weight
+from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.grid import Layout, Placement
+from megatron_ext.planning.network import (
+    FORWARD_AND_BACKWARD,
+    Case,
+    Flops,
+    Network,
+    TaskCost,
+    Volume,
+    fp8_bytes,
+    ring,
+)
+from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
+from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.flops import GptFlops, step_flops
-from megatron_ext.text.cost.parameters import Parameters, in_8_bits
-from megatron_ext.text.cost.sizes import Sizes, stages
+from megatron_ext.text.cost.flops import GptFlops, Sizes, expert_layers
 
 RECOMPUTATION: dict[str, dict[str, object]] = {
     "none": {"recompute_granularity": None},
@@ -29,6 +40,164 @@ RECOMPUTATION: dict[str, dict[str, object]] = {
     },
 }
 """The modes of recomputation, as fields of `ModelConfig`."""
+
+
+def stages(parallel: ParallelConfig, total: int, depths: int) -> list[Stage]:
+    placement = Layout.from_config(parallel).placement
+    last = placement.num_stages - 1
+    with_depths = mtp_stage(parallel) if depths else None
+    found, first = [], 0
+    for index in range(placement.num_stages):
+        count = _num_layers(parallel, total, placement, index)
+        layers = tuple(range(first, first + count))
+        found.append(
+            Stage(
+                index=index,
+                rank=placement.rank_of(index),
+                chunk=placement.chunk_of(index),
+                layers=layers,
+                depths=depths if index == with_depths else 0,
+                embedding=index == 0,
+                final_norm=total - 1 in layers if depths else index == last,
+                head=index == last,
+            )
+        )
+        first += count
+    return found
+
+
+def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, index: int) -> int:
+    """Return the decoder layers of the stage of an index, as megatron-core deals them."""
+    if parallel.pipeline_model_parallel_layout is not None:
+        return stages_of(parallel.pipeline_model_parallel_layout)[index].count("t")
+    rank, size = placement.rank_of(index), placement.pipeline_size
+    first = parallel.decoder_first_pipeline_num_layers
+    last = parallel.decoder_last_pipeline_num_layers
+    with_embedding = parallel.account_for_embedding_in_pipeline_split
+    with_loss = parallel.account_for_loss_in_pipeline_split
+    if rank == 0 and first is not None:
+        of_rank = first
+    elif rank == size - 1 and last is not None:
+        of_rank = last
+    else:
+        between = size - (first is not None) - (last is not None)
+        dealt = total + with_embedding + with_loss - (first or 0) - (last or 0)
+        of_rank = dealt // max(1, between)
+    count = of_rank // placement.num_chunks
+    return (
+        count - (with_embedding and index == 0) - (with_loss and index == placement.num_stages - 1)
+    )
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a run in the order in which its modules register them."""
+
+    config: RunConfig
+    sizes: Sizes
+
+    def stage(self, stage: Stage) -> list[Weight]:
+        fp8, found = self.config.fp8, list(self._embedding(stage))
+        for position, number in enumerate(stage.layers):
+            layer = self._layer(f"decoder.layers.{position}", self.sizes.experts[number])
+            # ``--fp8-param-gather`` holds the matrices of 8-bit layers in 8 bits.
+            gathers = fp8.fp8_param_gather and self.sizes.in_8_bits(fp8, number)
+            found += [replace(w, fp8=gathers and LINEAR.search(w.name) is not None) for w in layer]
+        if stage.final_norm:
+            found += self._norm("decoder.final_layernorm")
+        for depth in range(stage.depths):
+            found += self._depth(f"mtp.layers.{depth}")
+        x = self.sizes
+        if stage.head and not (self._tied and (stage.embedding or stage.depths)):
+            shape = x.v // x.tp * x.h, x.tp
+            found.append(Weight("output_layer.weight", *shape, shared=self._tied))
+        return with_frozen(self.config.lora, found)
+
+    @property
+    def _tied(self) -> bool:
+        return not self.config.model.untie_embeddings_and_output_weights
+
+    def _embedding(self, stage: Stage) -> Iterator[Weight]:
+        if not (stage.embedding or stage.depths):
+            return
+        x, model = self.sizes, self.config.model
+        # Copies are kept equal where the model has several stages; see core's LanguageModule.
+        copied = x.pp > 1 and (self._tied or x.depths > 0)
+        shared = copied and not (stage.embedding and stage.head)
+        yield Weight("embedding.word_embeddings.weight", x.v // x.tp * x.h, x.tp, shared=shared)
+        if model.position_embedding_type == "learned_absolute":
+            positions = model.max_position_embeddings or 0
+            yield Weight("embedding.position_embeddings.weight", positions * x.h)
+
+    def _norm(self, name: str, size: int | None = None) -> Iterator[Weight]:
+        size = self.sizes.h if size is None else size
+        yield Weight(f"{name}.weight", size)
+        if self.config.model.normalization == "LayerNorm":
+            yield Weight(f"{name}.bias", size)
+
+    def _layer(self, name: str, experts: bool) -> list[Weight]:
+        x = self.sizes
+        found = [*self._norm(f"{name}.input_layernorm"), *self._attention(f"{name}.self_attention")]
+        found += self._norm(f"{name}.pre_mlp_layernorm")
+        if experts:
+            return found + self._experts(f"{name}.mlp")
+        return found + self._mlp(Linear(f"{name}.mlp", x.f, x.h, rows=x.tp))
+
+    def _attention(self, name: str) -> list[Weight]:
+        x, model = self.sizes, self.config.model
+        qkv, out = (x.n + 2 * x.g) * x.d, x.n * x.d
+        proj = Linear(f"{name}.linear_proj", x.h, out, columns=x.tp, bias=model.add_bias_linear)
+        fused = Linear(f"{name}.linear_qkv", qkv, x.h, rows=x.tp, bias=bool(model.add_qkv_bias))
+        found = [*proj.weights(self.config.lora), *fused.weights(self.config.lora)]
+        if model.qk_layernorm:
+            found += self._norm(f"{name}.q_layernorm", x.d)
+            found += self._norm(f"{name}.k_layernorm", x.d)
+        return found
+
+    def _mlp(self, like: Linear) -> list[Weight]:
+        """Return both matrices of an MLP, from its name, its width as outputs, and their ranks."""
+        model, width, name = self.config.model, like.outputs, like.name
+        fc1 = replace(
+            like,
+            name=f"{name}.linear_fc1",
+            outputs=width * (2 if model.gated else 1),
+            bias=model.add_bias_linear,
+        )
+        fc2 = replace(
+            fc1,
+            name=f"{name}.linear_fc2",
+            outputs=self.sizes.h,
+            inputs=width,
+            rows=1,
+            columns=like.rows,
+        )
+        return [*fc1.weights(self.config.lora), *fc2.weights(self.config.lora)]
+
+    def _experts(self, name: str) -> list[Weight]:
+        x, moe = self.sizes, self.config.moe
+        count, width = moe.num_experts or 0, moe.moe_ffn_hidden_size or x.f
+        bias = self.config.model.add_bias_linear
+        found = Linear(f"{name}.router", count, x.h, bias=bias).weights(self.config.lora)
+        apart = x.ep > 1 or x.etp != x.tp
+        for expert in range(count // x.ep):
+            local = f"{name}.experts.local_experts.{expert}"
+            found += self._mlp(Linear(local, width, x.h, rows=x.etp, copies=x.ep, expert=apart))
+        shared = moe.moe_shared_expert_intermediate_size
+        if shared:
+            if moe.moe_shared_expert_gate:
+                found.append(Weight(f"{name}.shared_experts.gate_weight", x.h))
+            found += self._mlp(Linear(f"{name}.shared_experts", shared, x.h, rows=x.tp))
+        return found
+
+    def _depth(self, name: str) -> list[Weight]:
+        """Return one depth of multi-token prediction; its layer is like the decoder's last."""
+        x = self.sizes
+        found = [*self._norm(f"{name}.enorm"), *self._norm(f"{name}.hnorm")]
+        projection = Linear(f"{name}.eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
+        found += projection.weights(self.config.lora)
+        found += self._layer(f"{name}.transformer_layer", x.experts[-1])
+        found += self._norm(f"{name}.final_layernorm")
+        return found
 
 
 @dataclass(frozen=True)
@@ -45,77 +214,78 @@ class GptNetwork(Network):
         Raises:
             ConfigError: no vocabulary.
         """
-        return cls(config, Sizes.of(config))
+        model = config.model
+        if not model.padded_vocab_size:
+            raise ConfigError("`--padded-vocab-size` is missing; give it, or a tokenizer.")
+        h, n = model.hidden_size or 0, model.num_attention_heads or 0
+        sizes = Sizes(
+            **vars(Ranks.of(config)),
+            s=model.seq_length or 0,
+            h=h,
+            f=model.ffn_hidden_size or 0,
+            n=n,
+            g=model.num_query_groups or n,
+            d=model.kv_channels or h // max(1, n),
+            v=model.padded_vocab_size,
+            layers=model.num_layers or 0,
+            depths=model.mtp_num_layers or 0,
+            experts=tuple(expert_layers(config.moe, model.num_layers or 0)),
+        )
+        return cls(config, sizes)
 
     @property
     def _activations(self) -> Activations:
         return Activations(self.config, self.sizes)
 
     def stages(self) -> list[Stage]:
-        """See `sizes.stages`."""
-        return stages(self.config)
+        return stages(self.config.parallel, self.sizes.layers, self.sizes.depths)
 
     def weights(self, stage: Stage) -> list[Weight]:
-        """See `Parameters.stage`."""
         return Parameters(self.config, self.sizes).stage(stage)
 
     def activations(self, stage: Stage) -> LayerBytes:
-        """See `Activations.stage`."""
         return self._activations.stage(stage)
 
     def deferred(self, stage: Stage) -> int:
-        """See `Activations.deferred`."""
         return self._activations.deferred(stage)
 
     def fp8_weights(self, stage: Stage) -> int:
         """Return the bytes of the matrices of 8-bit layers; others may be kept in bf16."""
-        eight = [n for n, layer in enumerate(stage.layers) if in_8_bits(self.config, layer)]
+        fp8 = self.config.fp8
+        eight = [n for n, layer in enumerate(stage.layers) if self.sizes.in_8_bits(fp8, layer)]
         names = tuple(f"decoder.layers.{n}." for n in eight)
-        held = [weight for weight in self.weights(stage) if weight.name.startswith(names)]
-        return fp8_bytes(self.config.fp8, held)
+        return fp8_bytes(fp8, [w for w in self.weights(stage) if w.name.startswith(names)])
 
     def layer(self) -> LayerBytes:
-        """Return the last layer."""
         return self._activations.layer(self.sizes.layers - 1)
 
     @property
     def layer_input(self) -> int:
-        """Return the bytes of the residual stream."""
         return self._activations.residual
 
-    @property
-    def boundary(self) -> int:
-        """Return the bytes of the residual stream."""
-        return self.layer_input
+    boundary = layer_input
 
     def loss(self) -> LayerBytes:
-        """See `Activations.head`."""
         return self._activations.head()
 
     def flops(self, stage: Stage) -> Flops:
-        """See `GptFlops.stage`."""
-        return GptFlops.of(self.config, self.sizes).stage(stage)
+        return GptFlops(self.config, self.sizes).stage(stage)
 
     def step_flops(self) -> float:
-        """See `flops.step_flops`."""
-        return step_flops(self.config, self.sizes, self.stages())
+        x, batch = self.sizes, self.config.training.batch_sizes[1]
+        forward = sum(self.flops(stage).forward for stage in self.stages()) * x.tp * x.cp
+        return FORWARD_AND_BACKWARD * forward / x.b * batch
 
     @property
     def tokens(self) -> int:
-        """Return ``--seq-length``."""
         return self.sizes.s
 
     def traffic(self, stage: Stage) -> Volume:
-        """See `Network.traffic`."""
-        x, total = self.sizes, Volume()
-        layers = [x.experts[layer] for layer in stage.layers] + [x.experts[-1]] * stage.depths
-        for experts in layers:
+        x = self.sizes
+        gathers = stage.embedding + stage.depths + (1 + x.depths) * stage.head
+        total = Volume(2 * self._gather() * gathers, pipeline=self.messages(stage))
+        for experts in [*(x.experts[n] for n in stage.layers), *[x.experts[-1]] * stage.depths]:
             total += self.layer_traffic(experts)
-        total += Volume(pipeline=self.messages(stage))
-        if stage.head:
-            total += Volume(tensor=2 * self._gather() * (1 + x.depths))
-        if stage.embedding or stage.depths:
-            total += Volume(tensor=2 * self._gather() * (stage.embedding + stage.depths))
         return total
 
     def layer_traffic(self, experts: bool) -> Volume:
@@ -160,17 +330,14 @@ class GptNetwork(Network):
         return 2 * (ring(x.ep) + x.etp - 1) * tokens * moe.moe_router_topk
 
 
-def cases(config: RunConfig) -> Sequence[Case]:
-    """Return the one kind of batch of a run: all sequences have the same length."""
-    return [Case(GptNetwork.of(config))]
-
-
 def with_recomputation(config: RunConfig, mode: str) -> RunConfig:
-    """Return the same run with another mode of `RECOMPUTATION`."""
     model = replace(config.model, **RECOMPUTATION[mode])  # type: ignore[arg-type]
     return replace(config, model=model)
 
 
 GPT_COST = TaskCost(
-    cases=cases, modes=tuple(RECOMPUTATION), recompute=with_recomputation, from_flags=True
+    cases=lambda config: [Case(GptNetwork.of(config))],
+    modes=tuple(RECOMPUTATION),
+    recompute=with_recomputation,
+    from_flags=True,
 )

@@ -10,9 +10,10 @@ import os
 import random
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -38,10 +39,7 @@ _DIGEST_BYTES = 1 << 22
 
 
 def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int) -> None:
-    """Check that token ids lie in the vocabulary.
-
-    Args:
-        ids: some ids of the dataset, or the smallest and the largest; None where there are none.
+    """Check that ids of a dataset, or their smallest and largest, lie in the vocabulary.
 
     Raises:
         DataError: an id below 0, or beyond the vocabulary.
@@ -60,19 +58,13 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
 def id_range(
     prefix: str | os.PathLike[str], max_tokens: int | None = None
 ) -> tuple[int, int] | None:
-    """Return the smallest and the largest token id; None without a token.
+    """Return the smallest and the largest id of about ``max_tokens`` tokens, or of all, in pieces.
 
-    Args:
-        max_tokens: stop after about this many tokens; None reads all of `.bin`, in pieces.
+    It is None without a token.
     """
     dtype = read_index(prefix).dtype
     low, high = [], []
-    path = bin_path(prefix)
-    with (
-        readable(path),
-        open(path, "rb") as stream,
-        byte_bar("Reading ids", os.path.getsize(path)) as bar,
-    ):
+    with _opened(bin_path(prefix), "Reading ids") as (stream, bar):
         while len(piece := np.fromfile(stream, dtype, SCAN_ITEMS)):
             bar.update(piece.nbytes)
             low.append(int(piece.min()))
@@ -80,6 +72,16 @@ def id_range(
             if max_tokens is not None and len(low) * SCAN_ITEMS >= max_tokens:
                 break
     return (min(low), max(high)) if low else None
+
+
+@contextmanager
+def _opened(path: Path, what: str) -> Iterator[tuple[BinaryIO, Any]]:
+    with (
+        readable(path),
+        open(path, "rb") as stream,
+        byte_bar(what, os.path.getsize(path)) as bar,
+    ):
+        yield stream, bar
 
 
 @dataclass(frozen=True)
@@ -97,22 +99,14 @@ def inspect_dataset(
     """Check a dataset and describe it.
 
     Args:
-        tokenizer: the tokenizer that decodes samples and bounds the ids; None leaves both out.
-        samples: documents to show, drawn by `seed`.
+        tokenizer: decodes the samples, drawn by `seed`, and bounds the ids; None leaves both out.
         scan: read all ids to find the largest.
 
     Raises:
         DataError: the dataset is damaged.
     """
-    info = check_indexed_dataset(prefix)
-    index = read_index(prefix)
+    info, index = check_indexed_dataset(prefix), read_index(prefix)
     ids = id_range(prefix) if scan else None
-    lines = [*_counts(info, ids), *_histogram(index)]
-    lines += _samples(prefix, index, tokenizer, samples, seed)
-    return Inspection(info, lines, _warnings(info, index, ids, tokenizer))
-
-
-def _counts(info: IndexInfo, ids: tuple[int, int] | None) -> list[str]:
     mean = info.num_tokens / max(info.num_documents, 1)
     lines = [
         f"dataset    {info.prefix}",
@@ -120,7 +114,9 @@ def _counts(info: IndexInfo, ids: tuple[int, int] | None) -> list[str]:
         f"sequences  {info.num_sequences}{' (with modes)' if info.multimodal else ''}",
         f"tokens     {info.num_tokens} ({info.dtype.name}), {mean:.1f} per document",
     ]
-    return lines if ids is None else [*lines, f"ids        {ids[0]} to {ids[1]}"]
+    lines += [] if ids is None else [f"ids        {ids[0]} to {ids[1]}"]
+    lines += [*_histogram(index), *_samples(prefix, index, tokenizer, samples, seed)]
+    return Inspection(info, lines, _warnings(info, index, ids, tokenizer))
 
 
 def document_lengths(index: Index) -> Iterator[Any]:
@@ -194,7 +190,6 @@ def _warnings(
 
 
 def digest_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of a dataset's checksums."""
     return Path(f"{os.fspath(prefix)}.sha256")
 
 
@@ -209,11 +204,7 @@ def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     found = hashlib.sha256()
-    with (
-        readable(path),
-        open(path, "rb") as stream,
-        byte_bar(f"Digest of {path.name}", os.path.getsize(path)) as bar,
-    ):
+    with _opened(path, f"Digest of {path.name}") as (stream, bar):
         while piece := stream.read(_DIGEST_BYTES):
             found.update(piece)
             bar.update(len(piece))

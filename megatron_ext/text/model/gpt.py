@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel as CoreGPTModel
@@ -13,16 +13,13 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.transformer_block import TransformerBlock as CoreTransformerBlock
 from torch import Tensor
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.auxiliary_loss import attach
+from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
 from megatron_ext.layers.dropout import HiddenDropout
 from megatron_ext.layers.linear import OutputLayer
-from megatron_ext.layers.mtp import MTPTargets, OutputHead
 from megatron_ext.layers.specs import layer_spec, mtp_block_spec
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
@@ -32,20 +29,17 @@ class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
     """
 
     def _get_layer(self, layer_number: int) -> Any:
-        """Return the layer of that number on this chunk, or nothing behind the last."""
+        """Return the layer of that number on this chunk; behind the last, one without effect."""
         return self.layers[layer_number] if layer_number < len(self.layers) else _Nothing(self)
 
 
 class _Nothing:
-    """A layer that does nothing, in place of one that is not there."""
-
     def __init__(self, block: TransformerBlock) -> None:
         self.layer_number = block.layers[-1].layer_number
 
     def __call__(
         self, *, hidden_states: Tensor, context: Tensor | None, **_kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the two tensors as they are."""
         return hidden_states, context
 
 
@@ -64,25 +58,17 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         if self.post_process:
             self._use_own_output_layer()
         if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
+            probability, cut = self.config.hidden_dropout, self.config.sequence_parallel
             self.embedding.embedding_dropout = HiddenDropout(
-                self.config.hidden_dropout,
-                "embedding",
-                self.pg_collection,
-                self.config.sequence_parallel,
+                probability, "embedding", self.pg_collection, cut
             )
         if self.mtp_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
-            self._recompute_by_depth()
-
-    def _recompute_by_depth(self) -> None:
-        """Recompute each depth of multi-token prediction by itself, as core can alone.
-
-        ``--recompute-num-layers`` then counts layers of the decoder only.
-        """
-        if self.config.recompute_num_layers is not None:
-            for depth in self.mtp.layers:
-                depth.config = copy.copy(self.config)
-                depth.config.recompute_num_layers = 1
+            if self.config.recompute_num_layers is not None:
+                # Core recomputes depths one by one; the flag counts layers of the decoder only.
+                for depth in self.mtp.layers:
+                    depth.config = copy.copy(self.config)
+                    depth.config.recompute_num_layers = 1
 
     def _use_own_output_layer(self) -> None:
         """Put the output layer's weight into our layer, whose weight gradient can be deferred."""
@@ -156,12 +142,11 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
                 rotary_pos_emb=rotary,
                 embedding=self.embedding,
             )
-        if self.post_process:
-            hidden = self.before_head(hidden)
         if not self.post_process:
             return hidden.to(self.config.pipeline_dtype)  # type: ignore[no-any-return]
+        hidden = self.before_head(hidden)
         if hidden_states_only:
-            return hidden  # type: ignore[no-any-return]
+            return hidden
         if has_depths:
             hidden = self._with_mtp_losses(hidden, mtp_targets)
         logits = self._logits(hidden)
@@ -172,25 +157,19 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
     def before_head(self, hidden: Tensor) -> Tensor:
         """Return what the head reads; a subclass may change each token's hidden states here.
 
-        Every path to a loss goes through it: whole or chunked logits, and multi-token prediction.
-
-        Args:
-            hidden: ``[s, b, h]`` of the last stage, ``[s/tp, b, h]`` under sequence parallelism;
-                with multi-token prediction the depths follow along the first axis.
+        Every path to a loss goes through it. Hidden states are ``[s, b, h]``, ``[s/tp, b, h]``
+        under sequence parallelism; depths of prediction follow along the first axis.
         """
         return hidden
 
     def _has_depths(self, targets: MTPTargets | None) -> bool:
-        """Tell whether multi-token prediction has run where this chunk ends.
-
-        On a stage of its own it knows no targets, so there it runs in training, always.
-        """
+        """Tell whether multi-token prediction has run where this chunk ends."""
+        # On a stage of its own it knows no targets, so there it runs in training, always.
         if self.config.mtp_standalone:
             return bool(self.training)
         return targets is not None and self.mtp_process
 
     def output_head(self) -> OutputHead:
-        """Return this rank's part of the head, on the last stage."""
         return OutputHead(
             weight=self.output_layer(None, weight=self._head_weight(), weight_only=True),
             tp_group=self.output_layer.tp_group,
@@ -199,7 +178,6 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         )
 
     def _head_weight(self) -> Tensor | None:
-        """Return the tied weight; None where the head has its own."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return None
@@ -210,19 +188,13 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         return logits  # type: ignore[no-any-return]
 
     def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
-        """Return hidden states ``[s, b, h]`` that carry the gradients of all depths' losses.
-
-        Args:
-            states: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
-            targets: labels and weights of each depth; None leaves the depths out.
-        """
+        """Return ``[s, b, h]`` of ``[(1 + depths) * s, b, h]``, with the depths' gradients."""
         hidden, *depths = torch.chunk(states, 1 + self.config.mtp_num_layers, dim=0)
         if targets is None:
             return hidden
         for depth, depth_hidden in enumerate(depths):
-            losses = self.compute_language_model_loss(
-                targets.labels[depth], self._logits(depth_hidden)
-            )
+            logits = self._logits(depth_hidden)
+            losses = self.compute_language_model_loss(targets.labels[depth], logits)
             targets.record(depth, losses)
             hidden = attach(hidden, targets.weights[depth] * losses, self.config)
         return hidden
@@ -254,17 +226,13 @@ def build_gpt_chunk(
         raise ConfigError(
             "`--vocab-size` is not known: give a tokenizer or `--vocab-size` with NullTokenizer."
         )
-    spec = layer_spec(transformer_config, impl=model.transformer_impl, vp_stage=vp_stage)
-    mtp_spec = None
-    if model.mtp_num_layers and mtp_on_this_rank(
-        transformer_config, ignore_virtual=False, vp_stage=vp_stage
-    ):
-        mtp_spec = mtp_block_spec(
-            transformer_config, impl=model.transformer_impl, vp_stage=vp_stage
-        )
+    impl, mtp_spec = model.transformer_impl, None
+    here = {"ignore_virtual": False, "vp_stage": vp_stage}
+    if model.mtp_num_layers and mtp_on_this_rank(transformer_config, **here):
+        mtp_spec = mtp_block_spec(transformer_config, impl=impl, vp_stage=vp_stage)
     return model_class(
         config=transformer_config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=layer_spec(transformer_config, impl=impl, vp_stage=vp_stage),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=pre_process,

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import signal
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import ALWAYS_ON
@@ -46,16 +46,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     files = parser.add_argument_group("input and output")
-    files.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="jsonl or parquet files or globs, plain, gzip or zstd; - reads standard input",
-    )
-    files.add_argument(
-        "--output-prefix", required=True, help="outputs are PREFIX_KEY_document.bin and .idx"
-    )
+    what = "jsonl or parquet files or globs, plain, gzip or zstd; - reads standard input"
+    files.add_argument("--input", nargs="+", required=True, metavar="FILE", help=what)
+    what = "outputs are PREFIX_KEY_document.bin and .idx"
+    files.add_argument("--output-prefix", required=True, help=what)
     add_flags(parser, "documents and workers", flags_of("preprocess", PreprocessOptions))
     add_flags(parser, "conversations (outputs are PREFIX_sft_document and _mask)", _sft_flags())
     add_tokenizer_flags(parser)
@@ -78,7 +72,12 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
         ConfigError: every flag that cannot be honoured, in one go.
     """
     parser = _parser()
-    args, unknown = parser.parse_known_args([_dashed(arg) for arg in argv])
+    # A flag may have underscores for dashes: `--json_keys` is `--json-keys`.
+    dashed = [
+        name.replace("_", "-") + equals + value if name.startswith("--") else name + equals + value
+        for name, equals, value in (arg.partition("=") for arg in argv)
+    ]
+    args, unknown = parser.parse_known_args(dashed)
     values = vars(args)
     wrong = [
         f"`{flag}` is known in Megatron-LM but not supported here: {why}."
@@ -103,7 +102,11 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     chosen["inputs"], chosen["tokenizer"] = args.input, tokenizer_config(values)
     sft = SftConfig(**{flag.field: values[flag.field] for flag in _sft_flags()})
     if sft.sft:
-        return _sft_options(chosen, sft), notes
+        from megatron_ext.text.sft.preprocess import SftPreprocessOptions
+
+        if list(chosen["json_keys"]) == ["text"]:
+            del chosen["json_keys"]
+        return SftPreprocessOptions(sft=sft, **chosen), notes
     wrong = [
         f"`{flag.positive[0]}` has an effect only with `--sft`; add it, or leave this out."
         for flag in _sft_flags()
@@ -114,16 +117,7 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     return PreprocessOptions(**chosen), notes
 
 
-def _sft_options(chosen: dict[str, Any], sft: SftConfig) -> PreprocessOptions:
-    from megatron_ext.text.sft.preprocess import SftPreprocessOptions
-
-    if list(chosen["json_keys"]) == ["text"]:
-        del chosen["json_keys"]
-    return SftPreprocessOptions(sft=sft, **chosen)
-
-
 def run_options(options: PreprocessOptions) -> Report:
-    """Run what `parse_options` understood."""
     from megatron_ext.text.sft.preprocess import SftPreprocessOptions, preprocess_sft
 
     if isinstance(options, SftPreprocessOptions):
@@ -131,23 +125,12 @@ def run_options(options: PreprocessOptions) -> Report:
     return preprocess(options)
 
 
-def _dashed(arg: str) -> str:
-    """Return a flag with dashes: `--json_keys` is `--json-keys`."""
-    name, equals, value = arg.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else arg
-
-
 def _dest(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command line.
-
-    Returns:
-        The exit code: 0, 1 for bad input, 2 for bad flags, 130 when interrupted (by Ctrl-C, or by
-        the SIGTERM of a scheduler).
-    """
+    """Run one command line; return 0, 1 for bad input, 2 for bad flags, 130 when interrupted."""
     try:
         options, notes = parse_options(argv)
     except ConfigError as error:

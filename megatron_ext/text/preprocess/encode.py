@@ -1,8 +1,15 @@
-"""Lines of JSON to token arrays: what a worker does with each block of a part."""
+"""Lines of JSON to token arrays: what a worker does with each block of a part.
+
+Text is cut into sentences by rule, without any model to download. A sentence ends at `. ! ? …`
+(with closing quotes or brackets) before white space, unless the period closes a known abbreviation,
+an initial, or an ordinal number, or the next word starts in lower case; and at the full stops of
+Chinese, Japanese and Hindi, which need no white space.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from megatron_ext.text.preprocess.sentences import Splitter
-from megatron_ext.text.tokenizers.base import Ids, Tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class BadLine(Exception):
@@ -43,10 +51,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
 
 
 def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the JSON object of a line.
-
-    Args:
-        keys: keys whose texts must not hold half a surrogate pair.
+    """Return the JSON object of a line, whose texts under keys hold no half of a surrogate pair.
 
     Raises:
         BadLine: a blank line, no UTF-8, no JSON, or no object.
@@ -72,17 +77,11 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
         raise BadLine(f"is not valid JSON ({complaint})") from None
     if isinstance(document, dict):
         for key in keys:
-            _refuse_half_surrogates(key, document.get(key))
+            value = document.get(key)
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and _HALF_PAIR.search(text):
+                    raise BadLine(f"has half a surrogate pair under key {key!r}")
     return document
-
-
-def _refuse_half_surrogates(key: str, value: object) -> None:
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str):
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:
-                raise BadLine(f"has half a surrogate pair under key {key!r}") from None
 
 
 _CHECKED_CHARACTERS = 16_384
@@ -91,98 +90,17 @@ _CHECKED_CHARACTERS = 16_384
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as the dataset stores them.
-
-    Attributes:
-        tokens: ids of all documents, one after the other.
-        lengths: i32 number of tokens of each sequence.
-        documents: i32 number of sequences of each document.
-    """
+    """Documents as the dataset stores them: ids, tokens of each sequence, sequences of each one."""
 
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int32]
     documents: npt.NDArray[np.int32]
 
 
-class Encoder:
-    """An encoder of batches of documents.
-
-    Args:
-        tokenizer: the native tokenizer, whose ids count.
-        fast: a faster engine found exact, or None.
-        append_eod: whether a non-empty document ends with the tokenizer's eod.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, fast: FastEncoder | None, *, append_eod: bool) -> None:
-        self._tokenizer, self._fast = tokenizer, fast
-        self._encode = tokenizer.encode_batch if fast is None else fast.encode_batch
-        self._eod = [np.asarray([tokenizer.eod], np.uint32)] if append_eod else []
-        self._batches = 0
-
-    def encode(self, documents: Sequence[list[str]]) -> Encoded:
-        """Encode documents, each a list of texts (its sequences).
-
-        Raises:
-            InexactEngine: the fast engine differs from the native one on a document.
-        """
-        texts = [text for document in documents for text in document]
-        ids = self._encode(texts)
-        self._compare_one(texts, ids)
-        return self._assemble(documents, ids)
-
-    def encodable(self, document: list[str]) -> None:
-        """Check that the tokenizer takes all texts of a document.
-
-        Raises:
-            BadLine: it refuses one.
-        """
-        try:
-            self._tokenizer.encode_batch(document)
-        except (ValueError, OverflowError) as error:
-            raise BadLine(f"cannot be tokenized: {error}") from None
-
-    def _compare_one(self, texts: Sequence[str], ids: Sequence[Ids]) -> None:
-        """Compare one document of each batch, at another place each time."""
-        if self._fast is None or not texts:
-            return
-        self._batches += 1
-        at = self._batches * 7919 % len(texts)
-        if len(texts[at]) > _CHECKED_CHARACTERS:
-            at = min(range(len(texts)), key=lambda i: len(texts[i]))
-        native = self._tokenizer.tokenize(texts[at])
-        if not np.array_equal(np.asarray(native, np.int64), np.asarray(ids[at], np.int64)):
-            start = texts[at][:40].encode("unicode_escape").decode()
-            raise InexactEngine(f"gigatoken gives other ids for a text that starts {start!r}")
-
-    def _assemble(self, documents: Sequence[list[str]], ids: Sequence[Ids]) -> Encoded:
-        arrays: list[Any] = []
-        lengths: list[int] = []
-        counts: list[int] = []
-        at = 0
-        for document in documents:
-            before = len(lengths)
-            for sequence in ids[at : at + len(document)]:
-                if len(sequence):
-                    arrays.append(np.asarray(sequence))
-                    lengths.append(len(sequence))
-            if self._eod and len(lengths) > before:
-                arrays += self._eod
-                lengths[-1] += 1
-            counts.append(len(lengths) - before)
-            at += len(document)
-        tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
-        return Encoded(tokens, np.asarray(lengths, np.int32), np.asarray(counts, np.int32))
-
-
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return the fast engine if it is exact on real documents, and a line that says which runs.
-
-    Args:
-        samples: texts of the input at hand.
-        engine: `auto` or `native`.
-    """
+    """Return the fast engine if it is exact on samples of the input, and a line that says which."""
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
     try:
@@ -203,28 +121,37 @@ Write = Callable[[int, int, Encoded], None]
 
 
 class BlockEncoder(Protocol):
-    """An encoder that turns the lines of a block into documents."""
-
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
         """Encode whole lines of a part, from number ``first`` on; return how many were kept."""
         ...
 
 
-@dataclass(frozen=True)
 class TextEncoder:
     """A `BlockEncoder` of the texts under the same keys of each line.
 
-    Attributes:
+    Args:
+        tokenizer: the native tokenizer, whose ids count.
+        fast: a faster engine found exact, or None.
         streams: lines go to stream `line number within the part % streams`.
+        append_eod: whether a non-empty document ends with the tokenizer's eod.
+        splitter: cuts texts into sentences, or None.
     """
 
-    keys: Sequence[str]
-    streams: int
-    encoder: Encoder
-    splitter: Splitter | None
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        fast: FastEncoder | None,
+        *,
+        keys: Sequence[str],
+        streams: int = 1,
+        append_eod: bool = False,
+        splitter: Splitter | None = None,
+    ) -> None:
+        self._tokenizer, self._fast, self._splitter = tokenizer, fast, splitter
+        self._keys, self._streams, self._batches = keys, streams, 0
+        self._eod = [np.asarray([tokenizer.eod], np.uint32)] if append_eod else []
 
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
-        """Encode the lines of a block; see `BlockEncoder`."""
         kept: list[int] = []
         texts: list[list[list[str]]] = []
         for number, raw in enumerate(lines, first):
@@ -243,18 +170,17 @@ class TextEncoder:
         return len(kept)
 
     def _texts(self, raw: bytes) -> list[list[str]]:
-        texts = parse_line(raw, self.keys)
-        if self.splitter is None:
+        texts, split = parse_line(raw, self._keys), self._splitter
+        if split is None:
             return texts
-        split = self.splitter
         return [[sentence for text in document for sentence in split(text)] for document in texts]
 
     def _accepts(self, texts: list[list[str]], number: int, refuse: Refuse) -> bool:
         try:
             for document in texts:
-                self.encoder.encodable(document)
-        except BadLine as bad:
-            refuse(number, str(bad))
+                self._tokenizer.encode_batch(document)
+        except (ValueError, OverflowError) as error:
+            refuse(number, f"cannot be tokenized: {error}")
             return False
         return True
 
@@ -263,10 +189,102 @@ class TextEncoder:
     ) -> None:
         """Encode first and write after, so that a refused text leaves nothing behind."""
         encoded = []
-        for stream in range(self.streams):
-            mine = [t for t, n in zip(texts, numbers, strict=True) if n % self.streams == stream]
-            for key in range(len(self.keys)):
-                batch = self.encoder.encode([document[key] for document in mine])
-                encoded.append((key, stream, batch))
+        for stream in range(self._streams):
+            mine = [t for t, n in zip(texts, numbers, strict=True) if n % self._streams == stream]
+            for key in range(len(self._keys)):
+                encoded.append((key, stream, self._encode([document[key] for document in mine])))
         for key, stream, batch in encoded:
             write(key, stream, batch)
+
+    def _encode(self, documents: Sequence[list[str]]) -> Encoded:
+        """Encode documents, each a list of texts, its sequences; raise `InexactEngine`."""
+        texts = [text for document in documents for text in document]
+        ids = (self._tokenizer if self._fast is None else self._fast).encode_batch(texts)
+        if self._fast is not None and texts:
+            # One document of each batch is compared, at another place each time.
+            self._batches += 1
+            at = self._batches * 7919 % len(texts)
+            if len(texts[at]) > _CHECKED_CHARACTERS:
+                at = min(range(len(texts)), key=lambda i: len(texts[i]))
+            self._fast.compare_ids(texts[at], ids[at])
+        arrays: list[Any] = []
+        lengths: list[int] = []
+        counts: list[int] = []
+        at = 0
+        for document in documents:
+            before = len(lengths)
+            for sequence in ids[at : at + len(document)]:
+                if len(sequence):
+                    arrays.append(np.asarray(sequence))
+                    lengths.append(len(sequence))
+            if self._eod and len(lengths) > before:
+                arrays += self._eod
+                lengths[-1] += 1
+            counts.append(len(lengths) - before)
+            at += len(document)
+        tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
+        return Encoded(tokens, np.asarray(lengths, np.int32), np.asarray(counts, np.int32))
+
+
+_COMMON = "a.m p.m etc vs no nr vol fig figs cf ca al approx resp dept inc ltd co corp st dr prof"
+_ABBREVIATIONS: dict[str, str] = {
+    "english": "mr mrs ms messrs jr sr rev hon gen col lt sgt capt gov sen rep pres e.g i.e viz "
+    "op u.s u.k u.n jan feb mar apr jun jul aug sep sept oct nov dec mt ft",
+    "german": "z.b d.h u.a bzw usw evtl ggf hr fr frl str tel abs bd hrsg inkl s.o s.u u.s.w v.a "
+    "geb gest jh jhd mio mrd jan feb mär apr jun jul aug sep okt nov dez",
+    "french": "m mm mme mlle av bd c.-à-d p.ex env ex éd hab janv févr avr juil sept oct nov déc",
+    "spanish": "sr sra srta d dña ud uds ej p.ej pág págs aprox av avda ee.uu núm ene feb mar abr "
+    "jul ago sep oct nov dic",
+    "italian": "sig sig.ra sigg dott dott.ssa avv ing es p.es pag ecc art gen feb mar apr giu lug "
+    "ago set ott nov dic",
+    "portuguese": "sr sra srta exa d dra pág págs ex p.ex av núm jan fev mar abr jun jul ago set "
+    "out nov dez",
+    "dutch": "dhr mevr mw drs ir ing bijv d.w.z m.a.w o.a blz jan feb mrt apr jun jul aug sep okt "
+    "nov dec",
+    "russian": "г гг т.е т.д т.п и.о др проф акад стр рис им ул д кв руб коп тыс млн млрд см",
+}
+LANGUAGES = tuple(_ABBREVIATIONS)
+_END = re.compile(
+    r"""(?P<mark>[.!?…]+)(?P<close>["'”’»)\]]*)(?P<space>\s+)(?=(?P<next>\S))"""
+    r"""|(?P<wide>[。！？｡।]+[”’」』）"']*)(?P<wide_space>\s*)(?=\S)"""
+)
+_LAST_WORD = re.compile(r"[^\s(\[\"'“‘«„¿¡]*$")
+
+Splitter = Callable[[str], list[str]]
+
+
+def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
+    """Return the function from a text in one of `LANGUAGES` to its sentences.
+
+    White space between sentences is dropped; with `keep_newlines` it stays at the end of the
+    sentence before it, so that the sentences joined give the text again.
+    """
+    known = frozenset((_COMMON + " " + _ABBREVIATIONS[lang]).split())
+    ordinals = lang in ("german", "dutch")
+
+    def split(text: str) -> list[str]:
+        sentences, start = [], 0
+        for match in _END.finditer(text):
+            if match["mark"] is not None and not _ends_here(text, match, known, ordinals):
+                continue
+            space = match["space"] if match["mark"] is not None else match["wide_space"]
+            end = match.end() if keep_newlines else match.end() - len(space)
+            sentences.append(text[start:end] if keep_newlines else text[start:end].strip())
+            start = match.end()
+        rest = text[start:] if keep_newlines else text[start:].strip()
+        return [*sentences, rest] if rest else sentences
+
+    return split
+
+
+def _ends_here(text: str, match: re.Match[str], known: frozenset[str], ordinals: bool) -> bool:
+    if match["next"].islower() and "\n\n" not in match["space"]:
+        return False
+    if match["mark"] != "." or "\n\n" in match["space"] or match["close"]:
+        return True
+    # A word longer than any abbreviation needs no look further back.
+    word = _LAST_WORD.search(text, max(0, match.start() - 24), match.start())
+    last = word[0] if word else ""
+    initial = len(last) == 1 and last.isalpha() and last.isupper() and last != "I"
+    ordinal = ordinals and last.isdigit() and len(last) <= 2
+    return not (initial or ordinal or last.lower() in known)

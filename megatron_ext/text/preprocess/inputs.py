@@ -1,22 +1,35 @@
-"""Input files: what the patterns name, how they are packed, and how they are cut into parts."""
+"""Input files: what the patterns name, how they are cut into parts, and how they are unpacked.
+
+Packed inputs become lines of JSON: gzip, zstd, and parquet, whose rows become lines.
+"""
 
 from __future__ import annotations
 
 import glob
+import gzip
 import hashlib
 import os
 import select
 import shutil
 import stat
 import time
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_ext.errors import DataError
-from megatron_ext.text.preprocess.unpack import BLOCK_BYTES, packing_of, unpacked
+import orjson
 
+from megatron_ext.errors import ConfigError, DataError
+
+BLOCK_BYTES = 4 << 20
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
+_OTHER_MAGIC = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
+_ROWS = 1024
 _LARGEST_PART = 256_000_000
 _PARTS_PER_WORKER = 4
 _END_BYTES = 1 << 16
@@ -31,7 +44,6 @@ class Part:
         path: the file to read; a spooled copy for streams and lone packed files.
         source: the name to show to the user.
         start, end: byte range at line ends; the whole file when it is packed.
-        packing: `plain`, `gzip`, `zstd` or `parquet`.
     """
 
     path: str
@@ -85,13 +97,12 @@ def identities(files: Sequence[str]) -> list[list[Any]]:
     Size and modification time can be kept over a change (`rsync -t`, `touch -r`), so the inode,
     the time of its last change and both ends of the content count as well.
     """
-    return [
-        [os.path.abspath(path), os.getpid(), time.time_ns()] if is_stream(path) else _identity(path)
-        for path in files
-    ]
+    return [_identity(path) for path in files]
 
 
 def _identity(path: str) -> list[Any]:
+    if is_stream(path):
+        return [os.path.abspath(path), os.getpid(), time.time_ns()]
     with open(path, "rb") as stream:
         found = os.fstat(stream.fileno())
         digest = hashlib.sha256(stream.read(_END_BYTES))
@@ -125,14 +136,14 @@ def spool(source: str, target: Path) -> None:
 
 
 def _copy_stream(source: str, out: BinaryIO) -> None:
-    """Copy all that a stream gives.
-
-    Standard input is read by its descriptor, since a socket cannot be opened by its name.
-    """
-    standard = source == "-" or _is_standard_input(source)
+    """Copy all that a stream gives; standard input, which may be a socket, by its descriptor."""
+    standard = source == "-"
+    with suppress(OSError):
+        standard = standard or os.path.samestat(os.stat(source), os.fstat(0))
     try:
         # A pipe without a name, such as a shell's `<(command)`, never makes its reader wait.
-        wait = not standard and _is_fifo(source) and os.path.exists(os.path.realpath(source))
+        is_fifo = not standard and stat.S_ISFIFO(os.stat(source).st_mode)
+        wait = is_fifo and os.path.exists(os.path.realpath(source))
         number = 0 if standard else os.open(source, os.O_RDONLY | (os.O_NONBLOCK if wait else 0))
         stream = os.fdopen(number, "rb", closefd=not standard)
     except OSError as error:
@@ -145,37 +156,19 @@ def _copy_stream(source: str, out: BinaryIO) -> None:
         shutil.copyfileobj(stream, out, BLOCK_BYTES)
 
 
-def _is_fifo(path: str) -> bool:
-    return stat.S_ISFIFO(os.stat(path).st_mode)
-
-
-def _is_standard_input(path: str) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(0))
-    except OSError:
-        return False
-
-
 def _await_writer(source: str, descriptor: int) -> bytes:
-    """Wait until a program has opened a FIFO for writing; return what was read meanwhile.
-
-    Raises:
-        DataError: no program does within a few seconds.
-    """
+    """Wait until a program has opened a FIFO for writing; return what was read meanwhile."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     first = b""
     if not poll.poll(_SECONDS_FOR_A_WRITER * 1000):
-        try:
+        with suppress(BlockingIOError):  # a writer that has nothing to say yet
             first = os.read(descriptor, 1)
-        except BlockingIOError:  # a writer that has nothing to say yet
-            os.set_blocking(descriptor, True)
-            return b""
-        if not first:
-            raise DataError(
-                f"`--input` ({source}) is a FIFO that no program has opened for writing within "
-                f"{_SECONDS_FOR_A_WRITER:g} seconds; start the one that writes into it first."
-            )
+            if not first:
+                raise DataError(
+                    f"`--input` ({source}) is a FIFO that no program has opened for writing within "
+                    f"{_SECONDS_FOR_A_WRITER:g} seconds; start the one that writes into it first."
+                )
     os.set_blocking(descriptor, True)
     return first
 
@@ -186,12 +179,9 @@ def cut(
     part_megabytes: float | None,
     smallest: int = 4_000_000,
 ) -> list[Part]:
-    """Cut plain files at line ends into parts; a packed file is one part.
+    """Cut plain files, each a path and a name to show, at line ends; a packed file is one part.
 
-    Args:
-        files: (path, name to show) in order.
-        part_megabytes: size of a part; None gives each worker a few parts of at most 256 MB.
-        smallest: the fewest bytes of a part where its size is not given.
+    Without ``part_megabytes`` each worker gets a few parts of at least ``smallest`` bytes.
     """
     sizes = [os.path.getsize(path) for path, _ in files]
     if part_megabytes is None:
@@ -202,14 +192,8 @@ def cut(
     parts: list[Part] = []
     for (path, source), size in zip(files, sizes, strict=True):
         packing = packing_of(path)
-        if packing != "plain":
-            parts.append(Part(path, source, 0, size, packing))
-            continue
-        edges = _line_edges(path, size, part_bytes)
-        parts.extend(
-            Part(path, source, start, end, packing)
-            for start, end in zip(edges, edges[1:], strict=False)
-        )
+        edges = _line_edges(path, size, part_bytes) if packing == "plain" else [0, size]
+        parts += [Part(path, source, *span, packing) for span in pairwise(edges)]
     return parts
 
 
@@ -236,7 +220,8 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
     """
     rest: list[bytes] = []
     seen = 0
-    for piece, read in _pieces(part):
+    pieces = _plain(part) if part.packing == "plain" else unpacked(part.path, part.packing)
+    for piece, read in pieces:
         seen += read
         at = piece.rfind(b"\n") + 1
         if at == 0:
@@ -248,10 +233,7 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
         yield b"".join(rest), seen
 
 
-def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
-    if part.packing != "plain":
-        yield from unpacked(part.path, part.packing)
-        return
+def _plain(part: Part) -> Iterator[tuple[bytes, int]]:
     with open(part.path, "rb", buffering=0) as stream:
         stream.seek(part.start)
         left = part.num_bytes
@@ -264,3 +246,116 @@ def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
                 )
             left -= len(piece)
             yield piece, len(piece)
+
+
+def packing_of(path: str) -> str:
+    """Return how a file is packed, by its first bytes: gzip, zstd, parquet, or else plain.
+
+    Raises:
+        DataError: another packed format.
+    """
+    with open(path, "rb") as stream:
+        head = stream.read(4)
+    for magic, name in _OTHER_MAGIC.items():
+        if head.startswith(magic):
+            raise DataError(
+                f"`--input` ({path}) is a {name} file; give jsonl, plain or packed with gzip or "
+                "zstd, or parquet."
+            )
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "plain")
+
+
+def unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
+    """Yield (unpacked bytes, packed bytes read for them)."""
+    if packing == "parquet":
+        yield from _json_lines(path)
+        return
+    before = 0
+    with open(path, "rb") as raw:
+        whole = partial(gzip.GzipFile(fileobj=raw).read, BLOCK_BYTES)
+        stream = iter(whole, b"") if packing == "gzip" else _zstd(raw, path)
+        try:
+            for piece in stream:
+                now = raw.tell()
+                yield piece, now - before
+                before = now
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(
+                f"{path} is not a whole {packing} file ({error}); copy it again."
+            ) from None
+
+
+def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(
+            f"`--input` ({path}) is packed with zstd, which needs the zstandard package; install "
+            "it, or unpack the file."
+        ) from None
+    fresh, window = True, None
+    pending, size = [], 0
+    while piece := raw.read(1 << 16):
+        while piece:
+            if window is None or window.eof:
+                window = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            try:
+                out = window.decompress(piece)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
+            fresh, piece = window.eof, window.unused_data if window.eof else b""
+            pending.append(out)
+            size += len(out)
+            if size >= BLOCK_BYTES:
+                yield b"".join(pending)
+                pending, size = [], 0
+    if not fresh:
+        raise EOFError("it ends inside a frame")
+    if pending:
+        yield b"".join(pending)
+
+
+def _json_lines(path: str) -> Iterator[tuple[bytes, int]]:
+    """Yield (lines of JSON, one for each row; bytes of the file that they stand for)."""
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(
+            f"{path} is a parquet file, which needs the package pyarrow, which is not installed; "
+            "run `pip install pyarrow`."
+        ) from None
+    size, given = os.path.getsize(path), 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            total, rows = file.metadata.num_rows, 0
+            for batch in file.iter_batches(batch_size=_ROWS):
+                rows += batch.num_rows
+                lines = b"".join(map(_line, batch.to_pylist()))
+                read = size * rows // total - given
+                given += read
+                yield lines, read
+    except (arrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(f"{path} is not a whole parquet file ({reason}); copy it again.") from None
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """Return a row as JSON, without nulls of structs and with null for bytes, which JSON lacks.
+
+    Parquet gives every struct the keys of all rows and fills those that a row lacks with null.
+    """
+    plain = {column: _without_nulls(value) for column, value in row.items()}
+    return orjson.dumps(plain, default=_otherwise, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _otherwise(value: Any) -> str | None:
+    return None if isinstance(value, bytes) else str(value)

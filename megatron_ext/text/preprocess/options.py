@@ -20,19 +20,14 @@ from megatron_ext.config.flags import (
 )
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.preprocess.sentences import LANGUAGES
+from megatron_ext.text.preprocess.encode import LANGUAGES
 
 _ADVICE = "leave it out for the default"
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The options of one run.
-
-    Attributes:
-        inputs: jsonl or parquet files, globs, or `-` for standard input.
-        output_prefix: outputs are `<prefix>_<key>_document.bin/.idx` (`_sentence` when split).
-        tokenizer: the flags that choose the tokenizer.
+    """The options of one run, whose outputs are `<prefix>_<key>_document.bin/.idx` and the like.
 
     Raises:
         ConfigError: with every sentence that applies.
@@ -138,8 +133,12 @@ class PreprocessOptions:
 
     @property
     def level(self) -> str:
-        """Return what a sequence of the datasets is: a sentence, or a document."""
         return "sentence" if self.split_sentences else "document"
+
+    @property
+    def streams(self) -> int:
+        """Return how many datasets workers deal lines to; sequential ones are cut at the end."""
+        return 1 if self.keep_sequential_samples else self.partitions
 
     def dataset_prefix(self, key: str, partition: int | None = None) -> str:
         """Return the prefix of the dataset of a key, of all lines or of one partition."""
@@ -174,7 +173,6 @@ def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the tokenizer, whose type has no default here."""
     add_flags(parser, "tokenizer", TOKENIZER_FLAGS)
     parser.set_defaults(tokenizer_type=None)
 

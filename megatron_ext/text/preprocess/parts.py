@@ -3,44 +3,40 @@
 A part's tokens, sequence lengths and document lengths lie in `<stem>.k<key>.s<stream>.bin`,
 `.len` and `.doc`, refused lines in `<stem>.rejected`. Its marker `<part>.json` is renamed into
 place last, so that a marker means whole files; the process id in the stem keeps a worker that
-outlived its killed run from writing into files of the next.
+outlived its killed run from writing into files of the next. At the end the kernel joins bytes of
+the parts into published datasets, and running sums make the indices.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from megatron_ext.data.indexed_writer import narrow
+from megatron_ext.data.indexed_writer import append_file, narrow, publish, write_index
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.encode import Encoded
 from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.options import PreprocessOptions
 
-STREAM_FILES = ("bin", "len", "doc")
 _FORMAT = 1
 _SECONDS_FOR_DYING_WORKERS = 1.0
 
 
 @dataclass(frozen=True)
 class PartMarker:
-    """The marker of a finished part.
+    """The marker of a finished part: lines read, kept as documents, and set aside.
 
-    Attributes:
-        stem: start of its file names.
-        lines: lines read.
-        documents: lines kept.
-        tokens: ids over all keys.
-        rejected: number of lines set aside.
-        sizes: bytes of each file, to notice one that was damaged since.
+    The names of its files begin with ``stem``; their sizes in bytes tell one damaged since.
     """
 
     stem: str
@@ -52,11 +48,7 @@ class PartMarker:
 
 
 class PartWriter:
-    """A writer of the files of one part; `finish` makes them count.
-
-    Args:
-        dtypes: dtype of the tokens of each key.
-    """
+    """A writer of the files of one part, with a dtype for each key; `finish` makes them count."""
 
     def __init__(self, folder: Path, number: int, streams: int, dtypes: Sequence[Any]) -> None:
         self._folder, self._number, self._dtypes = folder, number, dtypes
@@ -64,7 +56,7 @@ class PartWriter:
         self._files: dict[str, BinaryIO] = {}
         for key in range(len(dtypes)):
             for stream in range(streams):
-                for kind in STREAM_FILES:
+                for kind in ("bin", "len", "doc"):
                     self._open(f"{self._stem}.k{key}.s{stream}.{kind}")
         self._rejected = self._open(f"{self._stem}.rejected")
         self._counts = {"lines": 0, "documents": 0, "tokens": 0, "rejected": 0}
@@ -74,7 +66,6 @@ class PartWriter:
         return stream
 
     def write(self, key: int, stream: int, encoded: Encoded) -> None:
-        """Append the documents of a key and a stream."""
         stem = f"{self._stem}.k{key}.s{stream}"
         self._files[f"{stem}.bin"].write(narrow(encoded.tokens, self._dtypes[key]).tobytes())
         self._files[f"{stem}.len"].write(encoded.lengths.astype("<i4").tobytes())
@@ -89,7 +80,6 @@ class PartWriter:
         self._counts["rejected"] += 1
 
     def count(self, lines: int, documents: int) -> None:
-        """Count lines that were read, and documents that were kept of them."""
         self._counts["lines"] += lines
         self._counts["documents"] += documents
 
@@ -105,7 +95,6 @@ class PartWriter:
         os.replace(temporary, marker_path(self._folder, self._number))
 
     def abandon(self) -> None:
-        """Remove the files of a part that failed."""
         for name, stream in self._files.items():
             stream.close()
             (self._folder / name).unlink(missing_ok=True)
@@ -134,11 +123,6 @@ def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
         with open(folder / f"{done.stem}.rejected", "rb") as stream:
             for line in stream:
                 yield json.loads(line)
-
-
-def load_array(folder: Path, done: PartMarker, key: int, stream: int, kind: str) -> Any:
-    """Return the whole `.len` or `.doc` of one part, i32."""
-    return np.fromfile(folder / f"{done.stem}.k{key}.s{stream}.{kind}", "<i4")
 
 
 class WorkDirectory:
@@ -181,16 +165,9 @@ class WorkDirectory:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, value: BaseException | None, _trace: object
     ) -> None:
-        """Free the folder, and remove it when nothing in it is worth resuming.
-
-        Raises:
-            DataError: the file system failed, such as by a full disk.
-        """
+        """Free the folder, and remove it when nothing in it is worth resuming."""
         keep = self.resumable and any(self.folder.glob("p[0-9]*.json"))
         if kind is None or not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -223,7 +200,6 @@ class WorkDirectory:
         os.replace(temporary, self.folder / "plan.json")
 
     def clear(self) -> None:
-        """Remove all but the lock."""
         for path in self.folder.iterdir():
             if path.name != "lock":
                 path.unlink()
@@ -241,3 +217,152 @@ class WorkDirectory:
 def _plain(fingerprint: dict[str, Any]) -> Any:
     """Return a fingerprint as JSON gives it back, with the format of part files."""
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Documents [start, end) of one stream of one part; all of them where both are None."""
+
+    done: PartMarker
+    stream: int
+    start: int | None = None
+    end: int | None = None
+
+
+def _partitions(
+    options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker]
+) -> list[list[Segment]]:
+    """Return the segments of each partition, in order.
+
+    Round-robin: line n of all the input goes to partition n % partitions. Sequential: blocks of
+    ceil(lines / partitions) lines.
+    """
+    count = options.partitions
+    if count == 1:
+        return [[Segment(done, 0) for done in markers]]
+    before = [0, *accumulate(done.lines for done in markers)]
+    size = max(1, math.ceil(before[-1] / count))
+    partitions = []
+    for p in range(count):
+        segments: list[Segment | None] = []
+        for done, first in zip(markers, before, strict=False):
+            if options.keep_sequential_samples:
+                segments.append(_clip(folder, done, p * size - first, (p + 1) * size - first))
+            else:
+                segments.append(Segment(done, (p - first) % count))
+        partitions.append([segment for segment in segments if segment is not None])
+    return partitions
+
+
+def _clip(folder: Path, done: PartMarker, first: int, last: int) -> Segment | None:
+    """Return the documents of lines [first, last) of a part; the lines may reach beyond it."""
+    first, last = max(first, 0), min(last, done.lines)
+    if first >= last:
+        return None
+    if (first, last) == (0, done.lines):
+        return Segment(done, 0)
+    bad = np.asarray([record["line"] for record in read_rejected(folder, done)], np.int64)
+    start, end = (line - int((bad < line).sum()) for line in (first, last))
+    return Segment(done, 0, start, end)
+
+
+class Dataset:
+    """One `.bin/.idx` to write: the segments of one key, under temporary names."""
+
+    def __init__(
+        self, folder: Path, prefix: str, key: int, segments: Sequence[Segment], dtype: Any
+    ) -> None:
+        self._folder, self._key, self._segments, self._dtype = folder, key, segments, dtype
+        final = [Path(f"{prefix}.{kind}") for kind in ("bin", "idx")]
+        self.renames = [(Path(f"{path}.joining"), path) for path in final]
+
+    def write(self) -> None:
+        """Write both files under their temporary names."""
+        tokens, index = (temporary for temporary, _ in self.renames)
+        with open(tokens, "wb") as out:
+            for segment in self._segments:
+                start, end = self._bytes(segment)
+                append_file(out, self._file(segment, "bin"), start, end)
+            os.fsync(out.fileno())
+        write_index(index, self._dtype, lambda: self._array("len"), lambda: self._array("doc"))
+
+    def _file(self, segment: Segment, kind: str) -> Path:
+        return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
+
+    def _ends(self, segment: Segment, kind: str) -> Any:
+        """Return the sums of sequences of documents, or of tokens of sequences, from 0 on."""
+        counts = np.fromfile(self._file(segment, kind), "<i4")
+        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def _sequences(self, segment: Segment) -> tuple[int, int]:
+        ends = self._ends(segment, "doc")
+        return int(ends[segment.start]), int(ends[segment.end])
+
+    def _bytes(self, segment: Segment) -> tuple[int, int | None]:
+        if segment.start is None:
+            return 0, None
+        first, last = self._sequences(segment)
+        ends = self._ends(segment, "len") * self._dtype.itemsize
+        return int(ends[first]), int(ends[last])
+
+    def _array(self, kind: str) -> Iterator[Any]:
+        for segment in self._segments:
+            start, count = 0, -1
+            if segment.start is not None and segment.end is not None:
+                span = (segment.start, segment.end) if kind == "doc" else self._sequences(segment)
+                start, count = span[0], span[1] - span[0]
+            yield np.fromfile(self._file(segment, kind), "<i4", count, offset=4 * start)
+
+
+def publish_datasets(
+    options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker], dtypes: Sequence[Any]
+) -> list[str]:
+    """Write and rename all datasets; return the prefixes of the merged ones."""
+    partitions = _partitions(options, folder, markers)
+    datasets: list[Dataset] = []
+    prefixes = []
+    for i, (key, dtype) in enumerate(zip(options.json_keys, dtypes, strict=True)):
+        if options.partitions > 1:
+            for p, segments in enumerate(partitions):
+                prefix = options.dataset_prefix(key, p)
+                datasets.append(Dataset(folder, prefix, i, segments, dtype))
+        prefixes.append(options.dataset_prefix(key))
+        merged = [segment for segments in partitions for segment in segments]
+        datasets.append(Dataset(folder, prefixes[-1], i, merged, dtype))
+    renames = [pair for dataset in datasets for pair in dataset.renames]
+    try:
+        for dataset in datasets:
+            dataset.write()
+    except BaseException:
+        for temporary, _ in renames:
+            temporary.unlink(missing_ok=True)
+        raise
+    publish(renames)
+    return prefixes
+
+
+def publish_rejected(
+    options: PreprocessOptions, folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker]
+) -> Path | None:
+    """Write file, line (from 1), reason and text of each bad line, or remove an older file."""
+    path = Path(f"{options.output_prefix}.rejected.jsonl")
+    if not any(marker.rejected for marker in markers):
+        path.unlink(missing_ok=True)
+        return None
+    temporary = Path(f"{path}.joining")
+    before = 0
+    try:
+        with open(temporary, "w", encoding="utf-8") as out:
+            for part, marker in zip(parts, markers, strict=True):
+                if part.start == 0:  # a new file, maybe the same one again
+                    before = 0
+                for record in read_rejected(folder, marker):
+                    line = before + record["line"] + 1
+                    fields = {"file": part.source, **record, "line": line}
+                    out.write(json.dumps(fields, ensure_ascii=False) + "\n")
+                before += marker.lines
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path

@@ -14,16 +14,20 @@ from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess.encode import (
     BadLine,
-    Encoder,
     TextEncoder,
     choose_engine,
     parse_line,
+    sentence_splitter,
 )
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.outputs import publish_datasets, publish_rejected
-from megatron_ext.text.preprocess.parts import PartMarker, WorkDirectory, read_marker
-from megatron_ext.text.preprocess.sentences import sentence_splitter
+from megatron_ext.text.preprocess.parts import (
+    PartMarker,
+    WorkDirectory,
+    publish_datasets,
+    publish_rejected,
+    read_marker,
+)
 from megatron_ext.text.preprocess.workers import Job, encode_parts
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
@@ -37,15 +41,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a run.
-
-    Attributes:
-        prefixes: the merged dataset of each key.
-        documents, tokens, input_bytes: totals (tokens over all keys).
-        rejected: bad lines set aside, in `rejected_path`.
-        resumed_parts: parts taken over from an earlier, interrupted run.
-        seconds: wall time.
-    """
+    """The outcome of a run, with tokens over all keys and the merged dataset of each."""
 
     prefixes: Sequence[str]
     documents: int
@@ -56,34 +52,9 @@ class Report:
     resumed_parts: int
     seconds: float
 
-    @classmethod
-    def of(
-        cls,
-        parts: Sequence[Part],
-        done: Mapping[int, PartMarker],
-        prefixes: Sequence[str],
-        rejected_path: Path | None,
-        resumed_parts: int,
-        start: float,
-    ) -> Report:
-        """Return the totals of all parts; ``start`` is when the run began."""
-        return cls(
-            prefixes=prefixes,
-            documents=sum(marker.documents for marker in done.values()),
-            tokens=sum(marker.tokens for marker in done.values()),
-            input_bytes=sum(part.num_bytes for part in parts),
-            rejected=sum(marker.rejected for marker in done.values()),
-            rejected_path=rejected_path,
-            resumed_parts=resumed_parts,
-            seconds=time.monotonic() - start,
-        )
-
 
 def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
     """Tokenize the input into one dataset for each key.
-
-    Args:
-        say: a function that takes each line meant for the user.
 
     Raises:
         ConfigError, DataError: one sentence; finished parts are kept for the next try.
@@ -100,23 +71,32 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
     files = inputs.expand(options.inputs)
     resumable = not any(map(inputs.is_stream, files))
     with WorkDirectory(options.output_prefix, resumable=resumable) as work:
-        fingerprint = _fingerprint(options, tokenizer, files)
+        fingerprint = {
+            "inputs": inputs.identities(files),
+            "keys": list(options.json_keys),
+            "append_eod": options.append_eod,
+            "streams": options.streams,
+            "split": [options.split_sentences, options.keep_newlines, options.lang],
+            "on_bad_line": options.on_bad_line,
+            "tokenizer": dict(tokenizer.unique_identifiers),
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        }
         parts, done = plan_parts(options, work, files, fingerprint, say)
         resumed = len(done)
         fast, line = choose_engine(tokenizer, _samples(parts, options.json_keys), options.engine)
         say(line)
+        job = _job(options, tokenizer, fast, work.folder, parts)
         try:
-            run_parts(options, work, done, _job(options, tokenizer, fast, work, parts))
+            run_parts(options, done, job)
         except InexactEngine as error:
             say(f"Starting over with {tokenizer.kind}'s own library: {error}.")
             for path in work.folder.glob("p[0-9]*.*"):
                 path.unlink()
             done, resumed = {}, 0
-            run_parts(options, work, done, _job(options, tokenizer, None, work, parts))
-        dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
-        prefixes = publish_datasets(options, work.folder, parts, done, dtypes)
-        rejected_path = publish_rejected(options, work.folder, parts, done)
-    return Report.of(parts, done, prefixes, rejected_path, resumed, start)
+            job = _job(options, tokenizer, None, work.folder, parts)
+            run_parts(options, done, job)
+        return publish_job(options, job, done, resumed, start)
 
 
 def plan_parts(
@@ -126,12 +106,7 @@ def plan_parts(
     fingerprint: dict[str, Any],
     say: Say,
 ) -> tuple[list[Part], dict[int, PartMarker]]:
-    """Take over the parts of an interrupted run that did the same, or cut the input anew.
-
-    Args:
-        files: the files that `inputs.expand` found.
-        fingerprint: all that decides the content of a part.
-    """
+    """Take over parts of an interrupted run with the same fingerprint, or cut the input anew."""
     parts = work.resumed_parts(fingerprint)
     if parts is not None:
         done = work.finished(len(parts))
@@ -150,28 +125,6 @@ def plan_parts(
     parts = inputs.cut(named, options.workers, options.part_megabytes, options.smallest_part)
     work.begin(fingerprint, parts)
     return parts, {}
-
-
-def _fingerprint(
-    options: PreprocessOptions, tokenizer: Tokenizer, files: list[str]
-) -> dict[str, Any]:
-    """Return all that decides the content of a part."""
-    return {
-        "inputs": inputs.identities(files),
-        "keys": list(options.json_keys),
-        "append_eod": options.append_eod,
-        "streams": _streams(options),
-        "split": [options.split_sentences, options.keep_newlines, options.lang],
-        "on_bad_line": options.on_bad_line,
-        "tokenizer": dict(tokenizer.unique_identifiers),
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-    }
-
-
-def _streams(options: PreprocessOptions) -> int:
-    """Return how many datasets workers deal lines to; sequential ones are cut at the end."""
-    return 1 if options.keep_sequential_samples else options.partitions
 
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
@@ -203,43 +156,54 @@ def _job(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
     fast: FastEncoder | None,
-    work: WorkDirectory,
+    folder: Path,
     parts: Sequence[Part],
 ) -> Job:
-    splitter = (
-        sentence_splitter(options.lang, keep_newlines=options.keep_newlines)
-        if options.split_sentences
-        else None
+    splitter = None
+    if options.split_sentences:
+        splitter = sentence_splitter(options.lang, keep_newlines=options.keep_newlines)
+    encoder = TextEncoder(
+        tokenizer,
+        fast,
+        keys=options.json_keys,
+        streams=options.streams,
+        append_eod=options.append_eod,
+        splitter=splitter,
     )
-    return Job(
-        folder=work.folder,
-        parts=parts,
-        dtypes=[optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys),
-        streams=_streams(options),
-        encoder=TextEncoder(
-            options.json_keys,
-            _streams(options),
-            Encoder(tokenizer, fast, append_eod=options.append_eod),
-            splitter,
-        ),
-        quarantine=options.on_bad_line == "quarantine",
-    )
+    dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
+    quarantine = options.on_bad_line == "quarantine"
+    return Job(folder, parts, dtypes, options.streams, encoder, quarantine)
 
 
-def run_parts(
-    options: PreprocessOptions, work: WorkDirectory, done: dict[int, PartMarker], job: Job
-) -> None:
+def run_parts(options: PreprocessOptions, done: dict[int, PartMarker], job: Job) -> None:
     """Encode the unfinished parts in worker processes and add their markers to `done`."""
     todo = [i for i in range(len(job.parts)) if i not in done]
     encode_parts(job, todo, options.workers, log_interval=options.log_interval)
     for i in todo:
-        marker = read_marker(work.folder, i)
+        marker = read_marker(job.folder, i)
         if marker is None:
             raise DataError(
-                f"Part {i} in {work.folder} was damaged before it was joined; check the disk and "
+                f"Part {i} in {job.folder} was damaged before it was joined; check the disk and "
                 "run the same command again."
             )
         done[i] = marker
+
+
+def publish_job(
+    options: PreprocessOptions, job: Job, done: Mapping[int, PartMarker], resumed: int, start: float
+) -> Report:
+    """Publish the datasets of finished parts, and what was set aside; ``start`` began the run."""
+    markers = [done[i] for i in range(len(job.parts))]
+    return Report(
+        prefixes=publish_datasets(options, job.folder, markers, job.dtypes),
+        documents=sum(marker.documents for marker in markers),
+        tokens=sum(marker.tokens for marker in markers),
+        input_bytes=sum(part.num_bytes for part in job.parts),
+        rejected=sum(marker.rejected for marker in markers),
+        rejected_path=publish_rejected(options, job.folder, job.parts, markers),
+        resumed_parts=resumed,
+        seconds=time.monotonic() - start,
+    )
 
 
 def run_or_explain(run: Callable[[], Report], say: Say = say_to_stderr) -> int:

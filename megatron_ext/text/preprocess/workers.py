@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,7 +31,6 @@ from megatron_ext.errors import DataError, MegatronExtError, end_with_parent
 from megatron_ext.text.preprocess.encode import BlockEncoder
 from megatron_ext.text.preprocess.inputs import Part, blocks
 from megatron_ext.text.preprocess.parts import PartWriter
-from megatron_ext.text.preprocess.unpack import BLOCK_BYTES
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _SECONDS_BETWEEN_LOOKS = 0.1
@@ -40,13 +39,7 @@ _SECONDS_IN_LOG = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """The objects that all workers share, built before they are forked.
-
-    Attributes:
-        dtypes: dtype of the tokens of each key.
-        streams: datasets that the lines are dealt to.
-        quarantine: set bad lines aside instead of stopping.
-    """
+    """The objects that all workers share; `quarantine` sets bad lines aside instead of stopping."""
 
     folder: Path
     parts: Sequence[Part]
@@ -83,12 +76,7 @@ def _start_worker(job: Job, board: _Board, parent: int) -> None:
 
 
 def _encode_part(number: int) -> None:
-    """Encode one part in a worker process.
-
-    Raises:
-        StopAtLine, InexactEngine, MegatronExtError: what ends the run.
-        RuntimeError: a defect, with its traceback.
-    """
+    """Encode one part in a worker process; a defect is a RuntimeError with its traceback."""
     job, board = _shared
     board.process_ids[number] = os.getpid()
     try:
@@ -96,9 +84,8 @@ def _encode_part(number: int) -> None:
     except (StopAtLine, InexactEngine, MegatronExtError):
         raise
     except OSError as error:
-        raise DataError(
-            f"A worker could not write or read: {error}; free space and rerun."
-        ) from None
+        why = f"A worker could not write or read: {error}; free space and rerun."
+        raise DataError(why) from None
     except Exception:
         raise RuntimeError(f"A worker failed:\n{traceback.format_exc()}") from None
     board.process_ids[number] = 0
@@ -112,7 +99,7 @@ def _run_part(job: Job, number: int, board: _Board) -> None:
             lines = block.split(b"\n")
             if not lines[-1]:
                 lines.pop()
-            refuse = partial(_refuse, job, writer, lines, line)
+            refuse = partial(_refuse, writer if job.quarantine else None, lines, line)
             documents = job.encoder.encode(lines, line, refuse, writer.write)
             line += len(lines)
             writer.count(len(lines), documents)
@@ -125,9 +112,9 @@ def _run_part(job: Job, number: int, board: _Board) -> None:
 
 
 def _refuse(
-    job: Job, writer: PartWriter, lines: Sequence[bytes], first: int, line: int, reason: str
+    writer: PartWriter | None, lines: Sequence[bytes], first: int, line: int, reason: str
 ) -> None:
-    if not job.quarantine:
+    if writer is None:
         raise StopAtLine(line, reason)
     writer.reject(line, reason, lines[line - first])
 
@@ -178,20 +165,12 @@ def _check(future: Future[None], part: Part) -> None:
         future.result()
     except StopAtLine as stop:
         line, reason = stop.args
+        ahead = replace(part, start=0, end=part.start)
+        before = sum(block.count(b"\n") for block, _ in blocks(ahead)) if part.start else 0
         raise DataError(
-            f"{part.source} line {_lines_before(part) + line + 1} {reason}; mend the line, or set "
+            f"{part.source} line {before + line + 1} {reason}; mend the line, or set "
             "bad lines aside with `--on-bad-line quarantine` of tools/preprocess_data.py."
         ) from None
-
-
-def _lines_before(part: Part) -> int:
-    count, left = 0, part.start
-    with open(part.path, "rb") as stream:
-        while left > 0:
-            block = stream.read(min(BLOCK_BYTES, left))
-            count += block.count(b"\n")
-            left -= len(block)
-    return count
 
 
 def _death(processes: Sequence[BaseProcess], parts: Sequence[Part], board: _Board) -> DataError:
@@ -215,15 +194,8 @@ class _Progress:
         self._earlier = self._total - sum(parts[number].num_bytes for number in todo)
         self._log_interval, self._logged = log_interval, 0
         self._start = self._shown = time.monotonic()
-        self._bar = tqdm(
-            total=self._total,
-            initial=self._earlier,
-            unit="B",
-            unit_scale=True,
-            file=sys.stderr,
-            leave=False,
-            disable=None,
-        )
+        size = {"total": self._total, "initial": self._earlier, "unit": "B", "unit_scale": True}
+        self._bar: Any = tqdm(**size, file=sys.stderr, leave=False, disable=None)
 
     def show(self, board: _Board) -> None:
         """Show what workers have done so far."""

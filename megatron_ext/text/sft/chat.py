@@ -1,29 +1,35 @@
-"""All that decides the tokens of a conversation: tokenizer, chat template, columns of a row."""
+"""All that decides the tokens of a conversation: tokenizer, chat template, columns of a row.
+
+Where the first messages of a conversation end in its text: templating them before each turn anew
+costs the square of their number. Most templates write one message after the other and look at
+nothing that follows; for these, which their syntax tree shows, one templating with a mark before
+each message finds all ends.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from jinja2 import Environment, TemplateSyntaxError, nodes
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.config import SftConfig, TokenizerConfig
 from megatron_ext.text.sft.conversation import Conversation
+from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.huggingface import load_pretrained, tokenizer_folder
-
-if TYPE_CHECKING:
-    from megatron_ext.text.config import SftConfig, TokenizerConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer
 
 _OURS = (
     "conversation add_generation_prompt continue_final_message tokenize return_dict tools "
     "return_assistant_tokens_mask return_tensors padding truncation max_length tokenizer_kwargs"
 ).split()
-
-
 _COLUMNS = (
     "messages", "prompt", "response", "conversations", "system", "tools", "enable_thinking"
 )  # fmt: skip
@@ -35,22 +41,14 @@ class ChatTokenizer(Protocol):
     is_fast: bool
     pad_token_id: int | None
     chat_template: Any
+    apply_chat_template: Callable[..., Any]
+    get_chat_template: Callable[..., str]
 
     def __call__(self, text: str, **kwargs: Any) -> Any: ...
 
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    def get_chat_template(
-        self, chat_template: str | None = None, tools: list[Any] | None = None
-    ) -> str: ...
-
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Check the keywords that `apply_chat_template` passes on to a template.
-
-    Raises:
-        ConfigError: a keyword that this module sets itself.
-    """
+    """Refuse keywords of `apply_chat_template` that this module sets itself."""
     for name in kwargs:
         if name in _OURS:
             raise ConfigError(
@@ -85,11 +83,10 @@ class Template:
         try:
             return self._tokenizer.apply_chat_template(messages, **{**self._kwargs, **kwargs})
         except Exception as error:  # a template can raise anything
-            reason = " ".join(str(error).split())[:200]
             raise DataError(
                 f"{self._conversation.place}: the chat template refuses the first {count} of "
-                f"{len(self._conversation.messages)} messages ({type(error).__name__}: {reason}); "
-                "correct the row, or give a template that takes it."
+                f"{len(self._conversation.messages)} messages ({_reason(error)}); correct the row, "
+                "or give a template that takes it."
             ) from error
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
@@ -110,11 +107,14 @@ class Template:
         try:
             return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # such as half a surrogate pair, in ways of their own
-            reason = " ".join(str(error).split())[:200]
             raise DataError(
                 f"{self._conversation.place}: the tokenizer refuses the text of the conversation "
-                f"({type(error).__name__}: {reason}); correct the row."
+                f"({_reason(error)}); correct the row."
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 CONTENT_VERSION = 1
@@ -126,6 +126,7 @@ class Chat:
     """The means by which rows become tokens; `identity` holds what decides a store's content."""
 
     tokenizer: ChatTokenizer
+    settings: TokenizerConfig
     vocab_size: int
     sft: SftConfig
     identity: dict[str, Any]
@@ -138,10 +139,14 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
         ConfigError: a tokenizer without chat templates, or no template.
         DataError: a file cannot be read.
     """
-    chat_tokenizer = _load(tokenizer, settings, sft)
+    # Where a file's digest identifies the tokenizer, its path does not count.
+    about = dict(tokenizer.unique_identifiers)
+    if "sha256" in about:
+        about.pop("path", None)
+    chat_tokenizer = _load(tokenizer, settings, sft.sft_chat_template)
     check_template_kwargs(sft.template_kwargs)
     identity = {
-        "tokenizer": _tokenizer_identity(tokenizer),
+        "tokenizer": about,
         "template": _digest(chat_tokenizer.chat_template),
         "template_kwargs": sft.template_kwargs,
         "on_mismatch": sft.sft_on_mismatch,
@@ -154,10 +159,10 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
             **{name: importlib.metadata.version(name) for name in ("transformers", "tokenizers")},
         },
     }
-    return Chat(chat_tokenizer, tokenizer.vocab_size, sft, identity)
+    return Chat(chat_tokenizer, settings, tokenizer.vocab_size, sft, identity)
 
 
-def _load(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Any:
+def _load(tokenizer: Tokenizer, settings: TokenizerConfig, template: str | None) -> Any:
     if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
         raise ConfigError(
             f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `--sft` needs; use "
@@ -173,32 +178,20 @@ def _load(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> An
             f"`--tokenizer-model` ({folder}) has {tokenizer.vocab_size} ids in tokenizer.json, but "
             f"{len(loaded)} as transformers loads it; save it again with save_pretrained."
         )
-    if sft.sft_chat_template is not None:
-        loaded.chat_template = _read(sft.sft_chat_template)
+    if template is not None:
+        try:
+            loaded.chat_template = Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"`--sft-chat-template` ({template}) cannot be read ({error}); give a file with a "
+                "Jinja template."
+            ) from None
     if not loaded.chat_template:
         raise ConfigError(
             f"`--tokenizer-model` ({folder}) has no chat template, so conversations cannot be "
             "tokenized; give one with `--sft-chat-template`."
         )
     return loaded
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"`--sft-chat-template` ({path}) cannot be read ({error}); give a file with a Jinja "
-            "template."
-        ) from None
-
-
-def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return what identifies a tokenizer, without its path where it has a file's digest."""
-    found = dict(tokenizer.unique_identifiers)
-    if "sha256" in found:
-        found.pop("path", None)
-    return found
 
 
 def _digest(value: Any) -> str:
@@ -208,3 +201,133 @@ def _digest(value: Any) -> str:
 def key_of(*values: Any) -> str:
     """Return a short name for plain values."""
     return _digest(values)[:20]
+
+
+Beginning = Callable[[int, bool], int | None]
+"""A function from a number of messages, and whether the generation prompt follows, to the length of
+their text; None where the whole text does not begin with it."""
+
+_MARK = "\ue000message\ue001"
+_FOR = r"\{%[-+]?\s*for\s+\w+\s+in\s+(?:NAMES)\s*([-+]?%\})"
+_OF_PASSED_MESSAGES = ("first", "index", "index0", "previtem", "cycle", "changed")
+
+
+def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
+    """Return the function to the ends of the first messages in the text of all ``count``."""
+
+    def templated(messages: int, prompt: bool) -> int | None:
+        text = template.text(messages, prompt=prompt)
+        return len(text) if whole.startswith(text) else None
+
+    ends = _marked_ends(template, count, whole)
+    if ends is None:
+        return templated
+    first = whole[: ends[1]]
+    tails = [template.text(1, prompt=prompt) for prompt in (False, True)]
+    if not all(text.startswith(first) for text in tails):
+        return templated
+    closings = [text[len(first) :] for text in tails]
+
+    def beginning(messages: int, prompt: bool) -> int | None:
+        end, closing = ends[messages], closings[prompt]
+        return end + len(closing) if whole.startswith(closing, end) else None
+
+    return beginning
+
+
+def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
+    """Return the ends of the first n messages, n up to one less than all; None if unknown."""
+    source = marked_source(template.source())
+    if source is None or count < 2 or _MARK in whole:
+        return None
+    texts = template.text(count, chat_template=source).split(_MARK)
+    before_loop = count - (len(texts) - 1)
+    if before_loop not in (0, 1) or "".join(texts) != whole:
+        return None
+    ends, at = {}, 0
+    for messages, text in enumerate(texts[:-1], before_loop):
+        at += len(text)
+        ends[messages] = at
+    return ends
+
+
+@lru_cache(maxsize=8)
+def marked_source(source: str) -> str | None:
+    """Return the template with a mark before each message.
+
+    It is None where a message's text may depend on later ones, or where that cannot be told.
+    """
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except TemplateSyntaxError:
+        return None
+    # The variables that are set to `messages`, or to all but the first of it, count as well.
+    names = {"messages"}
+    for node in tree.find_all(nodes.Assign):
+        if isinstance(node.target, nodes.Name) and _aliased(node, names) is not None:
+            names.add(node.target.name)
+    loops = [node for node in tree.body if isinstance(node, nodes.For) and _over(node, names)]
+    if len(loops) != 1 or next(tree.find_all((nodes.Break, nodes.Continue)), None) is not None:
+        return None
+    (loop,) = loops
+    tail = tree.body[tree.body.index(loop) + 1 :]
+    if _looks_ahead(tree, loop, names) or not _is_constant(tail, tree):
+        return None
+    pattern = re.compile(_FOR.replace("NAMES", "|".join(sorted(names))))
+    if len(pattern.findall(source)) != 1:
+        return None
+    # The new tag ends as the loop's did, so that the same white space is taken out after it.
+    mark = f'{{{{ "{_MARK}" }}}}{{% set _ = 0 '
+    return pattern.sub(lambda found: found[0] + mark + found[1], source)
+
+
+def _over(loop: nodes.For, names: set[str]) -> bool:
+    plain = not (loop.test or loop.else_ or loop.recursive)
+    return plain and isinstance(loop.iter, nodes.Name) and loop.iter.name in names
+
+
+def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
+    """Return the variable that an assignment gives another name, whole or but for its first."""
+    value = node.node
+    if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
+        part = value.arg
+        if part.stop or part.step or not isinstance(part.start, nodes.Const):
+            return None
+        value = value.node if part.start.value == 1 else value
+    return value if isinstance(value, nodes.Name) and value.name in names else None
+
+
+def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
+    """Tell whether messages but the first are read outside the loop, or it asks how many follow."""
+    known = [loop.iter]
+    for item in tree.find_all(nodes.Getitem):
+        if isinstance(item.arg, nodes.Const) and item.arg.value == 0:
+            known.append(item.node)
+    for assign in tree.find_all(nodes.Assign):
+        if (alias := _aliased(assign, names)) is not None:
+            known.append(alias)
+        elif isinstance(assign.target, nodes.Name) and assign.target.name in names:
+            return True
+    loads = [name for name in tree.find_all(nodes.Name) if name.ctx == "load"]
+    others = [name for name in loads if name.name in names and not any(name is k for k in known)]
+    return bool(others) or any(map(_asks_what_follows, loop.body))
+
+
+def _asks_what_follows(node: nodes.Node) -> bool:
+    """Tell whether a node asks `loop` for what follows; inner loops have their own."""
+    if isinstance(node, nodes.Getattr) and _is_loop(node.node):
+        return node.attr not in _OF_PASSED_MESSAGES
+    inner = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
+    return _is_loop(node) or any(map(_asks_what_follows, inner))
+
+
+def _is_loop(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Name) and node.name == "loop"
+
+
+def _is_constant(tail: list[nodes.Node], tree: nodes.Template) -> bool:
+    """Tell whether what follows the loop writes the same after any number of messages."""
+    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    output = nodes.Output(tail)
+    names = {name.name for name in output.find_all(nodes.Name)}
+    return not (names & stored) and next(output.find_all(nodes.Call), None) is None

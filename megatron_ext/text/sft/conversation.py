@@ -49,7 +49,6 @@ class Conversation:
         messages: the messages for the chat template: no `loss_mask`, no keys that are null.
         trained: for each message, whether it is an assistant's whose tokens are trained.
         enable_thinking: the row's own choice; None leaves it to the run's.
-        place: the origin of the row, for errors.
     """
 
     messages: tuple[Message, ...]
@@ -68,25 +67,25 @@ def read_conversation(
         DataError: a column that is missing or of a wrong kind, or no assistant message.
     """
     sft = sft or SftConfig()
-    listed = _MESSAGES_OF[sft.sft_row_format](row, place, sft)
-    column = getattr(sft, _COLUMN_OF[sft.sft_row_format])
+    if sft.sft_row_format == "sharegpt":
+        listed, column = _from_sharegpt(row, place, sft), sft.sft_conversations_key
+    elif sft.sft_row_format == "prompt-response":
+        listed, column = _from_prompt_response(row, place, sft), sft.sft_response_key
+    else:
+        listed, column = _list_of(row, place, sft.sft_messages_key), sft.sft_messages_key
     messages: list[Message] = []
     trained: list[bool] = []
     for index, message in enumerate(listed):
-        field = f"{column}[{index}]"
-        _check_message(message, field, place)
-        trained.append(_is_trained(message, field, place))
+        trained.append(_is_trained(message, f"{column}[{index}]", place))
         # Parquet fills the keys that a message lacks with null; templates test for presence.
         messages.append({k: v for k, v in message.items() if k != "loss_mask" and v is not None})
     if not any(message["role"] == ASSISTANT for message in messages):
         _refuse(place, column, "has no message of the assistant, so nothing to train; drop the row")
-    return Conversation(
-        messages=tuple(messages),
-        trained=tuple(trained),
-        tools=_tools(row, place, sft.sft_tools_key),
-        enable_thinking=_enable_thinking(row, place, sft.sft_enable_thinking_key),
-        place=place,
-    )
+    thinks = plain(row.get(sft.sft_enable_thinking_key))
+    if thinks is not None and not isinstance(thinks, bool):
+        _refuse(place, sft.sft_enable_thinking_key, f"must be true or false, not {thinks!r}")
+    tools = _tools(row, place, sft.sft_tools_key)
+    return Conversation(tuple(messages), tuple(trained), tools, thinks, place)
 
 
 def plain(value: Any) -> Any:
@@ -104,6 +103,11 @@ def plain(value: Any) -> Any:
 
 def _refuse(place: Place, field: str, rule: str) -> NoReturn:
     raise DataError(f"{place}: `{field}` {rule}.")
+
+
+def _check_text(value: Any, place: Place, field: str) -> None:
+    if not isinstance(value, str):
+        _refuse(place, field, f"must be a text, not {type(value).__name__}")
 
 
 def _column(row: Mapping[str, Any], place: Place, name: str) -> Any:
@@ -124,10 +128,6 @@ def _list_of(row: Mapping[str, Any], place: Place, name: str) -> list[Any]:
     return value
 
 
-def _from_messages(row: Mapping[str, Any], place: Place, names: SftConfig) -> list[Message]:
-    return _list_of(row, place, names.sft_messages_key)
-
-
 def _from_sharegpt(row: Mapping[str, Any], place: Place, names: SftConfig) -> list[Message]:
     turns = _list_of(row, place, names.sft_conversations_key)
     messages = _system_column(row, place, names, turns)
@@ -137,9 +137,7 @@ def _from_sharegpt(row: Mapping[str, Any], place: Place, names: SftConfig) -> li
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
             _refuse(place, f"{field}.from", f"must be one of {known}, not {speaker!r}")
-        if not isinstance(turn.get("value"), str):
-            kind = type(turn.get("value")).__name__
-            _refuse(place, f"{field}.value", f"must be a text, not {kind}")
+        _check_text(turn.get("value"), place, f"{field}.value")
         rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
         spoken = {"content": turn["value"]}
         if speaker == "function_call":
@@ -155,8 +153,7 @@ def _system_column(
     text = plain(row.get(names.sft_system_key))
     if text is None or text == "":
         return []
-    if not isinstance(text, str):
-        _refuse(place, names.sft_system_key, f"must be a text, not {type(text).__name__}")
+    _check_text(text, place, names.sft_system_key)
     if turns[0].get("from") == "system":
         _refuse(
             place,
@@ -176,41 +173,21 @@ def _calls(text: str, field: str, place: Place) -> Message:
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and call.get("name") for call in calls):
         _refuse(place, field, "is a function call, so it must be an object with name and arguments")
-    return {
-        "content": "",
-        "tool_calls": [
-            {
-                "type": "function",
-                "function": {"name": call["name"], "arguments": call.get("arguments", {})},
-            }
-            for call in calls
-        ],
-    }
+    functions = [{"name": x["name"], "arguments": x.get("arguments", {})} for x in calls]
+    return {"content": "", "tool_calls": [{"type": "function", "function": x} for x in functions]}
 
 
 def _from_prompt_response(row: Mapping[str, Any], place: Place, names: SftConfig) -> list[Message]:
     messages = []
     for name, role in ((names.sft_prompt_key, "user"), (names.sft_response_key, ASSISTANT)):
         text = _column(row, place, name)
-        if not isinstance(text, str):
-            _refuse(place, name, f"must be a text, not {type(text).__name__}")
+        _check_text(text, place, name)
         messages.append({"role": role, "content": text})
     return messages
 
 
-_MESSAGES_OF = {
-    "messages": _from_messages,
-    "sharegpt": _from_sharegpt,
-    "prompt-response": _from_prompt_response,
-}
-_COLUMN_OF = {
-    "messages": "sft_messages_key",
-    "sharegpt": "sft_conversations_key",
-    "prompt-response": "sft_response_key",
-}
-
-
-def _check_message(message: Message, field: str, place: Place) -> None:
+def _is_trained(message: Message, field: str, place: Place) -> bool:
+    """Check a message, and tell whether its tokens are trained."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
         _refuse(place, f"{field}.role", f"must be a text such as user or assistant, not {role!r}")
@@ -223,16 +200,12 @@ def _check_message(message: Message, field: str, place: Place) -> None:
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         _refuse(place, f"{field}.tool_calls", f"must be a list, not {type(calls).__name__}")
-
-
-def _is_trained(message: Message, field: str, place: Place) -> bool:
     mask = message.get("loss_mask")
     if mask is not None and mask not in (0, 1):
         _refuse(place, f"{field}.loss_mask", f"must be 0 or 1, not {mask!r}")
-    if message["role"] == ASSISTANT:
+    if role == ASSISTANT:
         return mask is None or bool(mask)
     if mask:
-        role = message["role"]
         _refuse(
             place,
             f"{field}.loss_mask",
@@ -255,10 +228,3 @@ def _tools(row: Mapping[str, Any], place: Place, name: str) -> tuple[Any, ...] |
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         _refuse(place, name, "must be a list of objects (tool schemas), or JSON text of one")
     return tuple(tools) or None
-
-
-def _enable_thinking(row: Mapping[str, Any], place: Place, name: str) -> bool | None:
-    value = plain(row.get(name))
-    if value is not None and not isinstance(value, bool):
-        _refuse(place, name, f"must be true or false, not {value!r}")
-    return value

@@ -2,39 +2,88 @@
 
 One rule for lengths: a conversation of n tokens takes n - 1 positions of a row, since position t
 reads token t and predicts token t + 1. ``--sft-max-length`` counts tokens, ``--seq-length``
-positions.
+positions. No label crosses from one conversation into the next. Padding is known by its place,
+never by its id, which may be the end token's.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.sft.chat import build_chat
-from megatron_ext.text.sft.epochs import BudgetEpochs, PackedEpochs, PaddedEpochs
-from megatron_ext.text.sft.packing import CostModel
+from megatron_ext.text.sft.packing import BudgetEpochs, CostModel, PackedEpochs, PaddedEpochs
 from megatron_ext.text.sft.preprocess import open_stores
-from megatron_ext.text.sft.rows import Truncation, kept_tokens, lay_out, pad_id_of, shift
 from megatron_ext.text.sft.store import SftStore
+from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.task import Datasets
 
-if TYPE_CHECKING:
-    from megatron_ext.config.model import ModelConfig
-    from megatron_ext.config.moe import MoEConfig
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer
-
 _SPLIT_SEED = 2
+Truncation = Literal["error", "left", "right"]
+
+
+def kept_tokens(max_length: int, truncation: Truncation) -> slice:
+    """Return which tokens of a conversation of any length are kept: its last, or its first."""
+    return slice(-max_length, None) if truncation == "left" else slice(max_length)
+
+
+def lay_out(
+    conversations: Mapping[int, tuple[ArrayLike, ArrayLike]], length: int, pad_id: int
+) -> dict[str, NDArray[Any]]:
+    """Lay conversations side by side, each shifted by one, and pad the row.
+
+    Position t reads ``ids[t]`` and predicts ``ids[t + 1]``, whose mask is the weight: the first
+    token is never a label.
+
+    Args:
+        conversations: ids and mask of trained tokens, at least 2 of each, by number.
+        length: s, positions of the row.
+        pad_id: id in the padding, as input and label.
+
+    Returns:
+        ``tokens``, ``labels``, ``position_ids`` (0 in padding) and ``sample_ids`` (-1 in padding),
+        ``[s]`` int64; ``loss_mask``, ``[s]`` float32, 0 in padding.
+
+    Raises:
+        DataError: they need more positions than ``length``.
+    """
+    total = sum(np.size(ids) - 1 for ids, _ in conversations.values())
+    if total > length:
+        raise DataError(
+            f"{len(conversations)} conversations of {total} positions together must fit a row of "
+            f"{length}; truncate them first, or lay out fewer."
+        )
+    row: dict[str, NDArray[Any]] = {
+        "tokens": np.full(length, pad_id),
+        "labels": np.full(length, pad_id),
+        "loss_mask": np.zeros(length, np.float32),
+        "position_ids": np.zeros(length, np.int64),
+        "sample_ids": np.full(length, -1),
+    }
+    start = 0
+    for number, (ids, mask) in conversations.items():
+        here = slice(start, start + np.size(ids) - 1)
+        row["tokens"][here], row["labels"][here] = np.asarray(ids)[:-1], np.asarray(ids)[1:]
+        row["loss_mask"][here] = np.asarray(mask)[1:]
+        row["position_ids"][here] = np.arange(here.stop - start)
+        row["sample_ids"][here] = number
+        start = here.stop
+    return row
 
 
 class SftDataset(Dataset[dict[str, Tensor]]):
@@ -42,9 +91,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
 
     Args:
         members: numbers of the split's conversations among those of all stores, ``[n]``.
-        seq_length: s, positions of a row.
-        max_length: tokens of a conversation, at most.
-        truncation: the tokens that a longer conversation keeps.
+        truncation: the tokens that a conversation longer than ``max_length`` keeps.
 
     Attributes:
         lengths: positions that each conversation takes, ``[n]``.
@@ -67,29 +114,24 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         self._stores = list(stores)
         self._begins = np.cumsum([0, *(len(store) for store in stores)])
         self._members = members
-        self._seq_length, self._max_length = seq_length, max_length
-        self._truncation, self._pad_id = truncation, pad_id
+        self._seq_length = seq_length
+        self._kept, self._pad_id = kept_tokens(max_length, truncation), pad_id
         self.plan: StepPlan | None = None
         tokens = np.concatenate([store.lengths for store in stores])[members]
         if truncation == "error":
-            self._refuse_long(tokens)
+            long = np.flatnonzero(tokens > max_length)
+            if long.size:
+                first = int(long[np.argmin(members[long])])
+                store, number = self.place_of(first)
+                raise DataError(
+                    f"{store.source_of(number)[0]}: {long.size} of {tokens.size} conversations are "
+                    f"longer than `--sft-max-length` ({max_length}), such as number {number + 1} "
+                    f"of its store with {tokens[first]} tokens; raise it and `--seq-length`, or "
+                    "set `--sft-truncation` to left or right."
+                )
         self.lengths: Ints = np.minimum(tokens, max_length) - 1
 
-    def _refuse_long(self, tokens: Ints) -> None:
-        long = np.flatnonzero(tokens > self._max_length)
-        if not long.size:
-            return
-        first = int(long[np.argmin(self._members[long])])
-        store, number = self.place_of(first)
-        raise DataError(
-            f"{store.source_of(number)}: {long.size} of {tokens.size} conversations are longer "
-            f"than `--sft-max-length` ({self._max_length}), such as number {number + 1} of its "
-            f"store with {tokens[first]} tokens; raise it and `--seq-length`, or set "
-            "`--sft-truncation` to left or right."
-        )
-
     def __len__(self) -> int:
-        """Return the number of conversations."""
         return len(self._members)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,33 +139,14 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         return {**self.__dict__, "plan": None}
 
     def __getitem__(self, row: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return one row: its conversations side by side, then padding.
-
-        Args:
-            row: numbers of conversations; ``()`` is a row of padding.
-
-        Returns:
-            ``tokens``, ``labels``, ``position_ids`` (0 in padding) and ``sample_ids`` (-1 in
-            padding), ``[s]`` int64; ``loss_mask``, ``[s]`` float32, 0 in padding.
-        """
-        kept = kept_tokens(self._max_length, self._truncation)
-        sequences = []
+        """Return a row; see `lay_out`. ``()`` is a row of padding."""
+        conversations = {}
         for sample in row:
             store, number = self.place_of(sample)
             ids, mask = store.conversation(number)
-            sequences.append(shift(ids[kept], mask[kept]))
-        laid = lay_out(sequences, self._seq_length, self._pad_id)
-        sample_ids = np.full(self._seq_length, -1, dtype=np.int64)
-        sample_ids[: laid.cu_seqlens[-1]] = np.repeat(
-            np.array(row, dtype=np.int64), np.diff(laid.cu_seqlens)
-        )
-        return {
-            "tokens": torch.from_numpy(laid.inputs),
-            "labels": torch.from_numpy(laid.labels),
-            "loss_mask": torch.from_numpy(laid.weights),
-            "position_ids": torch.from_numpy(laid.position_ids),
-            "sample_ids": torch.from_numpy(sample_ids),
-        }
+            conversations[sample] = ids[self._kept], mask[self._kept]
+        laid = lay_out(conversations, self._seq_length, self._pad_id)
+        return {name: torch.from_numpy(column) for name, column in laid.items()}
 
     def place_of(self, sample: int) -> tuple[SftStore, int]:
         """Return the store of a conversation, and its number there."""
@@ -134,15 +157,15 @@ class SftDataset(Dataset[dict[str, Tensor]]):
     def source_of(self, sample: int) -> str:
         """Return the input file that a conversation came from."""
         store, number = self.place_of(sample)
-        return store.source_of(number)
+        return store.source_of(number)[0]
 
 
 def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
     """Return the cost of the documents of a row, by the sizes of the model."""
     width = model.ffn_hidden_size or 0
     if moe.num_experts:
-        expert_width = moe.moe_ffn_hidden_size or width
-        width = expert_width * moe.moe_router_topk + (moe.moe_shared_expert_intermediate_size or 0)
+        width = (moe.moe_ffn_hidden_size or width) * moe.moe_router_topk
+        width += moe.moe_shared_expert_intermediate_size or 0
     return CostModel.of_sizes(
         model.hidden_size or 1,
         width,
@@ -155,13 +178,8 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
     )
 
 
-def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPlan:
-    """Return the rows of each step.
-
-    Args:
-        lengths: positions of each conversation of the split, ``[n]``.
-        seed: decides the order, anew in each epoch; None makes every epoch the same (evaluation).
-    """
+def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
+    """Return the rows of each step, whose order the seed decides; None makes all epochs alike."""
     micro_batch_size, batch = config.training.batch_sizes
     replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length
     batching = config.section(SftConfig).sft_batching
@@ -177,23 +195,10 @@ def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPla
         interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
         group = config.parallel.pipeline_model_parallel_size if interleaved else 1
         epochs = BudgetEpochs(lengths, capacity, batch, replicas, cost, seed, multiple=group)
-    return StepPlan(
-        epochs,
-        micro_batch_size,
-        _identity(config, lengths, seed),
-        packs_documents=batching != "padded",
-    )
-
-
-def _identity(config: RunConfig, lengths: Ints, seed: int | None) -> str:
-    decides = (
-        config.section(SftConfig).sft_batching,
-        config.model.seq_length,
-        config.training.batch_sizes[1],
-    )
     digest = hashlib.sha256(lengths.tobytes())
-    digest.update(repr((decides, seed)).encode())
-    return digest.hexdigest()[:16]
+    digest.update(repr(((batching, capacity, batch), seed)).encode())
+    identity = digest.hexdigest()[:16]
+    return StepPlan(epochs, micro_batch_size, identity, packs_documents=batching != "padded")
 
 
 def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
@@ -210,50 +215,46 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
         "seq_length": config.model.seq_length,
         "max_length": sft.sft_max_length,
         "truncation": cast("Truncation", sft.sft_truncation),
-        "pad_id": pad_id_of(chat.tokenizer),
+        "pad_id": chat.tokenizer.pad_token_id or 0,  # it may be the end token's
     }
 
     def split(stores: Sequence[SftStore], members: Ints, seed: int | None) -> SftDataset | None:
         if not members.size:
             return None
         dataset = SftDataset(stores, members, **sizes)
-        dataset.plan = plan_steps(config, dataset.lengths, seed=seed)
+        dataset.plan = _plan_steps(config, dataset.lengths, seed)
         return dataset
 
-    seeds = (config.training.seed, None, None)
-    data = config.section(DataConfig)
+    seeds, data = (config.training.seed, None, None), config.section(DataConfig)
+    opened = functools.partial(
+        open_stores,
+        chat=chat,
+        cache=data.data_cache_path,
+        vocab_size=config.model.padded_vocab_size or chat.vocab_size,
+    )
     if data.data_path is not None:
-        stores = open_stores("--data-path", data.data_path, config, chat)
+        stores = opened("--data-path", data.data_path)
         assert data.split is not None
-        members = _shares(data.split, config.training.seed, sum(map(len, stores)))
-        found = [split(stores, part, seed) for part, seed in zip(members, seeds, strict=True)]
+        count = sum(map(len, stores))
+        order = shuffled(count, config.training.seed, _SPLIT_SEED)
+        parts = [np.sort(order[a:b]) for a, b in split_bounds(data.split, count)]
+        found = [split(stores, part, seed) for part, seed in zip(parts, seeds, strict=True)]
     else:
         found = []
         for name, seed in zip(("train", "valid", "test"), seeds, strict=True):
-            paths = getattr(data, f"{name}_data_path") or []
-            stores = open_stores(f"--{name}-data-path", paths, config, chat)
+            stores = opened(f"--{name}-data-path", getattr(data, f"{name}_data_path") or [])
             found.append(split(stores, np.arange(sum(map(len, stores))), seed))
     if found[0] is None and not config.training.skip_train:
-        raise _no_train(data)
-    return Datasets(*found)
-
-
-def _shares(split: str, seed: int, count: int) -> list[Ints]:
-    """Return the conversations of each split, out of all of them shuffled by the seed."""
-    order = shuffled(count, seed, _SPLIT_SEED)
-    return [np.sort(order[a:b]) for a, b in split_bounds(split, count)]
-
-
-def _no_train(data: DataConfig) -> Exception:
-    if data.data_path is None and data.train_data_path is None:
-        return ConfigError(
-            "`--sft` needs conversations to train on; name files with `--data-path`, or with "
-            "`--train-data-path`."
+        if data.data_path is None and data.train_data_path is None:
+            raise ConfigError(
+                "`--sft` needs conversations to train on; name files with `--data-path`, or with "
+                "`--train-data-path`."
+            )
+        raise DataError(
+            f"The train split is empty under `--split` ({data.split}); give it a larger share, or "
+            "more conversations."
         )
-    return DataError(
-        f"The train split is empty under `--split` ({data.split}); give it a larger share, or "
-        "more conversations."
-    )
+    return Datasets(*found)
 
 
 def build_sft_datasets(

@@ -19,8 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig
-from megatron_ext.text.sft.beginnings import find_beginnings
-from megatron_ext.text.sft.chat import ChatTokenizer, Template
+from megatron_ext.text.sft.chat import ChatTokenizer, Template, find_beginnings
 from megatron_ext.text.sft.conversation import ASSISTANT, Conversation
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -44,26 +43,18 @@ def tokenize_conversation(
     """
     sft = sft or SftConfig()
     kwargs, realign = sft.template_kwargs, sft.sft_on_mismatch == "realign"
-    template = Template(tokenizer, conversation, kwargs)
-    if _marks_generation(tokenizer, conversation, kwargs.get("chat_template")):
-        return _by_generation_marks(template, conversation, realign=realign)
-    if tokenizer.is_fast and (found := _by_text(template, conversation)) is not None:
-        return found
-    return _by_prefixes(template, conversation, realign=realign)
-
-
-def _marks_generation(
-    tokenizer: ChatTokenizer, conversation: Conversation, own: str | None
-) -> bool:
-    """Tell whether the template, one of the run's own or the tokenizer's, marks what is trained."""
-    if own is None and not tokenizer.chat_template:
+    if kwargs.get("chat_template") is None and not tokenizer.chat_template:
         raise ConfigError(
             "The tokenizer has no chat template, so conversations cannot be tokenized; give one "
             "with chat_template in apply_chat_template_kwargs."
         )
-    tools = None if conversation.tools is None else list(conversation.tools)
-    text = tokenizer.get_chat_template(own, tools)
-    return tokenizer.is_fast and _GENERATION.search(text) is not None
+    template = Template(tokenizer, conversation, kwargs)
+    source = template.source()
+    if tokenizer.is_fast and _GENERATION.search(source) is not None:
+        return _by_generation_marks(template, conversation, realign=realign)
+    if tokenizer.is_fast and (found := _by_text(template, conversation)) is not None:
+        return found
+    return _by_prefixes(template, conversation, realign=realign)
 
 
 def _by_generation_marks(
@@ -80,41 +71,30 @@ def _by_generation_marks(
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
     ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
-    _complete_characters(mask, encoded["offset_mapping"])
-    turns = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
-    runs = _runs(mask)
-    if not runs or (mask[-1] == 1 and turns[-1] != len(conversation.messages) - 1):
-        found = (
-            "train the end of a message that is not the assistant's" if runs else "train nothing"
-        )
-        _refuse_marks(conversation, found)
-    if len(runs) == len(turns):
-        for (start, end), turn in zip(runs, turns, strict=True):
-            mask[start:end] = [int(conversation.trained[turn])] * (end - start)
-    elif not realign or not all(conversation.trained[turn] for turn in turns):
-        found = f"give {len(runs)} runs of trained tokens for {len(turns)} assistant messages"
-        _refuse_marks(conversation, found)
-    return TokenizedConversation(ids, mask)
-
-
-def _complete_characters(mask: list[int], offsets: Sequence[tuple[int, int]]) -> None:
-    """Train all the tokens of a run's last character; transformers marks only its first."""
+    # All the tokens of a run's last character are trained; transformers marks only its first.
+    offsets = encoded["offset_mapping"]
     for i in range(1, len(mask)):
         if mask[i - 1] and not mask[i] and offsets[i][0] < offsets[i - 1][1]:
             mask[i] = 1
-
-
-def _refuse_marks(conversation: Conversation, found: str) -> NoReturn:
-    raise DataError(
-        f"{conversation.place}: the generation marks of the chat template {found}; correct the "
-        "marks, or take them out of the template."
-    )
-
-
-def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the starts and ends of the runs of ones."""
+    turns = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
     edges = [i for i, (a, b) in enumerate(pairwise([0, *mask, 0])) if a != b]
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    runs = list(zip(edges[::2], edges[1::2], strict=True))
+    wrong = ""
+    if not runs:
+        wrong = "train nothing"
+    elif mask[-1] == 1 and turns[-1] != len(conversation.messages) - 1:
+        wrong = "train the end of a message that is not the assistant's"
+    elif len(runs) == len(turns):
+        for (start, end), turn in zip(runs, turns, strict=True):
+            mask[start:end] = [int(conversation.trained[turn])] * (end - start)
+    elif not realign or not all(conversation.trained[turn] for turn in turns):
+        wrong = f"give {len(runs)} runs of trained tokens for {len(turns)} assistant messages"
+    if wrong:
+        raise DataError(
+            f"{conversation.place}: the generation marks of the chat template {wrong}; correct the "
+            "marks, or take them out of the template."
+        )
+    return TokenizedConversation(ids, mask)
 
 
 def _by_text(template: Template, conversation: Conversation) -> TokenizedConversation | None:
@@ -176,20 +156,14 @@ def _exact_span(
     """Return the span of one assistant turn, from after the generation prompt to its end."""
     before = template.ids(turn, prompt=True)
     if not _begins(whole, before):
-        _refuse(
-            conversation,
-            turn,
-            "does not begin with the generation prompt: " + _MISMATCH.format("before"),
-        )
+        rule = "does not begin with the generation prompt: " + _MISMATCH.format("before")
+        _refuse(conversation, turn, rule)
     if turn == len(conversation.messages) - 1:
         return len(before), len(whole)
     end = _end_of_prefix(template, whole, turn + 1)
     if end is None:
-        _refuse(
-            conversation,
-            turn,
-            "is written differently once messages follow: " + _MISMATCH.format("up to"),
-        )
+        rule = "is written differently once messages follow: " + _MISMATCH.format("up to")
+        _refuse(conversation, turn, rule)
     return len(before), end
 
 
@@ -200,11 +174,9 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Return the length of what the template writes of the first messages; None if it differs.
-
-    Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
-    written either way, with and without the generation prompt, is that of the messages.
-    """
+    """Return the length of what the template writes of the first messages; None if it differs."""
+    # Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
+    # written with and without the generation prompt is that of the messages.
     prefix = template.ids(count)
     if _begins(whole, prefix):
         return len(prefix)
@@ -230,10 +202,7 @@ def _refuse(conversation: Conversation, turn: int, rule: str) -> NoReturn:
 def _realigned_span(
     template: Template, conversation: Conversation, whole: list[int], turn: int
 ) -> tuple[int, int]:
-    """Look for the span of a turn where the whole is not written like its beginnings.
-
-    A token across the first edge is the turn's, one across the second edge is not.
-    """
+    """Look for a turn in a whole not written like its beginnings; it has the first edge's token."""
     count = len(conversation.messages)
     at = _place_of(template, conversation, whole, turn)
     bare, prompted = template.ids(turn), template.ids(turn, prompt=True)
@@ -241,12 +210,10 @@ def _realigned_span(
     start = at + _shared_length(prompt, whole[at:])
     if turn == count - 1:
         return start, len(whole)
-    following = next(
-        (i for i in range(turn + 1, count) if conversation.messages[i]["role"] == ASSISTANT), None
-    )
-    limit = len(whole)
-    if following is not None:
-        limit = _place_of(template, conversation, whole, following)
+    limit, later = len(whole), range(turn + 1, count)
+    following = [i for i in later if conversation.messages[i]["role"] == ASSISTANT]
+    if following:
+        limit = _place_of(template, conversation, whole, following[0])
     end = _end_of_prefix(template, whole, turn + 1)
     if end is None or not start < end <= limit:
         end = _after_longest_tail(whole, template.ids(turn + 1), start, limit)

@@ -1,7 +1,10 @@
 """Dynamic packing: which samples share a row, and which rows a data-parallel rank computes.
 
-Everything here is a function of the samples' lengths, in integers and with no communication, so
-that all ranks find the same rows.
+Everything here is a function of the samples' lengths and of ``(seed, epoch, step)``, in integers
+and with no communication, so that all ranks find the same rows and a run resumes at any step.
+
+An epoch is exact: every conversation is seen once. Its last step may be short, and is filled with
+empty rows (``[]``), which weigh nothing in the loss.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_ext.data.samplers import Ints, Row
+from megatron_ext.data.samplers import Ints, Row, shuffled
 from megatron_ext.errors import ConfigError, DataError
 
 EVEN_ENOUGH = 1000
@@ -23,10 +26,7 @@ EVEN_ENOUGH = 1000
 
 @dataclass(frozen=True)
 class CostModel:
-    """The compute of a document of L tokens, ``linear * L + quadratic * L**2``.
-
-    It is counted in integers, whose sums depend neither on the order of adding nor on the machine.
-    """
+    """The compute of a document of L tokens, ``linear * L + quadratic * L**2``, in integers."""
 
     linear: int
     quadratic: int
@@ -53,9 +53,7 @@ class CostModel:
         Narayanan et al. 2021 (arXiv:2104.04473), ``1 + s / (6 h) + ...``, which counts full
         attention; the causal half is the count of `flops_per_sample`.
 
-        Args in these letters: hidden_size h, ffn_hidden_size f (with experts the width that one
-        token meets, routed and shared), num_attention_heads n, num_query_groups g (default n),
-        kv_channels d (default ``h / n``), vocab_size v (0: no head); gated: three MLP matrices.
+        With experts ``ffn_hidden_size`` is the width that one token meets, routed and shared.
         """
         d = kv_channels or hidden_size // num_attention_heads
         groups = num_query_groups or num_attention_heads
@@ -220,7 +218,7 @@ def token_budget(
     for rank, rows in zip(ranks, packed, strict=True):
         even = named(_deal(costs[rank], count, len(rank) + 1), rank)
         if any(sizes[row].sum() > budget for row in even):
-            even = rows + [[] for _ in range(count - len(rows))]
+            even = _filled(rows, count)
         weights = np.array([costs[row].sum() for row in even], dtype=np.int64)
         plan.append([even[row] for row in small_ends(range(count), weights)])
     return plan
@@ -229,3 +227,124 @@ def token_budget(
 def named(rows: list[Row], members: Sequence[int]) -> list[Row]:
     """Return rows of positions in ``members`` as rows of the members themselves."""
     return [[members[position] for position in row] for row in rows]
+
+
+def _order(count: int, seed: int | None, *seeds: int) -> Ints:
+    return np.arange(count) if seed is None else shuffled(count, seed, *seeds)
+
+
+def _check_step(step: int, steps_per_epoch: int) -> None:
+    if not 0 <= step < steps_per_epoch:
+        raise DataError(
+            f"Step {step} must be one of the {steps_per_epoch} steps of an epoch, counted "
+            "from 0; divide by their number to find the epoch."
+        )
+
+
+def _filled(rows: list[Row], count: int) -> list[Row]:
+    return rows + [[] for _ in range(count - len(rows))]
+
+
+@dataclass
+class PackedEpochs:
+    """Rows of ``capacity`` tokens that several conversations share.
+
+    Every epoch is packed anew with samples of equal length exchanged (the number of rows stays),
+    and its rows are shuffled by ``seed``; the row that packing could not fill comes last. Without
+    a seed all epochs are the same, in the order of packing. A rank with fewer than eight rows in a
+    step may have too few to swap for an even share of the work.
+
+    Raises:
+        DataError: a sample is empty, or longer than a row.
+    """
+
+    lengths: ArrayLike
+    capacity: int
+    rows_per_step: int
+    num_ranks: int
+    model: CostModel
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        self._sizes = fitting_lengths(self.lengths, self.capacity)
+        self._load(0)
+        self.steps_per_epoch = -(-len(self._rows) // self.rows_per_step)
+
+    def step(self, epoch: int, step: int) -> list[list[Row]]:
+        """Return the rows ``[rank][row]`` of a step, counted within its epoch."""
+        _check_step(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._load(epoch)
+        begin = step * self.rows_per_step
+        rows = _filled(self._rows[begin : begin + self.rows_per_step], self.rows_per_step)
+        costs = [cost(self._sizes[row], self.model) for row in rows]
+        return [[rows[row] for row in rank] for rank in balance(costs, self.num_ranks)]
+
+    def _load(self, epoch: int) -> None:
+        samples = _order(self._sizes.size, self.seed, epoch)
+        rows = named(pack(self._sizes[samples], self.capacity), samples.tolist())
+        whole = max(0, len(rows) - 1)
+        order = _order(whole, self.seed, epoch, 1)
+        self._rows = [rows[row] for row in order.tolist()] + rows[whole:]
+        self._epoch = epoch
+
+
+@dataclass
+class PaddedEpochs:
+    """Rows of one conversation each; a rank takes ``micro_batch_size`` of a step at each turn.
+
+    The seed decides the order, anew in each epoch; without one it is the order of the split.
+    """
+
+    num_samples: int
+    rows_per_step: int
+    num_ranks: int
+    micro_batch_size: int
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        self.steps_per_epoch = -(-self.num_samples // self.rows_per_step)
+
+    def step(self, epoch: int, step: int) -> list[list[Row]]:
+        """Return the rows ``[rank][row]`` of a step, counted within its epoch."""
+        _check_step(step, self.steps_per_epoch)
+        order = _order(self.num_samples, self.seed, epoch)
+        begin = step * self.rows_per_step
+        members = order[begin : begin + self.rows_per_step].tolist()
+        rows = _filled([[sample] for sample in members], self.rows_per_step)
+        turn = self.num_ranks * self.micro_batch_size
+        return [
+            [
+                rows[first + i]
+                for first in range(rank * self.micro_batch_size, self.rows_per_step, turn)
+                for i in range(self.micro_batch_size)
+            ]
+            for rank in range(self.num_ranks)
+        ]
+
+
+@dataclass
+class BudgetEpochs(PackedEpochs):
+    """Steps of as many rows as ``rows_per_step`` conversations need; see `token_budget`.
+
+    The seed decides the order. The rows of a rank are filled up to a multiple of ``multiple`` with
+    empty ones.
+
+    Raises:
+        DataError: a sample is empty, or longer than a row.
+    """
+
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        self._sizes = fitting_lengths(self.lengths, self.capacity)
+        self.steps_per_epoch = -(-self._sizes.size // self.rows_per_step)
+
+    def step(self, epoch: int, step: int) -> list[list[Row]]:
+        """Return the rows ``[rank][row]`` of a step, counted within its epoch."""
+        _check_step(step, self.steps_per_epoch)
+        order = _order(self._sizes.size, self.seed, epoch)
+        members = order[step * self.rows_per_step : (step + 1) * self.rows_per_step]
+        plan = token_budget(self._sizes[members], self.capacity, self.num_ranks, self.model)
+        rows = -(-len(plan[0]) // self.multiple) * self.multiple
+        return [_filled(named(rank, members.tolist()), rows) for rank in plan]

@@ -8,32 +8,29 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from filelock import FileLock, Timeout
 
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
-from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
+from megatron_ext.text.config import SftConfig, is_number
 from megatron_ext.text.preprocess import inputs
+from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write, read_object
 from megatron_ext.text.preprocess.inputs import Part, identities
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.outputs import publish_datasets, publish_rejected
 from megatron_ext.text.preprocess.parts import PartMarker, WorkDirectory
-from megatron_ext.text.preprocess.run import Report, Say, plan_parts, run_parts
+from megatron_ext.text.preprocess.run import Report, Say, plan_parts, publish_job, run_parts
 from megatron_ext.text.preprocess.workers import Job
 from megatron_ext.text.sft.chat import Chat, build_chat, key_of
-from megatron_ext.text.sft.rows import KEYS, ConversationEncoder
+from megatron_ext.text.sft.conversation import Place, read_conversation
+from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
 from megatron_ext.text.sft.store import SftStore, about_path, prefix_of, write_about
 from megatron_ext.text.tokenizers import build_tokenizer
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
 _WITHOUT_MEANING = {
     "append_eod": "the chat template ends conversations",
@@ -43,6 +40,49 @@ _WITHOUT_MEANING = {
     "keep_sequential_samples": "all conversations go into one store",
     "engine": "the chat template and its special tokens need transformers",
 }
+
+
+KEYS = ("document", "mask")
+"""The parts of a conversation in a store: its token ids, and 1 for each trained one."""
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """A `BlockEncoder` of conversations: one document for each, under both `KEYS`."""
+
+    chat: Chat
+
+    def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
+        kept: list[TokenizedConversation] = []
+        for number, line in enumerate(lines, first):
+            try:
+                kept.append(self.tokenize(line, number))
+            except BadLine as bad:
+                refuse(number, str(bad))
+        ones = np.ones(len(kept), np.int32)
+        lengths = np.array([len(conversation.ids) for conversation in kept], np.int32)
+        for key in range(len(KEYS)):
+            values = [np.asarray(conversation[key], np.int64) for conversation in kept]
+            tokens = np.concatenate(values) if values else np.zeros(0, np.int64)
+            write(key, 0, Encoded(tokens, lengths, ones))
+        return len(kept)
+
+    def tokenize(self, line: bytes, number: int) -> TokenizedConversation:
+        """Return ids and mask of the conversation of one line.
+
+        Raises:
+            BadLine: the line holds no conversation that can be trained.
+        """
+        place = Place("", number)
+        try:
+            conversation = read_conversation(read_object(line), place, self.chat.sft)
+            tokenized = tokenize_conversation(self.chat.tokenizer, conversation, self.chat.sft)
+        except DataError as error:
+            text = str(error).removeprefix(f"{place}: ").removesuffix(".")
+            raise BadLine(f"is refused: {text}") from None
+        if len(tokenized.ids) < 2:
+            raise BadLine(f"gives {len(tokenized.ids)} tokens, but at least 2 are needed")
+        return tokenized
 
 
 @dataclass(frozen=True)
@@ -72,11 +112,7 @@ class SftPreprocessOptions(PreprocessOptions):
 
 
 def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Tokenize conversations into a store.
-
-    Raises:
-        ConfigError, DataError: one sentence; finished parts are kept for the next try.
-    """
+    """Tokenize conversations into a store; see `preprocess`."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     chat = build_chat(build_tokenizer(options.tokenizer), options.tokenizer, options.sft)
     return write_store(options, chat, say)
@@ -96,19 +132,16 @@ def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
         parts, done = plan_parts(options, work, files, fingerprint, say)
         resumed = len(done)
         dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
-        encoder = ConversationEncoder(chat)
         quarantine = options.on_bad_line == "quarantine"
-        job = Job(work.folder, parts, dtypes, 1, encoder, quarantine)
-        run_parts(options, work, done, job)
+        job = Job(work.folder, parts, dtypes, 1, ConversationEncoder(chat), quarantine)
+        run_parts(options, done, job)
         if not any(marker.documents for marker in done.values()):
             raise DataError(
                 f"{' '.join(options.inputs)} holds no conversation; give files that do."
             )
         about_path(options.output_prefix).unlink(missing_ok=True)
-        prefixes = publish_datasets(options, work.folder, parts, done, dtypes)
-        rejected_path = publish_rejected(options, work.folder, parts, done)
+        report = publish_job(options, job, done, resumed, start)
         write_about(options.output_prefix, chat.identity, _conversations_of(parts, done))
-    report = Report.of(parts, done, prefixes, rejected_path, resumed, start)
     return dataclasses.replace(report, tokens=report.tokens // len(KEYS))
 
 
@@ -118,9 +151,7 @@ def _conversations_of(
     """Return each input file and the number of its conversations, in order."""
     counts: list[tuple[str, int]] = []
     for i, part in enumerate(parts):
-        before = 0
-        if counts and part.start > 0:
-            before = counts.pop()[1]
+        before = counts.pop()[1] if counts and part.start > 0 else 0
         counts.append((os.path.abspath(part.source), before + done[i].documents))
     return counts
 
@@ -130,13 +161,20 @@ _SECONDS_TO_NOTE = 10.0
 
 
 def open_stores(
-    flag: str, names: Sequence[str], config: RunConfig, chat: Chat, say: Say = say_to_stderr
+    flag: str,
+    names: Sequence[str],
+    *,
+    chat: Chat,
+    cache: str | None,
+    vocab_size: int,
+    say: Say = say_to_stderr,
 ) -> list[SftStore]:
     """Open the stores of files of conversations, or of prefixes that were preprocessed.
 
     Args:
         flag: the flag that names them, for errors.
         names: files or prefixes, in order.
+        cache: ``--data-cache-path``.
 
     Raises:
         ConfigError: a weight, or a cache that cannot be written.
@@ -144,7 +182,11 @@ def open_stores(
     """
     stores = []
     for name in names:
-        _refuse_weight(flag, name)
+        if is_number(name) and not os.path.exists(name):
+            raise ConfigError(
+                f"`{flag}` ({name}) is a weight, but `--sft` uses every conversation of its files "
+                "once in an epoch; leave weights out."
+            )
         prefix = prefix_of(name)
         if not about_path(prefix).exists():
             if not Path(name).is_file():
@@ -152,37 +194,30 @@ def open_stores(
                     f"`{flag}` ({name}) is neither a file of conversations nor the prefix of a "
                     "store made by tools/preprocess_data.py --sft; check the path."
                 )
-            prefix = _tokenized(name, config, chat, say)
+            prefix = _tokenized(name, Path(cache or Path(name).parent / "cache"), chat, say)
         store = SftStore(prefix)
-        store.check(chat.identity, config.model.padded_vocab_size or chat.vocab_size)
+        store.check(chat.identity, vocab_size)
         stores.append(store)
     return stores
 
 
-def _refuse_weight(flag: str, name: str) -> None:
-    try:
-        float(name)
-    except ValueError:
-        return
-    if not os.path.exists(name):
-        raise ConfigError(
-            f"`{flag}` ({name}) is a weight, but `--sft` uses every conversation of its files "
-            "once in an epoch; leave weights out."
-        )
-
-
-def _tokenized(name: str, config: RunConfig, chat: Chat, say: Say) -> str:
+def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
     """Return the prefix of the store of one file, made now if the cache lacks it."""
-    folder = Path(config.section(DataConfig).data_cache_path or Path(name).parent / "cache")
     prefix = folder / f"{Path(name).name}.{key_of(identities([name]), chat.identity)}"
     if about_path(prefix).exists():
         return str(prefix)
+    lock = FileLock(f"{prefix}.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(prefix, name, say):
+        try:
+            held = lock.acquire(timeout=_SECONDS_TO_NOTE)
+        except Timeout:
+            say(f"> waiting for another process, which tokenizes {name}")
+            held = lock.acquire()
+        with held:  # freed when its process ends, however it ends
             if not about_path(prefix).exists():
                 say(f"> tokenizing {name} into {folder}")
-                _tokenize(name, prefix, config, chat, say)
+                _tokenize(name, prefix, chat, say)
     except OSError as error:
         raise ConfigError(
             f"The cache of tokenized conversations ({folder}) cannot be written "
@@ -191,28 +226,13 @@ def _tokenized(name: str, config: RunConfig, chat: Chat, say: Say) -> str:
     return str(prefix)
 
 
-@contextmanager
-def _lock(prefix: Path, name: str, say: Say) -> Iterator[None]:
-    """Hold the right to write a store; it is freed when its process ends, however it ends."""
-    lock = FileLock(f"{prefix}.lock")
-    try:
-        lock.acquire(timeout=_SECONDS_TO_NOTE)
-    except Timeout:
-        say(f"> waiting for another process, which tokenizes {name}")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _tokenize(name: str, prefix: Path, config: RunConfig, chat: Chat, say: Say) -> None:
+def _tokenize(name: str, prefix: Path, chat: Chat, say: Say) -> None:
     options = SftPreprocessOptions(
         inputs=[name],
         output_prefix=str(prefix),
-        tokenizer=config.section(TokenizerConfig),
+        tokenizer=chat.settings,
         workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
-        sft=config.section(SftConfig),
+        sft=chat.sft,
     )
     # Every worker is a process of its own; threads inside the library would only compete.
     before = os.environ.get("TOKENIZERS_PARALLELISM")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +52,13 @@ def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[
     os.replace(temporary, path)
 
 
-@dataclass(frozen=True)
-class Arrays:
-    """A store, mapped into memory; n conversations, t tokens.
-
-    Attributes:
-        begins: first token of each conversation, and the end of the last, ``[n + 1]`` int64.
-        tokens: ids, ``[t]``.
-        mask: 1 at trained tokens, ``[t]`` uint8.
-    """
-
-    begins: NDArray[np.int64]
-    tokens: NDArray[Any]
-    mask: NDArray[np.uint8]
+Arrays = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.uint8]]
+"""The first token of each of n conversations, and the end of the last, ``[n + 1]``; the ids and the
+mask of all tokens, ``[t]``."""
 
 
 class SftStore:
     """The conversations of one prefix, in the order of their rows.
-
-    Args:
-        prefix: the path without ``_sft_document`` and the like.
 
     Raises:
         DataError: a part is missing, damaged, or does not belong to the others.
@@ -95,21 +81,11 @@ class SftStore:
         self._vocab_size: int | None = None
 
     def __len__(self) -> int:
-        """Return the number of conversations."""
         return len(self.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the mapped arrays, which a loader's process maps itself."""
         return {**self.__dict__, "_arrays": None}
-
-    @property
-    def arrays(self) -> Arrays:
-        """Return the content, mapped at the first use."""
-        if self._arrays is None:
-            begins = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
-            tokens, mask = (self._map(key) for key in ("document", "mask"))
-            self._arrays = Arrays(begins, tokens, mask)
-        return self._arrays
 
     def _map(self, key: str) -> NDArray[Any]:
         prefix = f"{self.prefix}_sft_{key}"
@@ -124,18 +100,20 @@ class SftStore:
         Raises:
             DataError: an id outside of the vocabulary that `check` was given.
         """
-        arrays = self.arrays
-        kept = slice(arrays.begins[number], arrays.begins[number + 1])
-        tokens = arrays.tokens[kept]
+        if self._arrays is None:
+            begins = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+            self._arrays = begins, self._map("document"), self._map("mask")
+        begins, ids, mask = self._arrays
+        kept = slice(begins[number], begins[number + 1])
         if self._vocab_size is not None:
-            check_ids(f"{self.prefix}{_SUFFIX}", tokens, self._vocab_size)
-        return tokens, arrays.mask[kept]
+            check_ids(f"{self.prefix}{_SUFFIX}", ids[kept], self._vocab_size)
+        return ids[kept], mask[kept]
 
-    def source_of(self, number: int) -> str:
-        """Return the input file that a conversation came from."""
+    def source_of(self, number: int) -> tuple[str, int]:
+        """Return the input file that a conversation came from, and its number there from 1."""
         for path, count in self.about["files"]:
             if number < count:
-                return str(path)
+                return str(path), number + 1
             number -= count
         raise IndexError(number)
 

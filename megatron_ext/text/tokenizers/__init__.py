@@ -42,26 +42,42 @@ def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
         DataError: a file is missing or damaged.
     """
     kind = _known_type(settings)
-    _check_metadata(settings, kind)
-    special = _special_tokens(settings)
+    _check_metadata(settings.tokenizer_metadata, kind)
+    special = tuple(settings.tokenizer_special_tokens or ())
     if kind == "NullTokenizer":
         from megatron_ext.text.tokenizers.base import NullTokenizer
 
-        return NullTokenizer(_vocab_size(settings, kind))
+        return NullTokenizer(_vocab_size(settings.vocab_size, kind))
     if kind == "ByteLevelTokenizer":
         from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
 
-        return ByteLevelTokenizer(_vocab_size(settings, kind, 512), special)
+        return ByteLevelTokenizer(_vocab_size(settings.vocab_size or 512, kind), special)
     if kind == "TikTokenizer":
-        return _build_tiktoken(settings)
+        from megatron_ext.text.tokenizers import models
+
+        path = require_file(
+            "--tokenizer-model", settings.tokenizer_model, "a tiktoken vocabulary", kind
+        )
+        named = special or tuple(settings.tiktoken_special_tokens or models.SPECIAL_TOKENS)
+        return models.TikTokenizer(
+            path,
+            pattern=settings.tiktoken_pattern or "v2",
+            vocab_size=settings.vocab_size or models.DEFAULT_VOCAB_SIZE,
+            num_special_tokens=settings.tiktoken_num_special_tokens,
+            special_tokens=named,
+        )
     if _LIBRARY_OF_TYPE[kind] == "sentencepiece":
         path = require_file(
             "--tokenizer-model", settings.tokenizer_model, "a SentencePiece .model file", kind
         )
-        from megatron_ext.text.tokenizers import models as sentencepiece_model
+        from megatron_ext.text.tokenizers.models import SentencePieceTokenizer
 
-        legacy = settings.tokenizer_sentencepiece_legacy
-        return sentencepiece_model.build(kind, path, special, legacy=legacy)
+        if special and not settings.tokenizer_sentencepiece_legacy:
+            raise ConfigError(
+                "`--tokenizer-special-tokens` with a SentencePiece model needs "
+                "`--tokenizer-sentencepiece-legacy`; add it, or put the tokens into the model."
+            )
+        return SentencePieceTokenizer(kind, path, special)
     from megatron_ext.text.tokenizers import huggingface
 
     if kind == "GPT2BPETokenizer":
@@ -75,26 +91,6 @@ def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
         include_special_tokens=settings.tokenizer_hf_include_special_tokens,
         trust_remote_code=settings.trust_remote_code,
     )
-
-
-def _build_tiktoken(settings: TokenizerConfig) -> Tokenizer:
-    from megatron_ext.text.tokenizers import models as tiktoken_model
-
-    path = require_file(
-        "--tokenizer-model", settings.tokenizer_model, "a tiktoken vocabulary", "TikTokenizer"
-    )
-    special = _special_tokens(settings) or settings.tiktoken_special_tokens
-    return tiktoken_model.TikTokenizer(
-        path,
-        pattern=settings.tiktoken_pattern or "v2",
-        vocab_size=settings.vocab_size or tiktoken_model.DEFAULT_VOCAB_SIZE,
-        num_special_tokens=settings.tiktoken_num_special_tokens,
-        special_tokens=tuple(special or tiktoken_model.SPECIAL_TOKENS),
-    )
-
-
-def _special_tokens(settings: TokenizerConfig) -> tuple[str, ...]:
-    return tuple(settings.tokenizer_special_tokens or ())
 
 
 def _known_type(settings: TokenizerConfig) -> str:
@@ -117,8 +113,7 @@ def _known_type(settings: TokenizerConfig) -> str:
     return kind
 
 
-def _vocab_size(settings: TokenizerConfig, kind: str, default: int | None = None) -> int:
-    size = settings.vocab_size or default
+def _vocab_size(size: int | None, kind: str) -> int:
     if size is None:
         raise ConfigError(f"`--tokenizer-type {kind}` needs `--vocab-size`, the number of ids.")
     if kind == "ByteLevelTokenizer" and size < 256:
@@ -130,9 +125,8 @@ def _vocab_size(settings: TokenizerConfig, kind: str, default: int | None = None
     return size
 
 
-def _check_metadata(settings: TokenizerConfig, kind: str) -> None:
+def _check_metadata(path: str | None, kind: str) -> None:
     """Check that the metadata file repeats what the type says; its chat template is not used."""
-    path = settings.tokenizer_metadata
     if path is None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)

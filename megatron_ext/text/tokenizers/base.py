@@ -6,7 +6,7 @@ import hashlib
 import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,15 +25,13 @@ FastKind = Literal["sentencepiece", "json"]
 class Tokenizer(ABC):
     """A map of text to ids and back, with megatron-core 0.16.1's ids for the same flags.
 
-    `tokenize` adds no token of its own; whoever wants an end-of-document id appends `eod`.
-    A special token that the model lacks has the id -1, which megatron-core's datasets take for
-    "no such token".
+    A special token that the model lacks has the id -1, as megatron-core's datasets expect.
     """
 
     kind: str
     """The `--tokenizer-type` that made it."""
 
-    def __init__(self, path: str | None, options: dict[str, object]) -> None:
+    def __init__(self, path: str | None, options: Mapping[str, object]) -> None:
         self.path = path
         self._options = {name: value for name, value in options.items() if value is not None}
 
@@ -50,25 +48,10 @@ class Tokenizer(ABC):
         return self.eos
 
     # megatron-core and NeMo use both spellings.
-    @property
-    def eos_id(self) -> int:
-        """Return the id that ends a sequence."""
-        return self.eos
-
-    @property
-    def bos_id(self) -> int:
-        """Return the id that begins a sequence."""
-        return self.bos
-
-    @property
-    def pad_id(self) -> int:
-        """Return the id of padding."""
-        return self.pad
-
-    @property
-    def unk_id(self) -> int:
-        """Return the id of text that the vocabulary lacks."""
-        return self.unk
+    eos_id = property(lambda self: self.eos)
+    bos_id = property(lambda self: self.bos)
+    pad_id = property(lambda self: self.pad)
+    unk_id = property(lambda self: self.unk)
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
@@ -82,7 +65,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text.
+        """Return the ids of one text, without a token that the text lacks.
 
         Raises:
             ValueError: the text cannot be expressed (a lone surrogate; no integer for Null).
@@ -97,10 +80,7 @@ class Tokenizer(ABC):
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return a model path or a tokenizer.json text, from which a faster engine can be built.
-
-        It is None where no other engine gives the same ids.
-        """
+        """Return a model path or a tokenizer.json text for a faster engine, None without one."""
         return None
 
     def control_texts(self) -> tuple[str, ...]:

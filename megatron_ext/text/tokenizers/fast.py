@@ -90,15 +90,12 @@ class FastEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         """Return the ids of each text, by the native tokenizer where the engines may differ."""
-        return [
-            self._native.tokenize(text) if self._may_differ(text) else self._encode(text)
-            for text in texts
-        ]
-
-    def _may_differ(self, text: str) -> bool:
-        if self._mark in text and any(control in text for control in self._controls):
-            return True
-        return self._combining and has_combining(text)
+        found = []
+        for text in texts:
+            spelled = self._mark in text and any(control in text for control in self._controls)
+            may_differ = spelled or (self._combining and has_combining(text))
+            found.append(self._native.tokenize(text) if may_differ else self._encode(text))
+        return found
 
     def compare(self, texts: Sequence[str]) -> None:
         """Compare both engines.
@@ -106,11 +103,15 @@ class FastEncoder:
         Raises:
             InexactEngine: the first text on which they differ.
         """
-        for text, fast in zip(texts, self.encode_batch(texts), strict=True):
-            native = self._native.tokenize(text)
-            if not np.array_equal(np.asarray(fast, np.int64), np.asarray(native, np.int64)):
-                start = text[:40].encode("unicode_escape").decode()
-                raise InexactEngine(f"gigatoken gives other ids for a text that starts {start!r}")
+        for text, ids in zip(texts, self.encode_batch(texts), strict=True):
+            self.compare_ids(text, ids)
+
+    def compare_ids(self, text: str, ids: Ids) -> None:
+        """Compare ids of a text with the native tokenizer's; see `compare`."""
+        native = self._native.tokenize(text)
+        if not np.array_equal(np.asarray(ids, np.int64), np.asarray(native, np.int64)):
+            start = text[:40].encode("unicode_escape").decode()
+            raise InexactEngine(f"gigatoken gives other ids for a text that starts {start!r}")
 
 
 def has_combining(text: str) -> bool:

@@ -39,20 +39,16 @@ class HuggingFaceTokenizer(Tokenizer):
         *,
         include_special_tokens: bool = False,
     ) -> None:
-        super().__init__(
-            path,
-            {
-                "special_tokens": list(special_tokens) or None,
-                "include_special_tokens": include_special_tokens or None,
-            },
-        )
-        self.kind = kind
-        self._include_special = include_special_tokens
-        self._backend = backend
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        options = {
+            "special_tokens": list(special_tokens) or None,
+            "include_special_tokens": include_special_tokens or None,
+        }
+        super().__init__(path, options)
+        self.kind, self._backend, self._include_special = kind, backend, include_special_tokens
+        backend.no_truncation()
+        backend.no_padding()
         if special_tokens:
-            self._backend.add_special_tokens(list(special_tokens))
+            backend.add_special_tokens(list(special_tokens))
         self.vocab_size = int(backend.get_vocab_size(with_added_tokens=True))
         ids = {name: backend.token_to_id(text) for name, text in _complete(named).items()}
         self.eos, self.bos, self.pad, self.unk = (
@@ -61,8 +57,7 @@ class HuggingFaceTokenizer(Tokenizer):
         )
 
     def tokenize(self, text: str) -> list[int]:
-        encoding = self._backend.encode(text, add_special_tokens=self._include_special)
-        return list(encoding.ids)
+        return list(self._backend.encode(text, add_special_tokens=self._include_special).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         encodings = self._backend.encode_batch_fast(
@@ -115,8 +110,12 @@ def build(
     direct = (folder / "tokenizer.json").is_file() and not trust_remote_code
     if include_special_tokens and ("add_bos_token" in config or "add_eos_token" in config):
         direct = False  # transformers rewrites the post-processor by these
-    loaded = _load_direct(folder, config) if direct else None
-    backend, named = loaded or _load_transformers(folder, trust_remote_code=trust_remote_code)
+    found = _load_direct(folder, config) if direct else None
+    if found is None:
+        loaded = load_pretrained(folder, trust_remote_code=trust_remote_code)
+        named = {key: str(getattr(loaded, key)) for key in _NAMED if getattr(loaded, key, None)}
+        found = loaded.backend_tokenizer, named
+    backend, named = found
     return HuggingFaceTokenizer(
         kind, name, backend, named, special_tokens, include_special_tokens=include_special_tokens
     )
@@ -186,12 +185,6 @@ def _text(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 
-def _load_transformers(folder: Path, *, trust_remote_code: bool) -> tuple[Any, dict[str, str]]:
-    loaded = load_pretrained(folder, trust_remote_code=trust_remote_code)
-    named = {key: str(getattr(loaded, key)) for key in _NAMED if getattr(loaded, key, None)}
-    return loaded.backend_tokenizer, named
-
-
 def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
     """Load a tokenizer of transformers, with `backend_tokenizer` and perhaps a chat template.
 
@@ -246,6 +239,5 @@ def build_gpt2(
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<|endoftext|>"])
-    end = "<|endoftext|>"
-    named = {"eos_token": end, "bos_token": end, "unk_token": end}
+    named = dict.fromkeys(("eos_token", "bos_token", "unk_token"), "<|endoftext|>")
     return HuggingFaceTokenizer(kind, vocab_file, backend, named, special_tokens)

@@ -57,12 +57,6 @@ class SentencePieceTokenizer(Tokenizer):
         return placed
 
     def tokenize(self, text: str) -> list[int]:
-        if self._special:
-            return self._tokenize_with_special(text)
-        ids: list[int] = self._model.encode_as_ids(text)
-        return ids
-
-    def _tokenize_with_special(self, text: str) -> list[int]:
         separator = self._model.piece_to_id(_SEPARATOR)
         ids: list[int] = []
         while True:
@@ -100,32 +94,14 @@ class SentencePieceTokenizer(Tokenizer):
 
     def control_texts(self) -> tuple[str, ...]:
         model, every = self._model, list(range(self._model.get_piece_size()))
-        kinds = (model.is_control, model.is_unknown, model.is_unused)
+        kinds = (model.is_control(every), model.is_unknown(every), model.is_unused(every))
         texts = {
-            model.id_to_piece(i)
-            for is_kind in kinds
-            for i, marked in enumerate(is_kind(every))
-            if marked
+            model.id_to_piece(i) for i, marked in enumerate(zip(*kinds, strict=True)) if any(marked)
         }
         # Byte pieces are spelled <0x41>; spelled out in a text they must stay text.
         texts.add("<0x")
         texts.update(_user_defined(model.serialized_model_proto()))
         return tuple(sorted(texts))
-
-
-def build(kind: str, path: str, special_tokens: Sequence[str], *, legacy: bool) -> Tokenizer:
-    """Make the tokenizer; special tokens need megatron-core's `legacy` switch, as in core.
-
-    Raises:
-        ConfigError: special tokens without the switch.
-        DataError: the model cannot be read.
-    """
-    if special_tokens and not legacy:
-        raise ConfigError(
-            "`--tokenizer-special-tokens` with a SentencePiece model needs "
-            "`--tokenizer-sentencepiece-legacy`; add it, or put the tokens into the model."
-        )
-    return SentencePieceTokenizer(kind, path, special_tokens)
 
 
 def _user_defined(model: bytes) -> Iterator[str]:
@@ -192,15 +168,13 @@ class TikTokenizer(Tokenizer):
         num_special_tokens: int = 1000,
         special_tokens: Sequence[str] = SPECIAL_TOKENS,
     ) -> None:
-        super().__init__(
-            path,
-            {
-                "pattern": pattern,
-                "vocab_size": vocab_size,
-                "num_special_tokens": num_special_tokens,
-                "special_tokens": list(special_tokens),
-            },
-        )
+        options = {
+            "pattern": pattern,
+            "vocab_size": vocab_size,
+            "num_special_tokens": num_special_tokens,
+            "special_tokens": list(special_tokens),
+        }
+        super().__init__(path, options)
         tiktoken = require_package("tiktoken", self.kind)
         names = _special_names(pattern, vocab_size, num_special_tokens, special_tokens)
         special = {name: i for i, name in enumerate(names)}
@@ -244,8 +218,7 @@ def _special_names(
             f"`--tiktoken-num-special-tokens` ({count}) must be at least the number of special "
             f"tokens ({len(special_tokens)}) and below `--vocab-size` ({vocab_size})."
         )
-    filler = [f"<SPECIAL_{i}>" for i in range(len(special_tokens), count)]
-    return [*special_tokens, *filler]
+    return [*special_tokens, *(f"<SPECIAL_{i}>" for i in range(len(special_tokens), count))]
 
 
 def _ranks(path: str, count: int, first: int) -> dict[bytes, int]:

@@ -1,11 +1,15 @@
-"""The callbacks between the steps of a run, and the decisions that they may take."""
+"""The callbacks between the steps of a run, their decisions, and those that need few lines."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_ext.train.run import Run
+import torch
+
+from megatron_ext.train.run import EXIT_CODE_SIGNAL, Run
 from megatron_ext.train.step import StepResult
 
 Losses = Sequence[Mapping[str, float]]
@@ -70,3 +74,102 @@ class Callback:
 def due(iteration: int, interval: int | None) -> bool:
     """Return whether something that is done every so many steps is done after this one."""
     return interval is not None and interval > 0 and iteration % interval == 0
+
+
+class WeightAverage(Callback):
+    """Lets the average (``--ema-decay``) follow each update of the model, or every few of them."""
+
+    def after_update(self, result: StepResult) -> None:
+        run, update = self.run, result.model_update
+        if run.ema is None or update is None:
+            return
+        step = run.progress.iteration
+        rests = run.runner.model_steps(step) % run.config.ema.ema_update_every > 0
+        if rests and step >= run.ema.start:
+            return
+        if not update.known:
+            run.ema.update(step, update.flag)
+        elif update.applied:
+            run.ema.update(step)
+
+
+class GarbageCollection(Callback):
+    """Collects every ``--manual-gc-interval`` steps and around evaluations, not when Python would.
+
+    Without ``--manual-gc`` it leaves Python's own collection alone.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        training = run.config.training
+        self._manual, self._interval = training.manual_gc, training.manual_gc_interval
+        self._around_evaluations = training.manual_gc and training.manual_gc_eval
+
+    def on_train_start(self) -> None:
+        if self._manual:
+            gc.disable()
+            gc.collect()
+
+    def after_step(self) -> None:
+        if self._manual and due(self.run.progress.iteration, self._interval):
+            gc.collect()
+
+    def before_evaluation(self) -> None:
+        if self._around_evaluations:
+            gc.collect()
+
+    def after_evaluation(self, losses: Losses) -> None:
+        if self._around_evaluations:
+            gc.collect(generation=0)
+
+
+class StepProfiler(Callback):
+    """Records the steps from ``--profile-step-start`` up to ``--profile-step-end``.
+
+    torch's trace, for chrome://tracing or Perfetto, goes to ``profile_rank<r>.json`` in the
+    TensorBoard folder, else in the save folder, else in the working folder.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        config, rank = run.config, run.context.rank
+        self._training = config.training
+        self._records = config.training.profile and rank in config.training.profile_ranks
+        folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
+        self._path = Path(folder) / f"profile_rank{rank}.json"
+        self._profiler: torch.profiler.profile | None = None
+
+    def before_step(self) -> None:
+        if self._records and self.run.progress.iteration == self._training.profile_step_start:
+            self._profiler = torch.profiler.profile(record_shapes=True)
+            self._profiler.start()
+
+    def after_update(self, result: StepResult) -> None:
+        if self.run.progress.iteration >= self._training.profile_step_end:
+            self.on_train_end()
+
+    def on_train_end(self) -> None:
+        """Write the trace, also of a run that ends before the last step to record."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(self._path))
+            self._profiler = None
+
+
+EXIT_INTERVAL = "exit interval"
+"""The reason of a run that ends by ``--exit-interval``; any other reason is told instead of it."""
+
+
+class StopConditions(Callback):
+    """Saves every ``--save-interval`` steps, and ends a run by signal, time or interval."""
+
+    def decide(self, decision: Decision) -> None:
+        run, config = self.run, self.run.config
+        request = run.stop_requests.check(run.device)
+        if request is not None:
+            decision.stop = request
+            decision.exit_code = EXIT_CODE_SIGNAL if request == "signal" else 0
+        elif due(run.progress.iteration, config.training.exit_interval):
+            decision.stop = decision.stop or EXIT_INTERVAL
+        decision.save |= due(run.progress.iteration, config.checkpoint.save_interval)

@@ -1,7 +1,11 @@
-"""Evaluation between steps and at the end: the mean loss of a split, equal on every layout."""
+"""Evaluation between steps and at the end, the best checkpoints, and early stopping.
+
+The mean loss of a split is equal on every layout.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +13,116 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_ext.checkpoint.publish import BestCheckpoint, with_candidate
 from megatron_ext.data.loader import BatchSource
-from megatron_ext.train.callbacks.callback import Callback, Decision, due
-from megatron_ext.train.callbacks.early_stopping import EarlyStopping
+from megatron_ext.errors import DataError
+from megatron_ext.train.callbacks.callback import EXIT_INTERVAL, Callback, Decision, Losses, due
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepRunner
-from megatron_ext.train.totals import mean_of, reduce_reports
+from megatron_ext.train.step import StepRunner, mean_of, reduce_reports
+
+
+class EarlyStopping(Callback):
+    """Keeps the checkpoints of the lowest validation losses, and ends a run that learns no more.
+
+    Raises:
+        DataError: a flag needs the validation loss, but there is no validation split; raised by
+            the constructor, on all ranks.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._losses: Losses | None = None
+        best, patience = run.config.checkpoint.keep_best, run.config.training.early_stop_patience
+        for name, value in (("--keep-best", best), ("--early-stop-patience", patience)):
+            if value is not None and not run.valid_sources:
+                raise DataError(
+                    f"`{name}` ({value}) needs a validation split, but this run has none; give "
+                    "one by `--split` or `--valid-data-path`, or leave the flag out."
+                )
+
+    @property
+    def exhausted(self) -> str | None:
+        """Return why the run must not go on: its loss has not fallen for too long; else None."""
+        patience, progress = self.run.config.training.early_stop_patience, self.run.progress
+        if patience is None or progress.stale_evaluations < patience:
+            return None
+        delta = self.run.config.training.early_stop_min_delta
+        least = f" by more than {delta:g}" if delta else ""
+        return (
+            "early stop: the validation loss has not fallen below "
+            f"{progress.lowest_loss:.6E}{least} in {progress.stale_evaluations} evaluations"
+        )
+
+    def after_evaluation(self, losses: Losses) -> None:
+        """Keep the losses until it is known whether this iteration is saved anyway."""
+        self._losses = losses
+
+    def decide(self, decision: Decision) -> None:
+        losses, self._losses = self._losses, None
+        if losses is not None:
+            self.judge(losses, decision)
+
+    def judge(self, losses: Losses, decision: Decision) -> bool:
+        """Note an evaluation's losses, and return whether the weights are among the best.
+
+        All ranks call this together. The decision says whether this iteration is saved for another
+        reason, and is completed.
+        """
+        config, progress = self.run.config, self.run.progress
+        if config.checkpoint.keep_best is None and config.training.early_stop_patience is None:
+            return False
+        # Every rank judges by the loss of the reporting rank.
+        mean = mean_validation_loss(losses)
+        told = torch.tensor(mean, dtype=torch.float64, device=self.run.device)
+        torch.distributed.broadcast(told, src=self.run.context.reporting_rank)
+        loss = float(told)
+        self._count(loss)
+        exhausted = self.exhausted
+        if exhausted and decision.stop in (None, EXIT_INTERVAL):
+            decision.stop = exhausted
+        ends = progress.iteration == self.run.num_iterations
+        regular = ends or decision.save or decision.stop is not None
+        is_best = self._rank(loss, decision, regular=regular)
+        decision.save |= is_best
+        return is_best
+
+    def _count(self, loss: float) -> None:
+        """Count evaluations without improvement; a loss that is not finite is none."""
+        progress, lowest = self.run.progress, self.run.progress.lowest_loss
+        delta = self.run.config.training.early_stop_min_delta
+        fell = math.isfinite(loss) if lowest is None else loss < lowest - delta
+        progress.stale_evaluations = 0 if fell else progress.stale_evaluations + 1
+        progress.lowest_loss = loss if fell else lowest
+
+    def _rank(self, loss: float, decision: Decision, *, regular: bool) -> bool:
+        """Place this iteration among the best, and note which checkpoints it supersedes."""
+        config, progress = self.run.config.checkpoint, self.run.progress
+        if config.keep_best is None or not math.isfinite(loss):
+            return False
+        new = BestCheckpoint(progress.iteration, loss, regular)
+        progress.best_checkpoints, dropped = with_candidate(
+            progress.best_checkpoints, new, config.keep_best
+        )
+        if new not in progress.best_checkpoints:
+            return False
+        if progress.best_checkpoints[0] is new:
+            text = f"best validation loss so far at iteration {new.iteration}: {loss:.6E}"
+            self.run.reporters.say(text)
+        # With --save-retain-interval each checkpoint goes when the next is saved; its turn is past.
+        retains = config.save_retain_interval is not None
+        superseded = [entry for entry in dropped if retains or not entry.regular]
+        decision.superseded = tuple(entry.iteration for entry in superseded)
+        return True
+
+
+def mean_validation_loss(losses: Losses) -> float:
+    """Return the mean over the validation sets of the first loss that each reports (``lm loss``).
+
+    The mean is NaN where there is nothing to average, as on all pipeline stages but the last.
+    """
+    first = [next(iter(each.values()), math.nan) for each in losses]
+    return math.fsum(first) / len(first) if first else math.nan
 
 
 class Evaluation(Callback):
@@ -31,9 +138,11 @@ class Evaluation(Callback):
         self._callbacks = callbacks
 
     def after_step(self) -> None:
-        """Evaluate after each multiple of the interval."""
         run = self.run
-        if not (run.evaluates and due(run.progress.iteration, run.config.training.eval_interval)):
+        if not (
+            run.config.training.evaluates
+            and due(run.progress.iteration, run.config.training.eval_interval)
+        ):
             return
         for callback in self._callbacks:
             callback.before_evaluation()
@@ -86,9 +195,8 @@ def _evaluate_sources(
     collects = process is not None and bool(run.config.logging.tensorboard_dir) and not mark
     for index, source in enumerate(sources):
         steps = -(-run.evaluation_samples(source) // run.evaluation_batch_size)
-        losses, collected = evaluate(
-            run.runner, source, steps, run.evaluation_microbatches, collects=collects
-        )
+        count = run.evaluation_batch_size // run.batch_size.samples_per_microbatch
+        losses, collected = evaluate(run.runner, source, steps, count, collects=collects)
         if process is not None and collects and run.reporters.writer is not None:
             process(collected, run.progress.iteration, run.reporters.writer)
         label = name if len(sources) == 1 else f"{name} set {index}"
@@ -119,7 +227,7 @@ def evaluate(
     Args:
         runner: runs the forward passes.
         source: batches of the split.
-        num_steps: number of global batches.
+        num_steps: global batches.
         num_microbatches: micro-batches in each step, unless the source has a plan of its own.
         collects: also collect the data that `Task.process_non_loss_data` takes.
 

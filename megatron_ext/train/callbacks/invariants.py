@@ -18,8 +18,6 @@ from megatron_ext.train.callbacks.callback import Callback, due
 
 Named = Sequence[tuple[str, Tensor]]
 
-_NOT_REDUCED = "the gradients of one of them were not reduced"
-
 
 class InvariantError(MegatronExtError):
     """Ranks that must hold the same values hold different ones, or a gradient is stale."""
@@ -35,7 +33,6 @@ class Invariants(Callback):
         self.run.runner.check_zeroed = partial(check_zeroed, iteration=coming) if checks else None
 
     def after_step(self) -> None:
-        """Compare what ranks must share."""
         run = self.run
         if due(run.progress.iteration, run.config.training.check_invariants):
             with run.parameter_gather.paused():
@@ -133,7 +130,7 @@ def _check_equal(
     iteration: int,
     *,
     kind: str = "parameter",
-    cause: str = _NOT_REDUCED,
+    cause: str = "the gradients of one of them were not reduced",
 ) -> None:
     """Compare digests of tensors over a group, and name the first tensor that differs."""
     if not named or group.size() == 1:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from megatron_ext.config.reporting import LoggingConfig
+from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
@@ -36,8 +36,11 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
         scalars["world-size"] = float(record.world_size)
     if config.log_timers_to_tensorboard:
         scalars["iteration-time"] = record.seconds
-    if config.log_memory_to_tensorboard:
-        scalars.update(_memory())
+    if config.log_memory_to_tensorboard and torch.cuda.is_available():
+        stats = torch.cuda.memory_stats()
+        scalars["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
+        scalars["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
+        scalars["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
     if record.num_zeros is not None:
         scalars["num-zeros"] = record.num_zeros
     if record.params_norm is not None:
@@ -45,17 +48,6 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
     if config.log_throughput:
         scalars["throughput"] = record.tflops_per_device
     return scalars
-
-
-def _memory() -> dict[str, float]:
-    if not torch.cuda.is_available():
-        return {}
-    stats = torch.cuda.memory_stats()
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-    }
 
 
 def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:
@@ -69,32 +61,35 @@ def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[
     return scalars
 
 
-def _leave_errors_to_the_next_call() -> None:
-    """Let TensorBoard's thread print no traceback; its next call raises the error again."""
-    usual = threading.excepthook
-
-    def hook(arguments: threading.ExceptHookArgs) -> None:
-        writes = type(arguments.thread).__name__ == "_AsyncWriterThread"
-        if not (writes and isinstance(arguments.exc_value, OSError)):
-            usual(arguments)
-
-    threading.excepthook = hook
+def _imported(module: str, given: str, called: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{given} needs {called}, which is not installed; run `pip install "
+            f"{module.rsplit('.', maxsplit=1)[-1]}`."
+        ) from error
 
 
 class TensorBoard:
     """Writes event files, with each of Megatron-LM's tags against consumed samples too."""
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"`--tensorboard-dir` ({folder}) needs TensorBoard, which is not installed; "
-                "run `pip install tensorboard`."
-            ) from error
+        module = "torch.utils.tensorboard"
+        tensorboard = _imported(module, f"`--tensorboard-dir` ({folder})", "TensorBoard")
         self._config = config
-        _leave_errors_to_the_next_call()
-        self.writer: Any = SummaryWriter(folder, max_queue=config.tensorboard_queue_size)
+        usual = threading.excepthook
+
+        def hook(arguments: threading.ExceptHookArgs) -> None:
+            """Print no traceback of TensorBoard's thread, whose next call raises it again."""
+            writes = type(arguments.thread).__name__ == "_AsyncWriterThread"
+            if not (writes and isinstance(arguments.exc_value, OSError)):
+                usual(arguments)
+
+        threading.excepthook = hook
+        self.writer: Any = tensorboard.SummaryWriter(
+            folder, max_queue=config.tensorboard_queue_size
+        )
 
     def on_iteration(self, record: IterationRecord) -> None:
         if record.iteration % self._config.tensorboard_log_interval == 0:
@@ -118,13 +113,8 @@ class WeightsAndBiases:
     """Sends scalars to a Weights & Biases run."""
 
     def __init__(self, config: LoggingConfig, folder: str, settings: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"`--wandb-project` ({config.wandb_project}) needs Weights & Biases, which is "
-                "not installed; run `pip install wandb`."
-            ) from error
+        given = f"`--wandb-project` ({config.wandb_project})"
+        wandb = _imported("wandb", given, "Weights & Biases")
         self._config = config
         self._run: Any = wandb.init(
             project=config.wandb_project,
@@ -135,15 +125,13 @@ class WeightsAndBiases:
         )
 
     def on_iteration(self, record: IterationRecord) -> None:
-        scalars = iteration_scalars(record, self._config)
-        self._run.log(
-            {"samples vs steps": record.consumed_samples, **scalars, **record.common},
-            step=record.iteration,
-        )
+        scalars: dict[str, float] = {"samples vs steps": record.consumed_samples}
+        scalars |= iteration_scalars(record, self._config) | record.common
+        self._run.log(scalars, step=record.iteration)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        scalars = evaluation_scalars(record, self._config)
-        self._run.log({**scalars, **record.common}, step=record.iteration)
+        scalars = evaluation_scalars(record, self._config) | record.common
+        self._run.log(scalars, step=record.iteration)
 
     def close(self) -> None:
         self._run.finish()
@@ -157,13 +145,11 @@ class Reporters:
         self._warned: set[int] = set()
 
     def on_iteration(self, record: IterationRecord) -> None:
-        """Report training steps to every sink."""
         for sink in self.sinks:
             with self._going_on(sink):
                 sink.on_iteration(record)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Report an evaluation to every sink."""
         for sink in self.sinks:
             with self._going_on(sink):
                 sink.on_evaluation(record)
@@ -196,12 +182,7 @@ class Reporters:
     def __enter__(self) -> Reporters:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for sink in self.sinks:
             with self._going_on(sink):
                 sink.close()
@@ -244,34 +225,25 @@ def build_reporters(
     """
     if not context.is_reporting_rank:
         return Reporters([])
+    logs, save = config.logging, config.checkpoint.save
+    on_gpu, bar = config.device == "cuda", sys.stderr.isatty()
+    sinks: list[Reporter] = [
+        LinePrinter(on_gpu=on_gpu, num_iterations=num_iterations, iteration=resumed_at, bar=bar)
+    ]
     try:
-        return Reporters(_sinks(config, resumed_at, num_iterations))
+        if save is not None:
+            write_configuration(config.to_yaml(), Path(save))
+            metrics = MetricsFile(Path(save), resumed_at)
+            sinks += [metrics, LossPlot(metrics.path, f"loss of {Path(save)}")]
+        if save is not None and logs.log_progress:
+            sinks.append(ProgressFile(Path(save), config.parallel.world_size))
+        if logs.tensorboard_dir:
+            sinks.append(TensorBoard(logs.tensorboard_dir, logs))
+        if logs.wandb_project:
+            sinks.append(WeightsAndBiases(logs, save or ".", config.to_dict()))
     except OSError as error:
         raise ConfigError(
             f"The files of the log cannot be written ({error}); give other folders with `--save` "
             "and `--tensorboard-dir`."
         ) from error
-
-
-def _sinks(config: RunConfig, resumed_at: int, num_iterations: int) -> list[Reporter]:
-    sinks: list[Reporter] = [
-        LinePrinter(
-            on_gpu=config.device == "cuda",
-            num_iterations=num_iterations,
-            iteration=resumed_at,
-            bar=sys.stderr.isatty(),
-        )
-    ]
-    if config.checkpoint.save is not None:
-        folder = Path(config.checkpoint.save)
-        write_configuration(config, folder)
-        metrics = MetricsFile(folder, resumed_at)
-        sinks += [metrics, LossPlot(metrics.path, f"loss of {folder}")]
-        if config.logging.log_progress:
-            sinks.append(ProgressFile(folder, config.parallel.world_size))
-    if config.logging.tensorboard_dir:
-        sinks.append(TensorBoard(config.logging.tensorboard_dir, config.logging))
-    if config.logging.wandb_project:
-        folder_name = config.checkpoint.save or "."
-        sinks.append(WeightsAndBiases(config.logging, folder_name, config.to_dict()))
-    return sinks
+    return Reporters(sinks)

@@ -36,12 +36,9 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
         f"loss scale: {record.loss_scale:.1f}",
         f"grad norm: {record.grad_norm:.3f}",
     ]
-    if record.num_zeros is not None:
-        parts.append(f"num zeros: {record.num_zeros:.0f}")
-    if record.params_norm is not None:
-        parts.append(f"params norm: {record.params_norm:.3f}")
-    if record.epoch is not None:
-        parts.append(f"epoch: {record.epoch:.3f}")
+    asked = {"num zeros": (record.num_zeros, 0), "params norm": (record.params_norm, 3)}
+    asked["epoch"] = (record.epoch, 3)
+    parts += [f"{name}: {x:.{digits}f}" for name, (x, digits) in asked.items() if x is not None]
     if record.sample_name is not None:
         parts.append(f"{record.sample_name}/s: {record.samples_per_second:.1f}")
     parts += [
@@ -117,24 +114,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 row = json.loads(line)
             except ValueError:
                 break
-            rows.append({name: _number(value) for name, value in row.items()})
+            words = {name: value for name, value in row.items() if isinstance(value, str)}
+            rows.append(row | {k: _NOT_FINITE[v] for k, v in words.items() if v in _NOT_FINITE})
     return rows
-
-
-def _number(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _as_json(row: Mapping[str, Any]) -> str:
     """Return one line of JSON, in which words stand for numbers that are not finite."""
-    words = {name: _word(value) for name, value in row.items()}
-    return json.dumps(words, allow_nan=False) + "\n"
-
-
-def _word(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+    words = {k: json.dumps(v) for k, v in numbers.items() if not math.isfinite(v)}
+    return json.dumps({**row, **words}, allow_nan=False) + "\n"
 
 
 class MetricsFile:
@@ -147,8 +136,8 @@ class MetricsFile:
     def __init__(self, folder: Path, resumed_at: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if row["iteration"] <= resumed_at]
-        kept = [row for row in kept if not row.get("final")]
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if row["iteration"] <= resumed_at and not row.get("final")]
         temporary = self.path.with_suffix(".jsonl.tmp")
         temporary.write_text("".join(map(_as_json, kept)), encoding="utf-8")
         os.replace(temporary, self.path)
@@ -177,24 +166,16 @@ class MetricsFile:
             "total_skipped_iterations": record.total_skipped,
             **record.common,
         }
-        if record.num_zeros is not None:
-            row["num_zeros"] = record.num_zeros
-        if record.params_norm is not None:
-            row["params_norm"] = record.params_norm
+        for name in ("num_zeros", "params_norm"):
+            if getattr(record, name) is not None:
+                row[name] = getattr(record, name)
         self._write(row)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        self._write(
-            {
-                "kind": "evaluation",
-                "split": record.split,
-                "iteration": record.iteration,
-                "consumed_samples": record.consumed_samples,
-                "final": record.final,
-                **record.losses,
-                **record.common,
-            }
-        )
+        row: dict[str, Any] = {"kind": "evaluation"}
+        for name in ("split", "iteration", "consumed_samples", "final"):
+            row[name] = getattr(record, name)
+        self._write({**row, **record.losses, **record.common})
 
     def close(self) -> None:
         self._file.close()
@@ -220,10 +201,14 @@ def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     resumed = [row["iteration"] for row in rows if row["kind"] == "resumed"]
     _plot_losses(losses, train, evaluations, resumed)
-    _plot_line(norms, train, "grad_norm", "gradient norm", "tab:gray")
-    _plot_line(rates, train, "learning_rate", "learning rate", "tab:green")
+    _draw(norms, *_series(train, "grad_norm"), color="tab:gray")
+    _draw(rates, *_series(train, "learning_rate"), color="tab:green")
     norms.set_ylim(bottom=0)
     rates.set_ylim(bottom=0)
+    for axes, label in ((losses, "loss"), (norms, "gradient norm"), (rates, "learning rate")):
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
     rates.set_xlabel("iteration")
     rates.set_xlim(left=0)
@@ -261,15 +246,7 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
             fontsize=8,
             color="tab:gray",
         )
-    axes.set_ylabel("loss")
-    _tidy(axes)
     axes.legend(frameon=False, fontsize=9)
-
-
-def _plot_line(axes: Axes, train: list[Row], name: str, label: str, color: str) -> None:
-    _draw(axes, *_series(train, name), color=color)
-    axes.set_ylabel(label)
-    _tidy(axes)
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
@@ -299,29 +276,20 @@ def _series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     return [row["iteration"] for row in mine], [float(row[name]) for row in mine]
 
 
-def _tidy(axes: Axes) -> None:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 class LossPlot:
     """Redraws ``loss.png`` at most once a minute, and at the end."""
 
     def __init__(self, metrics: Path, title: str) -> None:
-        self._metrics = metrics
-        self._title = title
-        self._drawn_at = time.monotonic()
-
-    def _draw(self) -> None:
-        plot_metrics(read_metrics(self._metrics), self._metrics.with_name("loss.png"), self._title)
+        self._metrics, self._title = metrics, title
         self._drawn_at = time.monotonic()
 
     def on_iteration(self, record: IterationRecord) -> None:
         if time.monotonic() - self._drawn_at > SECONDS_BETWEEN_PLOTS:
-            self._draw()
+            self.close()
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         """Do nothing; the next drawing shows the evaluation."""
 
     def close(self) -> None:
-        self._draw()
+        plot_metrics(read_metrics(self._metrics), self._metrics.with_name("loss.png"), self._title)
+        self._drawn_at = time.monotonic()

@@ -12,9 +12,6 @@ class IterationRecord:
     """A report on the steps since the last report.
 
     Attributes:
-        iteration: training steps done.
-        num_iterations: steps of the whole run.
-        consumed_samples: samples used by all ranks.
         seconds: mean duration of a step.
         learning_rate: learning rate after the last step.
         global_batch_size: samples of the last step.
@@ -24,12 +21,9 @@ class IterationRecord:
         samples: mean number of samples in a step.
         tokens: mean number of positions in a step.
         flops: mean number of floating-point operations in a step, on all ranks.
-        world_size: number of ranks.
         skipped: steps without an update since the last report.
         nans: skipped steps whose loss was not finite.
         total_skipped: steps without an update in the whole run.
-        num_zeros: zeros in the gradient, where they are counted.
-        params_norm: norm of the parameters, where it is asked for.
         peak_flops: peak of one GPU in operations per second, None where it is not known.
         sample_name: name of the samples, where their rate is to be shown.
         memory: bytes of this rank's GPU by name; empty on a CPU.
@@ -64,8 +58,7 @@ class IterationRecord:
         """Return the values that fine-tuning tools show, under the names of these tools.
 
         ``train/loss`` is the first loss that is reported, ``train/skipped_iterations`` counts from
-        the start of the run, ``train/time(s)`` is the mean duration of a step, and
-        ``train/throughput`` is in samples per second.
+        the start of the run, and ``train/throughput`` is in samples per second.
         """
         return {
             "train/loss": next(iter(self.losses.values()), math.nan),
@@ -97,9 +90,7 @@ class IterationRecord:
     @property
     def mfu(self) -> float | None:
         """Return the share of the peak of the GPUs that the model uses; None for unknown GPUs."""
-        if self.peak_flops is None:
-            return None
-        return self.tflops_per_device * 1e12 / self.peak_flops
+        return None if self.peak_flops is None else self.tflops_per_device * 1e12 / self.peak_flops
 
     @property
     def seconds_left(self) -> float:
@@ -120,8 +111,6 @@ class EvaluationRecord:
     Attributes:
         split: ``validation`` or ``test``, with a number where there are several sets, and with
             `AVERAGED` for averaged weights.
-        iteration: training steps done.
-        losses: mean losses by name.
         consumed_samples: training samples used so far.
         final: the evaluation follows the last step.
         perplexity: `LANGUAGE_LOSS` is a cross-entropy, whose exponential is a perplexity.
@@ -142,10 +131,7 @@ class EvaluationRecord:
 
     @property
     def common(self) -> dict[str, float]:
-        """Return the first loss of a validation split, under the name of fine-tuning tools.
-
-        The name is ``val/loss``, with the number of the set or `AVERAGED` behind it.
-        """
+        """Return a validation split's first loss as ``val/loss``, with the set's number behind."""
         which = self.split.removeprefix("validation")
         if which == self.split or not self.losses:
             return {}
@@ -153,13 +139,8 @@ class EvaluationRecord:
 
 
 class Reporter(Protocol):
-    """A sink of reports, such as a file or a server."""
+    """A sink of reports, such as a file or a server; no report follows `close`."""
 
-    def on_iteration(self, record: IterationRecord) -> None:
-        """Report training steps."""
-
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Report an evaluation."""
-
-    def close(self) -> None:
-        """Finish; no report follows."""
+    def on_iteration(self, record: IterationRecord) -> None: ...
+    def on_evaluation(self, record: EvaluationRecord) -> None: ...
+    def close(self) -> None: ...

@@ -13,6 +13,8 @@ from megatron_ext.config.flags import FACTOR, NATURAL, SIZE, WEIGHT, IfChanged, 
 from megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatron_ext.config.model import ModelConfig
 
 TIMESTEP_WIDTH = 256
@@ -62,27 +64,16 @@ class MMDiTSizes:
     cond_embed: bool = False
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"`{name}` ({getattr(self, name)}) must be 1 or more.")
-        for name in ("num_double_blocks", "num_single_blocks"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"`{name}` ({getattr(self, name)}) must be 0 or more.")
         if not self.num_blocks:
             raise ConfigError(
                 "`num_double_blocks` + `num_single_blocks` (0) must be 1 or more; give blocks."
             )
-        if self.rope_theta <= 1:
-            raise ConfigError(f"`rope_theta` ({self.rope_theta}) must exceed 1; 10000 is usual.")
-        self._check_heads()
-
-    def _check_heads(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"`hidden_size` ({self.hidden_size}) must be divisible by `num_heads` "
                 f"({self.num_heads})."
             )
-        if any(width < 2 or width % 2 for width in self.axes_dim):
+        if any(width % 2 for width in self.axes_dim):
             raise ConfigError(
                 f"`axes_dim` {self.axes_dim} must be even and positive, since each frequency "
                 "rotates a pair of features."
@@ -95,46 +86,28 @@ class MMDiTSizes:
 
     @property
     def head_dim(self) -> int:
-        """Features of a head, d."""
+        """Return the features of a head, d."""
         return self.hidden_size // self.num_heads
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of both kinds."""
+        """Return the number of blocks of both kinds."""
         return self.num_double_blocks + self.num_single_blocks
 
     @property
     def mlp_size(self) -> int:
-        """Width of the MLPs."""
+        """Return the width of the MLPs."""
         return self.mlp_ratio * self.hidden_size
 
     @property
     def token_width(self) -> int:
-        """Features of an image token, C * p * p."""
+        """Return the features of an image token, C * p * p."""
         return self.channels * self.patch_size**2
 
     @property
     def cond_width(self) -> int:
-        """Features of a condition token: the mask is one more channel, (C + 1) * p * p."""
+        """Return the features of a condition token, (C + 1) * p * p; the mask is a channel."""
         return (self.channels + 1) * self.patch_size**2
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model."""
-        h, m = self.hidden_size, self.mlp_size
-        qkv = 3 * h * (h + self.qkv_bias)
-        norms = 2 * self.head_dim
-        stream = _linear(h, 6 * h) + qkv + norms + _linear(h, h) + _linear(h, m) + _linear(m, h)
-        single = _linear(h, 3 * h) + qkv + _linear(h, m) + norms + _linear(h + m, h)
-        embedding = _linear(self.token_width, h) + _linear(self.text_width, h)
-        embedding += _linear(TIMESTEP_WIDTH, h) + _linear(self.pooled_width, h) + 2 * _linear(h, h)
-        if self.guidance_embed:
-            embedding += _linear(TIMESTEP_WIDTH, h) + _linear(h, h)
-        if self.cond_embed:
-            embedding += _linear(self.cond_width, h)
-        final = _linear(h, 2 * h) + _linear(h, self.token_width)
-        blocks = 2 * stream * self.num_double_blocks + single * self.num_single_blocks
-        return embedding + blocks + final
 
     def transformer_fields(self) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that follow from the sizes.
@@ -155,12 +128,21 @@ class MMDiTSizes:
         }
 
 
-def _linear(inputs: int, outputs: int) -> int:
-    """Parameters of a linear layer with bias."""
-    return (inputs + 1) * outputs
+def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+    """Return the model's section as it follows from a network's ``transformer_fields``.
 
+    The sequence has no length of its own: that of the longest clip is filled in once the data is
+    known.
+    """
+    fields = dict(fields)
+    return dataclasses.replace(
+        model,
+        norm_epsilon=fields.pop("layernorm_epsilon"),
+        untie_embeddings_and_output_weights=True,
+        blocks_dealt_by_cost=True,
+        **fields,
+    )
 
-_POSITIVE = "hidden_size num_heads channels patch_size text_width pooled_width mlp_ratio".split()
 
 SIZES = {
     "tiny": MMDiTSizes(64, 4, (4, 6, 6), 2, 2, channels=4, text_width=32, pooled_width=16),
@@ -175,9 +157,8 @@ SIZES = {
 
 
 _OF_SIZES = (
-    "axes_dim num_double_blocks num_single_blocks patch_size mlp_ratio "
-    "guidance_embed channels cond_embed"
-)
+    "num_double_blocks num_single_blocks patch_size mlp_ratio guidance_embed channels cond_embed"
+).split()
 
 
 @dataclass(frozen=True)
@@ -243,43 +224,18 @@ class MMDiTConfig:
     cond_embed: bool = derived(False)
 
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
-        """The sizes with the changes of the flags and the widths of the data.
+        """Return the sizes with the changes of the flags and the widths of the data.
 
         Raises:
             ConfigError: sizes that do not fit together.
         """
-        given = {name: getattr(self, name) for name in _OF_SIZES.split()}
-        given |= {"text_width": self.caption_width, "pooled_width": self.pooled_caption_width}
+        given = {
+            **{name: getattr(self, name) for name in _OF_SIZES},
+            "text_width": self.caption_width,
+            "pooled_width": self.pooled_caption_width,
+            "axes_dim": None if self.axes_dim is None else tuple(self.axes_dim),
+            "hidden_size": model.hidden_size,
+            "num_heads": model.num_attention_heads,
+        }
         changes: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
-        if self.axes_dim is not None:
-            changes["axes_dim"] = tuple(self.axes_dim)
-        if model.hidden_size is not None:
-            changes["hidden_size"] = model.hidden_size
-        if model.num_attention_heads is not None:
-            changes["num_heads"] = model.num_attention_heads
         return dataclasses.replace(SIZES[self.mmdit_size], **changes)
-
-    def described(self, model: ModelConfig) -> ModelConfig:
-        """The model's section as it follows from the sizes.
-
-        The sequence has no length of its own: that of the longest clip is filled in once the data
-        is known.
-
-        Raises:
-            ConfigError: see `sizes`.
-        """
-        sizes = self.sizes(model)
-        return dataclasses.replace(
-            model,
-            num_layers=sizes.num_blocks,
-            hidden_size=sizes.hidden_size,
-            num_attention_heads=sizes.num_heads,
-            kv_channels=sizes.head_dim,
-            ffn_hidden_size=sizes.mlp_size,
-            qk_layernorm=True,
-            norm_epsilon=EPSILON,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            untie_embeddings_and_output_weights=True,
-            blocks_dealt_by_cost=True,
-        )

@@ -6,16 +6,17 @@ What a run would ignore is refused by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_ext.config.flags import changed, default_of, spelling_of
-from megatron_ext.config.lora import ALL_TARGETS
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.rules.lora import target_errors
-from megatron_ext.config.run import LeftOut
+from megatron_ext.config.optimizer import ALL_TARGETS
+from megatron_ext.config.rules.optimizer import target_errors
+from megatron_ext.config.run import LeftOut, RunConfig
+from megatron_ext.config.training import TrainingConfig
 from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
-from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.mmdit import MMDiTConfig, model_of
 from megatron_ext.video.config.run import (
     ConditionConfig,
     FlowConfig,
@@ -23,12 +24,9 @@ from megatron_ext.video.config.run import (
     TextDropoutConfig,
     VideoConfig,
 )
-from megatron_ext.video.config.wan import WINDOW, VideoDiTConfig, described_by
+from megatron_ext.video.config.wan import WINDOW, VideoDiTConfig
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
-from megatron_ext.video.streaming.teacher_config import teacher_errors
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
+from megatron_ext.video.streaming.rules import sample_errors, streaming_errors, teacher_errors
 
 ENCODING = ("codec", "text_encoder", "encode")
 FLOW_ONLY = ("mmdit", "video_dit", "flow", "conditions", "text_dropout", "encode")
@@ -133,21 +131,30 @@ _SAMPLES_OF_FLOW = (
 ).split()
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
+_SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
+_QK_NORMS = "the norms of its queries and keys never decay; leave it out"
+_OF_DIT = {"zero_head", "recompute_blocks"}
+"""Flags of streaming that a video DiT follows, besides those of its window."""
+
 STREAMING_START = 200
 """The first averaged step of streaming, as LongLive has it."""
 
 
-def resolve_flow(config: RunConfig) -> RunConfig:
+def resolve_mmdit(config: RunConfig) -> RunConfig:
     """Return the configuration with the model's section as the named size decides it.
 
     Raises:
         ConfigError: sizes that do not fit together.
     """
-    if config.section(VideoConfig).uses_dit:
-        model = described_by(config.section(VideoDiTConfig).sizes, config.model)
-    else:
-        model = config.section(MMDiTConfig).described(config.model)
+    sizes = config.section(MMDiTConfig).sizes(config.model)
+    model = model_of(sizes.transformer_fields(), config.model)
     return dataclasses.replace(config, model=model)
+
+
+def resolve_dit(config: RunConfig) -> RunConfig:
+    """Return the configuration with the model's section as the named size decides it."""
+    fields = config.section(VideoDiTConfig).sizes.transformer_fields()
+    return dataclasses.replace(config, model=model_of(fields, config.model))
 
 
 def resolve_streaming(config: RunConfig) -> RunConfig:
@@ -167,61 +174,62 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model, lora=lora, ema=ema, checkpoint=checkpoint)
 
 
-def flow_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return a sentence for everything that flow matching cannot do; see `TaskFlags`."""
-    uses_dit = given.section(VideoConfig).uses_dit
-    return [
-        *_shared_rules(given, run),
-        *(_dit_errors(given) if uses_dit else _mmdit_errors(given)),
-        *_without_their_switch(given),
-        *_encoding_errors(given),
-        *_sample_errors(given),
-        *given.section(VideoConfig).own_errors(),
-    ]
-
-
-def streaming_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return a sentence for everything that streaming cannot do; see `TaskFlags`."""
-    streaming, sample = given.section(StreamingConfig), given.section(SampleConfig)
-    found = [
-        *_shared_rules(given, run),
-        *_streaming_errors(given),
-        *_sample_errors(given, STREAMING_ONLY[1:]),
-        *streaming.own_errors(),
-        *given.section(StreamingSampleConfig).own_errors(sample, streaming),
-        *teacher_errors(streaming, run.parallel),
-        *target_errors(run.lora, ALL_TARGETS),
-    ]
-    if run.lora.lora_rank is not None and run.lora.lora_dropout:
-        found.append(
-            f"`--lora-dropout` ({run.lora.lora_dropout:g}) does not go with `--task streaming`, "
-            "whose blocks are run again for their gradients and must give the same; use 0."
-        )
-    return found
-
-
-def _shared_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return a sentence for everything that neither task can do."""
-    found = list(run.section(SampleConfig).own_errors(run.checkpoint.save))
-    schedule = given.parallel.pipeline_schedule or ""
+def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
+    """Return a sentence for everything that no task can do."""
+    found = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
+    schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
         found.append(
             f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
             f"{schedule.removeprefix('core-')}."
         )
-    kinds = run.parallel.cp_comm_type
+    kinds = resolved.parallel.cp_comm_type
     if len(kinds) > 1:
         found.append(
             f"`--cp-comm-type` has {len(kinds)} values, but a video model has one for all its "
             "blocks; give one."
         )
+    samples = _samples(config.section(SampleConfig), config.training)
+    described = (
+        ("sample", "streaming_sample") if config.section(VideoConfig).streams else ("sample",)
+    )
+    found += [
+        f"`{spelled}` has an effect only with `--sample-interval`; give it too, or leave this out."
+        for spelled in ([] if samples else changed(config, described))
+    ]
     return found
 
 
-def _streaming_errors(run: RunConfig) -> list[str]:
-    """Flags that streaming long-tuning would ignore or cannot follow."""
-    described, sections = run.section(StreamingConfig).described(run.model), run.by_name()
-    ignored = [x for x in changed(run, ("video", *FLOW_ONLY)) if x != "--task"]
+def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
+    """Return whether clips are sampled, while training or, without training, at once."""
+    return sample.sample_interval is not None or training.skip_train
+
+
+def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+    """Return a sentence for everything that streaming cannot do; see `TaskFlags`."""
+    streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
+    found = [
+        *_shared_errors(config, resolved),
+        *_left_out_of_streaming(config),
+        *streaming_errors(streaming),
+        *sample_errors(config.section(StreamingSampleConfig), sample, streaming),
+        *teacher_errors(streaming, resolved.parallel),
+        *target_errors(resolved.lora, ALL_TARGETS),
+    ]
+    if resolved.lora.lora_rank is not None and resolved.lora.lora_dropout:
+        found.append(
+            f"`--lora-dropout` ({resolved.lora.lora_dropout:g}) does not go with `--task "
+            "streaming`, whose blocks are run again for their gradients and must give the same; "
+            "use 0."
+        )
+    return found
+
+
+def _left_out_of_streaming(config: RunConfig) -> list[str]:
+    """Return a sentence for each flag that streaming would ignore or cannot follow."""
+    sections = config.by_name()
+    described = config.section(StreamingConfig).described(config.model)
+    ignored = [x for x in changed(config, ("video", *FLOW_ONLY)) if x != "--task"]
     found = [
         f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
         for spelled in ignored
@@ -229,13 +237,13 @@ def _streaming_errors(run: RunConfig) -> list[str]:
     found += [
         f"`{spelled}` has no effect with `--task streaming`, whose videos follow the flags of "
         "training; leave it out."
-        for spelled in changed(run, ("sample",), _SAMPLES_OF_FLOW)
+        for spelled in changed(config, ("sample",), _SAMPLES_OF_FLOW)
     ]
     found += [
-        f"`{spelling_of(run.model, name)}` has no effect with `--task streaming`: "
+        f"`{spelling_of(config.model, name)}` has no effect with `--task streaming`: "
         "`--generator-size` and the flags beside it decide; leave it out."
-        for name in ("hidden_size", "num_attention_heads")
-        if getattr(run.model, name) not in (None, getattr(described, name))
+        for name in _SHAPE_FLAGS
+        if getattr(config.model, name) not in (None, getattr(described, name))
     ]
     refused = (
         ("parallel", "pipeline_model_parallel_size", "a chunk is generated block after block, so "
@@ -255,9 +263,9 @@ def _streaming_errors(run: RunConfig) -> list[str]:
     usual = {
         "pipeline_model_parallel_size": 1,
         "eval_iters": 0,
-        "num_workers": default_of(run.training, "num_workers"),
-        "pooled_width": default_of(run.section(TextEncoderConfig), "pooled_width"),
-        "skip_train": run.section(StreamingSampleConfig).only_samples,
+        "num_workers": default_of(config.training, "num_workers"),
+        "pooled_width": default_of(config.section(TextEncoderConfig), "pooled_width"),
+        "skip_train": config.section(StreamingSampleConfig).only_samples,
     }
     found += [
         f"`--{name.replace('_', '-')}` ({getattr(sections[section], name)}) does not go with "
@@ -268,35 +276,31 @@ def _streaming_errors(run: RunConfig) -> list[str]:
     return found
 
 
-def _mmdit_errors(run: RunConfig) -> list[str]:
-    """Flags of video DiTs, and text without what the MMDiT needs of it."""
+def mmdit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+    """Return a sentence for everything that flow matching with an MMDiT cannot do."""
     dit = "`--video-model video-dit` or causal-video-dit"
     found = [
         f"`{spelled}` has an effect only with {kind}; leave it out."
         for kind, sections in ((dit, ("video_dit",)), ("`--task streaming`", STREAMING_ONLY))
-        for spelled in changed(run, sections)
+        for spelled in changed(config, sections)
     ]
-    if run.section(TextEncoderConfig).text_encoder == UMT5:
+    if config.section(TextEncoderConfig).text_encoder == UMT5:
         found.append(
             f"`--text-encoder` ({UMT5}) gives no pooled vectors, which the MMDiT needs; use "
             f"t5-clip, or give {dit}."
         )
-    return found
+    return found + _flow_errors(config, resolved)
 
 
-_QK_NORMS = "the norms of its queries and keys never decay; leave it out"
-_OF_DIT = {"zero_head", "recompute_blocks"}
-"""Flags of streaming that a video DiT follows, besides those of its window."""
-
-
-def _dit_errors(run: RunConfig) -> list[str]:
-    """Flags that flow matching with a video DiT would ignore."""
-    sections = run.by_name()
-    shared = {*_OF_DIT, *(WINDOW if run.section(VideoConfig).is_causal else ())}
-    model = f"`--video-model {run.section(VideoConfig).video_model}`"
+def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+    """Return a sentence for everything that flow matching with a video DiT cannot do."""
+    sections, video = config.by_name(), config.section(VideoConfig)
+    shared = {*_OF_DIT, *(WINDOW if video.is_causal else ())}
+    model = f"`--video-model {video.video_model}`"
+    streams = "it decides nothing but what `--task streaming` does"
     reasons = [
-        ("streaming", shared, "it decides nothing but what `--task streaming` does"),
-        ("streaming_sample", set[str](), "it decides nothing but what `--task streaming` does"),
+        ("streaming", shared, streams),
+        ("streaming_sample", set[str](), streams),
         ("mmdit", set[str](), "it is one of the MMDiT"),
         ("conditions", {"t2v_weight"}, "a video DiT is given no reference frames"),
     ]
@@ -310,84 +314,55 @@ def _dit_errors(run: RunConfig) -> list[str]:
         and getattr(section, field.name) != VIDEO_DIT_DEFAULTS.get(field.name, field.default)
     ]
     found += [
-        f"`{spelling_of(run.model, name)}` has no effect with {model}: `--video-dit-size` decides; "
-        "leave it out."
-        for name in ("hidden_size", "num_attention_heads")
-        if getattr(run.model, name) is not None
+        f"`{spelling_of(config.model, name)}` has no effect with {model}: `--video-dit-size` "
+        "decides; leave it out."
+        for name in _SHAPE_FLAGS
+        if getattr(config.model, name) is not None
     ]
-    if run.optimizer.apply_wd_to_qk_layernorm:
+    if config.optimizer.apply_wd_to_qk_layernorm:
         found.append(f"`--apply-wd-to-qk-layernorm` has no effect with {model}: {_QK_NORMS}.")
-    dropout = run.section(TextDropoutConfig)
+    dropout = config.section(TextDropoutConfig)
     if dropout.pooled_dropout != default_of(dropout, "pooled_dropout"):
         found.append(
             f"`--pooled-dropout` ({dropout.pooled_dropout}) has no effect with {model}, "
             "which is given no pooled embedding; leave it out."
         )
-    if (
-        run.section(VideoDiTConfig).independent_block_timesteps
-        and not run.section(VideoConfig).is_causal
-    ):
+    if config.section(VideoDiTConfig).independent_block_timesteps and not video.is_causal:
         found.append(
             "`--independent-block-timesteps` has an effect only with `--video-model "
             "causal-video-dit`, which has frame blocks; leave it out."
         )
-    return found
+    return found + _flow_errors(config, resolved)
 
 
-def _without_their_switch(run: RunConfig) -> list[str]:
-    """Flags that another one leaves without effect."""
-    sections = run.by_name()
-    modes, by_size = (
-        set(run.section(ConditionConfig).modes),
-        run.section(FlowConfig).flow_shift is None,
-    )
-    evaluates = (
-        run.section(VideoConfig).video_valid_path is not None or run.training.eval_iters == 0
-    )
+def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
+    """Return a sentence for everything that flow matching cannot do with any network."""
+    sections, video = config.by_name(), config.section(VideoConfig)
+    modes = set(config.section(ConditionConfig).modes)
+    evaluates = video.video_valid_path is not None or config.training.eval_iters == 0
     long, easy = modes & {"v2v_head", "v2v_tail"}, modes & {"v2v_head_easy", "v2v_tail_easy"}
+    one_shift = config.section(FlowConfig).flow_shift is not None
     rules = [
-        (
-            "mmdit",
-            "guidance",
-            "needs `--guidance-embed`; give both",
-            run.section(MMDiTConfig).guidance_embed,
-        ),
+        ("mmdit", "guidance", "needs `--guidance-embed`; give both",
+         config.section(MMDiTConfig).guidance_embed),
         ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail; give one", long),
         ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode; give one", easy),
         ("training", "eval_iters", "needs `--video-valid-path`; give it, or 0", evaluates),
         ("training", "eval_interval", "needs `--video-valid-path`; give it too", evaluates),
-    ]
-    rules += [
-        ("flow", name, "has no effect beside `--flow-shift`; leave one of them out", by_size)
-        for name in _SHIFTS
-    ]
-    return [
+        *(("flow", name, "has no effect beside `--flow-shift`; leave one of them out",
+           not one_shift) for name in _SHIFTS),
+    ]  # fmt: skip
+    found = [
         f"`{spelling_of(sections[section], name)}` {why}."
         for section, name, why, works in rules
         if not works and getattr(sections[section], name) != default_of(sections[section], name)
     ]
-
-
-def _encoding_errors(run: RunConfig) -> list[str]:
-    """Encoding that does not take place: preprocessed data says itself how it was encoded."""
-    if run.section(VideoConfig).online_encoding:
-        return []
-    # Sampling finds the weights of a VAE and of text encoders by them.
-    sections = ("encode",) if _samples(run) else ENCODING
-    return [
-        f"`{spelled}` has an effect only with `--online-encoding`; leave it out."
-        for spelled in changed(run, sections)
-    ]
-
-
-def _sample_errors(run: RunConfig, more: Sequence[str] = ()) -> list[str]:
-    """Samples that are described, in one section or more, but not asked for."""
-    return [
-        f"`{spelled}` has an effect only with `--sample-interval`; give it too, or leave this out."
-        for spelled in ([] if _samples(run) else changed(run, ("sample", *more)))
-    ]
-
-
-def _samples(run: RunConfig) -> bool:
-    """Whether clips are sampled, while training or, without training, at once."""
-    return run.section(SampleConfig).sample_interval is not None or run.training.skip_train
+    if not video.online_encoding:
+        # Preprocessed data says itself how it was encoded, but sampling finds the weights of a VAE
+        # and of text encoders by these flags.
+        samples = _samples(config.section(SampleConfig), config.training)
+        found += [
+            f"`{spelled}` has an effect only with `--online-encoding`; leave it out."
+            for spelled in changed(config, ("encode",) if samples else ENCODING)
+        ]
+    return [*_shared_errors(config, resolved), *found, *video.own_errors()]

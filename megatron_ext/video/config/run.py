@@ -70,17 +70,17 @@ class VideoConfig:
 
     @property
     def streams(self) -> bool:
-        """Streaming long-tuning, whose data is prompts."""
+        """Return whether the run is streaming long-tuning, whose data is prompts."""
         return self.task == "streaming"
 
     @property
     def uses_dit(self) -> bool:
-        """Flow matching with a video DiT, causal or not."""
+        """Return whether the run trains a video DiT, causal or not, by flow matching."""
         return self.task == "flow" and self.video_model != "mmdit"
 
     @property
     def is_causal(self) -> bool:
-        """Flow matching with a video DiT that sees no later frames."""
+        """Return whether the run trains a video DiT that sees no later frames."""
         return self.uses_dit and self.video_model == CAUSAL
 
     def own_errors(self) -> list[str]:
@@ -163,7 +163,7 @@ class SampleConfig:
             )
         if self.sample_interval is None:
             return found
-        if self.sample_prompts is None and self.sample_texts is None:
+        if not self.sample_prompts and not self.sample_texts:
             found.append(
                 f"`--sample-interval` ({self.sample_interval}) needs captions; give "
                 "`--sample-prompts` with a file of them, or `--sample-texts`."
@@ -260,12 +260,12 @@ class ConditionConfig:
             raise ConfigError(messages)
 
     def weight(self, mode: str) -> float:
-        """Relative frequency of a mode."""
+        """Return the relative frequency of a mode."""
         return float(getattr(self, f"{mode}_weight"))
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Modes that are ever drawn for videos."""
+        """Return the modes that are ever drawn for videos."""
         return tuple(mode for mode in MODES if self.weight(mode) > 0)
 
 

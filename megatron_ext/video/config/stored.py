@@ -8,8 +8,7 @@ from typing import Any
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.config.wan import CAUSAL, WINDOW, stored_dit
-from megatron_ext.video.streaming.config import stored_streaming
+from megatron_ext.video.config.wan import CAUSAL, WINDOW
 
 _STREAMING, _MMDIT, _OTHER = "streaming", "mmdit", "other"
 _NAMES = {
@@ -19,19 +18,21 @@ _NAMES = {
     CAUSAL: "a causal video DiT",
     _STREAMING: "the networks of `--task streaming`",
 }
+_NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels", *WINDOW)
+"""Flags that decide the networks of streaming, besides codec, text encoder and adapters."""
 
 
-def stored_video_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
+def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
     """Return what of a stored configuration describes the weights; see `TaskFlags.stored_model`.
 
     Raises:
         ConfigError: the run builds another kind of model.
     """
-    video = given.section(VideoConfig)
+    video = config.section(VideoConfig)
     builds = _STREAMING if video.streams else video.video_model
     held = _kind(stored.get("video", {}))
     if held == builds:
-        return _same(stored)
+        return stored_network(stored)
     if {held, builds} & {_OTHER, _MMDIT}:
         raise ConfigError(
             f"The checkpoint is of {_NAMES[held]}, but this run builds {_NAMES[builds]}; give "
@@ -42,7 +43,16 @@ def stored_video_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[s
             "`--use-checkpoint-args` finds a checkpoint of adapters, which flow matching does not "
             "train; make whole networks of them with `tools/lora.py merge`."
         )
-    return _between_dits(held, builds, stored)
+    # Size, channels and window of one video DiT as another run names them.
+    streaming, dit = stored["streaming"], stored["video_dit"]
+    size, channels = dit["video_dit_size"], dit.get("dit_channels")
+    if held == _STREAMING:
+        size, channels = streaming["generator_size"], streaming["latent_channels"]
+    causal = {_STREAMING, CAUSAL}
+    window = {x: streaming[x] for x in WINDOW} if held in causal and builds in causal else {}
+    if builds == _STREAMING:
+        return {"streaming": {"generator_size": size, "latent_channels": channels, **window}}
+    return {"video_dit": {"video_dit_size": size}, "streaming": window}
 
 
 def _kind(video: Mapping[str, Any]) -> str:
@@ -54,25 +64,17 @@ def _kind(video: Mapping[str, Any]) -> str:
     return str(video.get("video_model", _MMDIT))
 
 
-def _same(stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sections of a checkpoint of the same kind of model."""
-    of_dits = stored_streaming(stored) or stored_dit(stored)
-    if of_dits is not None:
-        return of_dits
+def stored_network(stored: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return what of the sections of a checkpoint of video networks describes these networks."""
+    held = _kind(stored["video"])
+    if held == _STREAMING:
+        networks = {name: stored["streaming"][name] for name in _NETWORKS}
+        others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
+        return {"streaming": networks, **others}
+    if held != _MMDIT:
+        window = {name: stored["streaming"][name] for name in WINDOW if held == CAUSAL}
+        return {"video_dit": dict(stored["video_dit"]), "streaming": window}
     # What else its model's section holds follows from these.
     names = ("hidden_size", "num_attention_heads")
     model = {name: stored["model"][name] for name in names}
     return {"model": model, "mmdit": dict(stored["mmdit"])}
-
-
-def _between_dits(held: str, builds: str, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return size, channels and window of one video DiT as another run names them."""
-    streaming, dit = stored["streaming"], stored["video_dit"]
-    size, channels = dit["video_dit_size"], dit.get("dit_channels")
-    if held == _STREAMING:
-        size, channels = streaming["generator_size"], streaming["latent_channels"]
-    causal = {_STREAMING, CAUSAL}
-    window = {x: streaming[x] for x in WINDOW} if held in causal and builds in causal else {}
-    if builds == _STREAMING:
-        return {"streaming": {"generator_size": size, "latent_channels": channels, **window}}
-    return {"video_dit": {"video_dit_size": size}, "streaming": window}

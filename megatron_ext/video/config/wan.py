@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from megatron_ext.config.flags import IfChanged, derived, flag
+from megatron_ext.config.flags import NATURAL, SIZE, IfChanged, derived, flag
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.mmdit import EPSILON, TIMESTEP_WIDTH
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_ext.config.model import ModelConfig
+from megatron_ext.video.config.mmdit import EPSILON
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,6 @@ class VideoDiTSizes:
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` ({getattr(self, name)}) must be 1 or more.")
-        if self.rope_theta <= 1:
-            raise ConfigError(f"`rope_theta` ({self.rope_theta}) must exceed 1; 10000 is usual.")
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"`hidden_size` ({self.hidden_size}) must be divisible by `num_heads` "
@@ -65,32 +58,19 @@ class VideoDiTSizes:
 
     @property
     def head_dim(self) -> int:
-        """Features of a head, d."""
+        """Return the features of a head, d."""
         return self.hidden_size // self.num_heads
 
     @property
     def axes_dim(self) -> tuple[int, int, int]:
-        """Features of a head that rotate with frame, row and column; (44, 42, 42) of 128."""
+        """Return how many features of a head rotate with frame, row and column."""
         space = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * space, space, space
 
     @property
     def token_width(self) -> int:
-        """Features of a token, c * p * p."""
+        """Return the features of a token, c * p * p."""
         return self.channels * self.patch_size**2
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model."""
-        h = self.hidden_size
-        attention = 4 * _linear(h, h) + 2 * h
-        ffn = _linear(h, self.ffn_size) + _linear(self.ffn_size, h)
-        block = 2 * attention + ffn + 2 * h + 6 * h
-        embedding = _linear(self.token_width, h)
-        embedding += _linear(self.text_width, h) + _linear(h, h)
-        embedding += _linear(TIMESTEP_WIDTH, h) + _linear(h, h) + _linear(h, 6 * h)
-        head = _linear(h, self.token_width) + 2 * h
-        return embedding + self.num_blocks * block + head
 
     def transformer_fields(self) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
@@ -104,11 +84,6 @@ class VideoDiTSizes:
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
         }
-
-
-def _linear(inputs: int, outputs: int) -> int:
-    """Parameters of a linear layer with bias."""
-    return (inputs + 1) * outputs
 
 
 _POSITIVE = "hidden_size num_heads ffn_size num_blocks channels patch_size text_width".split()
@@ -130,11 +105,33 @@ WINDOW = ("frame_block", "window_frames", "sink_frames")
 """Flags of streaming that say which frames a causal model sees."""
 
 
+_FRAMES = "latent frames"
+
+
+@dataclass(frozen=True)
+class WanConfig:
+    """The flags that every network of Wan follows; a part of `StreamingConfig`."""
+
+    zero_head: bool = flag(
+        True, "the last layers of new networks start at zero", if_changed="allow"
+    )
+    recompute_blocks: int = flag(
+        0, "first blocks that keep only their inputs", bounds=NATURAL, if_changed="allow"
+    )
+    frame_block: int = flag(3, "frames that are denoised together", unit=_FRAMES, bounds=SIZE)
+    window_frames: int = flag(
+        12, "frames that a frame sees, sinks included", unit=_FRAMES, bounds=SIZE
+    )
+    sink_frames: int = flag(
+        3, "first frames of a video, which are always seen", unit=_FRAMES, bounds=NATURAL
+    )
+
+
 @dataclass(frozen=True)
 class VideoDiTConfig:
     """The video DiT that ``--task flow`` trains, for streaming to start from.
 
-    What it shares with the networks of streaming lies in `StreamingConfig`.
+    What it shares with the networks of streaming lies in `WanConfig`.
 
     Attributes:
         dit_channels, dit_text_width: of the data, which decides them.
@@ -155,37 +152,10 @@ class VideoDiTConfig:
 
     @property
     def sizes(self) -> VideoDiTSizes:
-        """The named size with the widths of the data."""
+        """Return the named size with the widths of the data."""
         named = SIZES[self.video_dit_size]
         return dataclasses.replace(
             named,
             channels=self.dit_channels or named.channels,
             text_width=self.dit_text_width or named.text_width,
         )
-
-
-def described_by(sizes: VideoDiTSizes, model: ModelConfig) -> ModelConfig:
-    """The model's section as it follows from sizes."""
-    return dataclasses.replace(
-        model,
-        num_layers=sizes.num_blocks,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_heads,
-        num_query_groups=None,
-        kv_channels=sizes.head_dim,
-        ffn_hidden_size=sizes.ffn_size,
-        norm_epsilon=EPSILON,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        untie_embeddings_and_output_weights=True,
-        blocks_dealt_by_cost=True,
-    )
-
-
-def stored_dit(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the stored sections that describe a video DiT; None for another model."""
-    model = stored.get("video", {}).get("video_model", "mmdit")
-    if model == "mmdit":
-        return None
-    window = {name: stored["streaming"][name] for name in WINDOW if model == CAUSAL}
-    return {"video_dit": dict(stored["video_dit"]), "streaming": window}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
         )
     heads, width, *others = values.values()
     h = heads * width if naming is Naming.DIFFUSERS else width
-    return WanModel(*named(_sizes([h, heads, *others], path), path), naming)
+    return _named([h, heads, *others], naming, path)
 
 
 def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path: Path) -> WanModel:
@@ -167,73 +167,67 @@ def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path
     ffn = shape("blocks.0.linear_fc1.weight", 2)[0]
     blocks = len({name.split(".")[1] for name in found if name.startswith("blocks.")})
     heads = [z.num_heads for z in SIZES.values() if z.hidden_size == h]
-    usual = max(1, h // _USUAL_HEAD)
-    sizes = _sizes([h, heads[0] if heads else usual, ffn, blocks, channels, text], path)
-    return WanModel(*named(sizes, path), naming)
-
-
-def _sizes(values: list[int], path: Path) -> VideoDiTSizes:
-    h, heads, ffn, blocks, channels, text = values
-    try:
-        return VideoDiTSizes(
-            hidden_size=h,
-            num_heads=heads,
-            ffn_size=ffn,
-            num_blocks=blocks,
-            channels=channels,
-            patch_size=_PATCH[1],
-            text_width=text,
-        )
-    except (ConfigError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{path} is no model: {error}") from error
-
-
-def named(found: VideoDiTSizes, path: Path) -> tuple[str, VideoDiTSizes]:
-    """Return the named size of a model; the width of the text is free, since it is the encoder's.
-
-    Args:
-        path: place of the model, for messages.
-
-    Raises:
-        CheckpointError: the sizes have no name; the sentence tells the nearest named size.
-    """
-    same = {name: dataclasses.replace(z, text_width=found.text_width) for name, z in SIZES.items()}
-    for name, sizes in same.items():
-        if sizes == found:
-            return name, sizes
-    nearest = min(same, key=lambda name: _distance(same[name], found))
-    raise CheckpointError(
-        f"{path} describes a model that is no named size, the nearest being `{nearest}` "
-        f"({_difference(found, same[nearest])}); give the weights of a named size "
-        f"({', '.join(SIZES)}), or add one to SIZES in megatron_ext/video/config/wan.py."
-    )
+    heads.append(max(1, h // _USUAL_HEAD))
+    return _named([h, heads[0], ffn, blocks, channels, text], naming, path)
 
 
 _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_theta".split()
 
 
-def _distance(a: VideoDiTSizes, b: VideoDiTSizes) -> float:
-    """Return how far two sizes are from each other, as the logarithm of a factor."""
-    pairs: Iterable[tuple[float, float]] = ((getattr(a, n), getattr(b, n)) for n in _COMPARED)
-    return sum(abs(math.log(x / y)) for x, y in pairs)
+def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
+    """Return the named size of a model; the width of the text is free, since it is the encoder's.
 
+    Args:
+        values: h, heads, width of the feed-forward layers, blocks, channels, width of the text.
+        path: place of the model, for messages.
 
-def _difference(found: VideoDiTSizes, size: VideoDiTSizes) -> str:
-    pairs = ((name, getattr(found, name), getattr(size, name)) for name in _COMPARED)
-    parts = [f"{name} {ours} instead of {theirs}" for name, ours, theirs in pairs if ours != theirs]
-    return ", ".join(parts)
+    Raises:
+        CheckpointError: the sizes have no name; the sentence tells the nearest named size.
+    """
+    h, heads, ffn, blocks, channels, text = values
+    try:
+        found = VideoDiTSizes(h, heads, ffn, blocks, channels, _PATCH[1], text)
+    except (ConfigError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path} is no model: {error}") from error
+    same = {name: dataclasses.replace(z, text_width=text) for name, z in SIZES.items()}
+    for name, sizes in same.items():
+        if sizes == found:
+            return WanModel(name, sizes, naming)
+
+    def distance(name: str) -> float:
+        """Return how far a size is from the model, as the logarithm of a factor."""
+        pairs = ((getattr(same[name], x), getattr(found, x)) for x in _COMPARED)
+        return sum(abs(math.log(x / y)) for x, y in pairs)
+
+    nearest = min(same, key=distance)
+    pairs = ((x, getattr(found, x), getattr(same[nearest], x)) for x in _COMPARED)
+    differs = ", ".join(
+        f"{x} {ours} instead of {theirs}" for x, ours, theirs in pairs if ours != theirs
+    )
+    raise CheckpointError(
+        f"{path} describes a model that is no named size, the nearest being `{nearest}` "
+        f"({differs}); give the weights of a named size ({', '.join(SIZES)}), or add one to SIZES "
+        "in megatron_ext/video/config/wan.py."
+    )
 
 
 def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
     """Return the config.json of a model, which `understand` reads."""
-    name = next(name for name, kind in CLASSES.items() if kind is naming)
-    out = _OUTPUT[naming][1]
+    width = sizes.head_dim if naming is Naming.DIFFUSERS else sizes.hidden_size
+    free = (
+        sizes.num_heads,
+        width,
+        sizes.ffn_size,
+        sizes.num_blocks,
+        sizes.channels,
+        sizes.text_width,
+    )
     values: dict[str, Any] = {
         **_SETTLED[naming],
-        **dict(zip(_FREE[naming], _values(sizes, naming), strict=True)),
-        CLASS: name,
+        **dict(zip(_FREE[naming], free, strict=True)),
+        CLASS: next(name for name, kind in CLASSES.items() if kind is naming),
         "patch_size": list(_PATCH),
-        out: sizes.channels,
+        _OUTPUT[naming][1]: sizes.channels,
     }
     if naming is Naming.DIFFUSERS:
         return values
@@ -242,15 +236,3 @@ def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
         left_out.add("text_dim")
     # The original's class does not take these entries from a file.
     return {k: v for k, v in values.items() if k not in left_out} | {"text_len": 512}
-
-
-def _values(sizes: VideoDiTSizes, naming: Naming) -> tuple[int, ...]:
-    width = sizes.head_dim if naming is Naming.DIFFUSERS else sizes.hidden_size
-    return (
-        sizes.num_heads,
-        width,
-        sizes.ffn_size,
-        sizes.num_blocks,
-        sizes.channels,
-        sizes.text_width,
-    )

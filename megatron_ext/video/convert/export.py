@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_ext.checkpoint.averages import PREFIX
 from megatron_ext.checkpoint.conversion import verified_folder
 from megatron_ext.checkpoint.safetensors_files import (
     Converted,
@@ -23,6 +22,7 @@ from megatron_ext.checkpoint.safetensors_files import (
     torch_dtype,
     write_folder,
 )
+from megatron_ext.checkpoint.state import PREFIX
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.config.run import RunConfig
@@ -86,7 +86,7 @@ def export_wan(order: WanExport) -> None:
             "keeps no averages; leave one of them out."
         )
     check_target(order.target)
-    sizes = streaming.sizes(streaming.critic_size if order.network == "critic" else None)
+    sizes = streaming.sizes("critic" if order.network == "critic" else "generator")
     path = verified_folder(order.load, order.step)
     dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
     prefix = PREFIX if order.ema else NETWORKS[order.network]

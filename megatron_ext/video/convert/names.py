@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.lora import Part, PeftLayers
+from megatron_ext.checkpoint.conversion import Part, PeftLayers
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
 from megatron_ext.video.config.wan import VideoDiTSizes
 
@@ -64,23 +64,20 @@ BLOCK_NORMS = {
 }
 """Modules with a weight only."""
 _TABLE = "modulation.weight"
-_TABLES = ("scale_shift_table", "modulation"), ("scale_shift_table", "head.modulation")
-"""Wan's names of the modulation of a block, and of the head."""
-
-
-def _table() -> dict[str, tuple[str, str]]:
-    """Map parameters to Wan's names; those of blocks have no number."""
-    found = {f"head.{_TABLE}": _TABLES[1], f"blocks.{_TABLE}": _TABLES[0]}
-    for ours, theirs in LINEARS.items():
-        for kind in ("weight", "bias"):
-            found[f"{ours}.{kind}"] = (f"{theirs[0]}.{kind}", f"{theirs[1]}.{kind}")
-    for ours, theirs in (BLOCK_LINEARS | BLOCK_NORMS).items():
-        for kind in ("weight", "bias") if ours in BLOCK_LINEARS else ("weight",):
-            found[f"blocks.{ours}.{kind}"] = (f"{theirs[0]}.{kind}", f"{theirs[1]}.{kind}")
-    return found
-
-
-_NAMES = _table()
+_NAMES = {
+    f"blocks.{_TABLE}": ("scale_shift_table", "modulation"),
+    f"head.{_TABLE}": ("scale_shift_table", "head.modulation"),
+} | {
+    f"{prefix}{ours}.{kind}": (f"{diffusers}.{kind}", f"{original}.{kind}")
+    for prefix, modules, kinds in (
+        ("", LINEARS, ("weight", "bias")),
+        ("blocks.", BLOCK_LINEARS, ("weight", "bias")),
+        ("blocks.", BLOCK_NORMS, ("weight",)),
+    )
+    for ours, (diffusers, original) in modules.items()
+    for kind in kinds
+}
+"""Parameters to Wan's names; those of blocks have no number."""
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
@@ -113,22 +110,13 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
 
 def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
     """Return the names of Wan's tensors in one of our parameters, in the order of `from_wan`."""
-    outer, number, inner = _parts(name)
-    pattern = _NAMES[outer + inner][naming is Naming.ORIGINAL]
-    prefix = f"{outer}{number}." if number else ""
-    before, brace, rest = pattern.partition("{")
-    if not brace:
-        return (prefix + pattern,)
+    prefix, key = "", name
+    if name.startswith("blocks."):
+        blocks, number, inner = name.split(".", 2)
+        prefix, key = f"{blocks}.{number}.", f"{blocks}.{inner}"
+    before, _, rest = _NAMES[key][naming is Naming.ORIGINAL].partition("{")
     parts, _, after = rest.partition("}")
     return tuple(f"{prefix}{before}{part}{after}" for part in parts.split(","))
-
-
-def _parts(name: str) -> tuple[str, str, str]:
-    """``blocks.3.linear_fc1.bias`` as ``blocks.``, 3 and the rest; other names are the rest."""
-    if not name.startswith("blocks."):
-        return "", "", name
-    number, _, inner = name.removeprefix("blocks.").partition(".")
-    return "blocks.", number, inner
 
 
 def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tensor:

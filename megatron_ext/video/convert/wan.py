@@ -33,11 +33,10 @@ from megatron_ext.checkpoint.safetensors_files import (
     torch_dtype,
 )
 from megatron_ext.checkpoint.unpickling import plain_content
-from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.wan import VideoDiTSizes
@@ -49,8 +48,8 @@ from megatron_ext.video.convert.config import (
     understand_shapes,
 )
 from megatron_ext.video.convert.names import Naming, from_wan, shapes, to_wan, wan_names
+from megatron_ext.video.model.wan.attention import VideoDiTOptions
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.streaming.config import StreamingConfig
 
 STEM = "diffusion_pytorch_model"
@@ -85,7 +84,8 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
     """
     if source.is_file():
         tensors = TensorFile(source, entry)
-        naming = Naming.ORIGINAL if _is_original(tensors.names) else Naming.DIFFUSERS
+        diffusers = any(name.startswith("condition_embedder.") for name in tensors.names)
+        naming = Naming.DIFFUSERS if diffusers else Naming.ORIGINAL
         yield understand_shapes(tensors.shapes(), naming, source), tensors
         return
     if entry is not None:
@@ -96,10 +96,6 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
     model = understand(read_json(source), source / "config.json")
     with TensorFolder(source, STEM) as folder:
         yield model, folder
-
-
-def _is_original(names: set[str]) -> bool:
-    return not any(name.startswith("condition_embedder.") for name in names)
 
 
 class TensorFile:
@@ -153,7 +149,11 @@ class TensorFile:
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
     """Return the tensors of an entry; the whole file may be one."""
-    content = _content(path)
+    # No code that the file may hold is run. One from before torch 1.6 is no archive, and cannot be
+    # mapped.
+    content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} must hold names and tensors; give another file.")
     if entry is None and _holds_tensors(content):
         return content
     entries = {str(k): v for k, v in content.items() if _holds_tensors(v)}
@@ -173,15 +173,6 @@ def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
 
 def _holds_tensors(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
     return isinstance(value, Mapping) and bool(value) and all(map(torch.is_tensor, value.values()))
-
-
-def _content(path: Path) -> Mapping[str, Any]:
-    """Read a file of torch.save without running code that it may hold."""
-    # A file from before torch 1.6 is no archive, and cannot be mapped.
-    content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} must hold names and tensors; give another file.")
-    return content
 
 
 def _bare(name: str) -> str:
@@ -224,7 +215,16 @@ def import_wan(order: WanImport) -> tuple[str, str]:
         dtype = order.dtype or only_dtype(tensors)
         config = run_config(model, dtype, order.save)
         with one_rank(config.training.seed) as context:
-            chunk = build_bare(model.sizes, dtype, context)
+            # The whole model on the CPU, with arbitrary weights.
+            kind = torch_dtype(dtype)
+            transformer_config = TransformerConfig(
+                **model.sizes.transformer_fields(),
+                params_dtype=kind,
+                use_cpu_initialization=True,
+                perform_initialization=False,
+            )
+            options = VideoDiTOptions()
+            chunk = VideoDiT.build(model.sizes, options, transformer_config, context).to(kind)
             fill(chunk, model.naming, tensors)
             save_imported(chunk, config.checkpoint, context, config.to_dict())
     return model.size, dtype
@@ -233,29 +233,14 @@ def import_wan(order: WanImport) -> tuple[str, str]:
 def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
     """Return the configuration to store, as a streaming run stores it."""
     streaming = StreamingConfig(generator_size=model.size, text_features=model.sizes.text_width)
-    run = RunConfig()
-    others = (kind() for kind in SECTIONS if kind not in (StreamingConfig, VideoConfig))
     flags = {word.removeprefix("--"): True for word in PRECISIONS[dtype]}
+    config = RunConfig(sections=tuple(kind() for kind in SECTIONS))
     return dataclasses.replace(
-        run,
-        model=streaming.described(run.model),
+        config.with_section(streaming, VideoConfig(task="streaming")),
+        model=streaming.described(config.model),
         precision=PrecisionConfig(**flags),
         checkpoint=CheckpointConfig(save=str(save), no_save_optim=True, no_save_rng=True),
-        sections=(streaming, VideoConfig(task="streaming"), *others),
     )
-
-
-def build_bare(sizes: VideoDiTSizes, dtype: str, context: ParallelContext) -> VideoDiT:
-    """Build the whole model on one rank on the CPU, with arbitrary weights."""
-    config = TransformerConfig(
-        **sizes.transformer_fields(),
-        params_dtype=torch_dtype(dtype),
-        use_cpu_initialization=True,
-        perform_initialization=False,
-    )
-    chunk: VideoDiT = VideoDiT.build(sizes, VideoDiTOptions(), config, context)
-    chunk.to(torch_dtype(dtype))
-    return chunk
 
 
 @torch.no_grad()

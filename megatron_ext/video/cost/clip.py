@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.network import Flops, Network, ring
@@ -82,41 +82,19 @@ class BlockBytes:
             return 0
         return self.cut(self.h) if trades_heads else 2 * (self.ranks.cp - 1) * self.cut(self.h)
 
-    def mlp(self, inner: int, *, fp8: bool) -> LayerBytes:
-        """Return fc1's output, GELU and fc2's input, and the gradients around them.
 
-        Args:
-            inner: width of the MLP.
-            fp8: its products are in 8 bits.
-        """
-        tensor, weight = self.cut(inner), self.matrix(inner, self.h)
-        of_fc1 = weight + self.whole - tensor
-        emulated = fp8 and not self.ranks.gpu
-        # On a CPU both factors of an 8-bit product, and the product, are made in fp32.
-        more = 3 * self.rows * inner // self.ranks.tp * FP32 * emulated
-        return LayerBytes(2 * tensor, max(tensor + weight, of_fc1) + more)
-
-    def saved_in_8_bits(self, fp8: Fp8Config, *, alone: int, shared: int) -> int:
-        """Return the bytes that a block keeps less of the inputs of its linear layers.
-
-        Args:
-            alone: bytes of inputs that one linear layer keeps and nothing else.
-            shared: bytes of inputs that something else keeps too, so that their 8-bit copy comes on
-                top.
-        """
-        if fp8.fp8_format is None or not fp8.fp8_wgrad:
-            return 0
-        width = self.ranks.width
-        return alone * (width - 1) // width - shared // width
-
-
+@dataclass(frozen=True)
 class ClipNetwork(Network):
-    """A video network on the clips of one bucket.
+    """A video network on the clips of one bucket; see `Network`.
 
     Attributes:
+        model: sizes of the network.
         clip: the bucket.
     """
 
+    config: RunConfig
+    sizes: Ranks
+    model: Any
     clip: Clip
 
     @property
@@ -138,6 +116,25 @@ class ClipNetwork(Network):
         """Return the bytes of the residual stream."""
         return self.block_bytes.stream
 
+    @property
+    def num_stages(self) -> int:
+        """Return the number of pipeline stages, virtual ones included."""
+        return Layout.from_config(self.config.parallel).placement.num_stages
+
+    def stages_holding(self, blocks: Sequence[range]) -> list[Stage]:
+        """Return the stages of the run that hold these blocks, one range for each of them."""
+        placement = Layout.from_config(self.config.parallel).placement
+        return [
+            Stage.of_layers(
+                numbers,
+                index,
+                len(blocks),
+                rank=placement.rank_of(index),
+                chunk=placement.chunk_of(index),
+            )
+            for index, numbers in enumerate(blocks)
+        ]
+
     def step_flops(self) -> float:
         """See `Network.step_flops`."""
         x = self.sizes
@@ -155,6 +152,33 @@ class ClipNetwork(Network):
         x, head = self.sizes, self.block_bytes.cut(self.block_bytes.h)
         return 4 * ring(x.cp) * head if self.trades_heads else 2.0 * (x.cp - 1) * head
 
+    def mlp(self, inner: int) -> LayerBytes:
+        """Return fc1's output, GELU and fc2's input, and the gradients around them.
+
+        Args:
+            inner: width of the MLP.
+        """
+        width, x = self.block_bytes, self.sizes
+        tensor, weight = width.cut(inner), width.matrix(inner, width.h)
+        emulated = self.config.fp8.fp8_format is not None and not x.gpu
+        # On a CPU both factors of an 8-bit product, and the product, are made in fp32.
+        more = 3 * width.rows * inner // x.tp * FP32 * emulated
+        return LayerBytes(2 * tensor, max(tensor + weight, weight + width.whole - tensor) + more)
+
+    def kept_in_8_bits(self, block: LayerBytes, *, alone: int, shared: int) -> LayerBytes:
+        """Return a block whose linear layers keep their inputs in 8 bits, where the run asks so.
+
+        Args:
+            alone: bytes of inputs that one linear layer keeps and nothing else.
+            shared: bytes of inputs that something else keeps too, so that their 8-bit copy comes on
+                top.
+        """
+        fp8, width = self.config.fp8, self.sizes.width
+        if fp8.fp8_format is None or not fp8.fp8_wgrad:
+            return block
+        saved = alone * (width - 1) // width - shared // width
+        return LayerBytes(block.kept - saved, block.transient)
+
     def in_8_bits(self, block: Flops) -> Flops:
         """Return a block with its products with weights in 8 bits, where the run asks for it."""
         fp8 = self.config.fp8
@@ -165,34 +189,8 @@ class ClipNetwork(Network):
             fp8=block.linear, scores=block.scores, weights=weights[0], fp8_weights=weights[1]
         )
 
-
-def loss(ranks: Ranks, rows: int, token_width: int) -> LayerBytes:
-    """Return velocity and error of the image tokens, ``[b, n, d]``: one in fp32 is kept."""
-    error = rows * token_width * FP32
-    half = rows * token_width * ranks.width if ranks.half else 0
-    return LayerBytes(error + half, 3 * error)
-
-
-def ranks_for(config: RunConfig, clip: Clip) -> Ranks:
-    """Return how a run is cut, with the micro-batches of a bucket."""
-    return replace(Ranks.of(config), b=clip.micro_batch_size)
-
-
-def num_stages(config: RunConfig) -> int:
-    """Return the number of pipeline stages, virtual ones included."""
-    return Layout.from_config(config.parallel).placement.num_stages
-
-
-def stages_of(config: RunConfig, blocks: Sequence[range]) -> list[Stage]:
-    """Return the stages of a run that hold these blocks, one range for each of them."""
-    placement = Layout.from_config(config.parallel).placement
-    return [
-        Stage.of_layers(
-            numbers,
-            index,
-            len(blocks),
-            rank=placement.rank_of(index),
-            chunk=placement.chunk_of(index),
-        )
-        for index, numbers in enumerate(blocks)
-    ]
+    def velocity_loss(self, rows: int) -> LayerBytes:
+        """Return velocity and error of image tokens, ``[b, n, d]``: one in fp32 is kept."""
+        error = rows * self.model.token_width * FP32
+        half = rows * self.model.token_width * self.sizes.width if self.sizes.half else 0
+        return LayerBytes(error + half, 3 * error)

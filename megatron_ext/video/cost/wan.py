@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.network import (
     FORWARD_AND_BACKWARD,
@@ -19,20 +19,10 @@ from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_orde
 from megatron_ext.planning.state import Linear, Weight, with_frozen
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.config.wan import VideoDiTConfig, VideoDiTSizes
-from megatron_ext.video.cost.clip import (
-    BlockBytes,
-    Clip,
-    ClipNetwork,
-    loss,
-    num_stages,
-    ranks_for,
-    stages_of,
-)
+from megatron_ext.video.config.wan import VideoDiTConfig, VideoDiTSizes, WanConfig
+from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
 from megatron_ext.video.cost.flops import flops_of_sample
-from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow
-from megatron_ext.video.model.wan.options import stage_blocks
-from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.model.wan.attention import AttentionPlan, stage_blocks, window_of
 
 
 def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
@@ -85,37 +75,31 @@ def _block(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, name: str) -> list[W
 
 @dataclass(frozen=True)
 class DiTNetwork(ClipNetwork):
-    """A video DiT on clips of one shape; see `Network`.
+    """A video DiT on clips of one shape.
 
     Attributes:
-        model: sizes of the network.
         plan: which frames see which; past frames are those of a cache.
         num_times: timesteps of a clip: one, or one for each frame.
     """
 
-    config: RunConfig
-    sizes: Ranks
     model: VideoDiTSizes
-    clip: Clip
     plan: AttentionPlan
     num_times: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
         """Return the network of a resolved run of flow matching on a bucket of its data."""
-        plan, streaming = AttentionPlan.bidirectional(clip.frames), config.section(StreamingConfig)
+        plan, dit = AttentionPlan.bidirectional(clip.frames), config.section(VideoDiTConfig)
         if config.section(VideoConfig).is_causal:
-            window = FrameWindow(
-                streaming.frame_block, streaming.window_frames, streaming.sink_frames
-            )
+            window = window_of(config.section(WanConfig))
             plan = AttentionPlan.causal(window, 0, clip.frames, ())
-        times = clip.frames if config.section(VideoDiTConfig).independent_block_timesteps else 1
-        ranks, sizes = ranks_for(config, clip), config.section(VideoDiTConfig).sizes
-        return cls(config, ranks, sizes, clip, plan, times)
+        times = clip.frames if dit.independent_block_timesteps else 1
+        ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
+        return cls(config, ranks, dit.sizes, clip, plan, times)
 
     def stages(self) -> list[Stage]:
         """Return stages whose blocks are dealt evenly."""
-        return stages_of(self.config, stage_blocks(self.model.num_blocks, num_stages(self.config)))
+        return self.stages_holding(stage_blocks(self.model.num_blocks, self.num_stages))
 
     def weights(self, stage: Stage) -> list[Weight]:
         """See `dit_weights`."""
@@ -148,12 +132,12 @@ class DiTNetwork(ClipNetwork):
         x, model = self.sizes, self.model
         table = self.block_bytes.rows // x.b * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
-        limit = max(0, self.config.section(StreamingConfig).recompute_blocks - min(stage.layers))
+        limit = max(0, self.config.section(WanConfig).recompute_blocks - min(stage.layers))
         blocks = [self.layer()] * len(stage.layers)
         parts += recomputed(blocks, self.block_bytes.stream, size=1, limit=limit)
         if stage.head:
             parts.append(self._final())
-            parts.append(loss(x, self.clip.num_image * x.b, model.token_width))
+            parts.append(self.velocity_loss(self.clip.num_image * x.b))
         return in_order(*parts)
 
     def _entering(self) -> LayerBytes:
@@ -226,7 +210,7 @@ class DiTNetwork(ClipNetwork):
             2 * width.stream + width.statistics + self._cross_attention(),
             width.stream + max(width.matrix(h, h) + width.whole, 2 * width.cut(h)),
         )
-        inner = width.mlp(self.model.ffn_size, fp8=self.config.fp8.fp8_format is not None)
+        inner = self.mlp(self.model.ffn_size)
         fed = LayerBytes(entering + inner.kept + moved, width.stream + inner.transient)
         # Where heads lie on several ranks, a CPU adds the biases of qkv and queries twice.
         twice = 4 * width.cut(h) * (self.sizes.tp > 1 and not self.sizes.gpu)
@@ -235,8 +219,7 @@ class DiTNetwork(ClipNetwork):
             return block
         # Into qkv, queries and fc1, fc2, and both times the heads, which attention keeps too.
         alone = 3 * width.stream + width.cut(self.model.ffn_size) + width.cut(h)
-        saved = width.saved_in_8_bits(self.config.fp8, alone=alone, shared=width.cut(h))
-        return LayerBytes(block.kept - saved, block.transient)
+        return self.kept_in_8_bits(block, alone=alone, shared=width.cut(h))
 
     def without_gradient(self) -> int:
         """Return the most that a pass without gradient holds: a block's widest tensors."""
@@ -273,14 +256,13 @@ class DiTNetwork(ClipNetwork):
 
     def _run_again(self, stage: Stage) -> int:
         """Return how many blocks the backward pass runs again."""
-        limit = self.config.section(StreamingConfig).recompute_blocks - min(stage.layers)
+        limit = self.config.section(WanConfig).recompute_blocks - min(stage.layers)
         return max(0, min(len(stage.layers), limit))
 
     def flops(self, stage: Stage) -> Flops:
         """See `Network.flops`."""
-        block, total = self._block_flops(), Flops()
-        for _ in stage.layers:
-            total += block
+        block = self._block_flops()
+        total = sum((block for _ in stage.layers), Flops())
         return total + Flops(again=block.forward * self._run_again(stage))
 
     def sample_flops(self) -> float:

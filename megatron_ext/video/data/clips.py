@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,6 @@ class Clip:
             images, which are its frames in the order of their names, 10 after 9.
         caption: without suffix; may be empty.
         fps: frame rate that the row gives; decides for image folders, and over the file's own.
-        motion: motion score that the row gives.
     """
 
     path: str
@@ -58,10 +57,7 @@ class Clip:
 def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> str:
     """Return the caption that the text encoder gets, in training as in sampling.
 
-    Args:
-        caption: what the clip shows.
-        fps: frames per second after subsampling; None or 0 for images.
-        motion: motion score, rounded.
+    ``fps`` counts frames per second after subsampling, None or 0 for images.
     """
     parts = [f"{fps} FPS"] if fps else []
     if motion is not None:
@@ -81,7 +77,15 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
     source = Path(path)
     try:
         if source.is_dir():
-            clips = list(_clips_of_folder(source))
+            clips = []
+            for clip in sorted(source.iterdir()):
+                if clip.suffix == ".txt" or clip.name.startswith("."):
+                    continue
+                # A folder of images has no suffix, even where its name has a dot.
+                text = clip.with_name(f"{clip.name if clip.is_dir() else clip.stem}.txt")
+                clips.append(
+                    Clip(str(clip), text.read_text("utf-8").strip() if text.is_file() else "")
+                )
         elif source.is_file():
             rows = _csv_rows if source.suffix.lower() == ".csv" else _json_rows
             clips = [_clip(row, source, line) for line, row in rows(source)]
@@ -98,15 +102,6 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
     if not clips:
         raise DataError(f"`--input` ({source}) holds no clip; give a list with rows.")
     return clips
-
-
-def _clips_of_folder(folder: Path) -> Iterator[Clip]:
-    for path in sorted(folder.iterdir()):
-        if path.suffix == ".txt" or path.name.startswith("."):
-            continue
-        # A folder of images has no suffix, even where its name has a dot.
-        caption = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
-        yield Clip(str(path), caption.read_text("utf-8").strip() if caption.is_file() else "")
 
 
 def _json_rows(source: Path) -> Iterator[tuple[int, Any]]:
@@ -126,19 +121,16 @@ def _csv_rows(source: Path) -> Iterator[tuple[int, Any]]:
     with open(source, encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream)
         try:
-            _check_columns(source, reader.fieldnames or ())
+            found = reader.fieldnames or ()
+            if found and not ("path" in found and {"text", "caption"} & set(found)):
+                raise DataError(
+                    f"{source} has the columns {', '.join(found)}, but needs path, and text or "
+                    "caption, in its first line; rename them."
+                )
             for row in reader:
                 yield reader.line_num, row
         except csv.Error as error:
             raise _bad_row(source, reader.line_num, f"is no csv ({error})") from None
-
-
-def _check_columns(source: Path, found: Sequence[str]) -> None:
-    if found and not ("path" in found and {"text", "caption"} & set(found)):
-        raise DataError(
-            f"{source} has the columns {', '.join(found)}, but needs path, and text or caption, in "
-            "its first line; rename them."
-        )
 
 
 def _clip(row: Any, source: Path, line: int) -> Clip:
@@ -190,21 +182,17 @@ def probe(clip: Clip) -> ClipShape:
             return ClipShape(len(images), height, width, fps)
         if path.suffix.lower() in IMAGE_SUFFIXES:
             return ClipShape(1, *_image_size(path), 0.0)
-        return _probe_video(clip)
-
-
-def _probe_video(clip: Clip) -> ClipShape:
-    with av.open(clip.path) as container:
-        stream = container.streams.video[0]
-        # Headers of webm and gif do not give the number of frames, and those of a cut mp4 lie.
-        # Packets before the beginning of an edited mp4 give no frame.
-        frames = sum(p.size > 0 and not p.is_discard for p in container.demux(stream))
-        fps = clip.fps or float(stream.average_rate or 0)
-    with av.open(clip.path) as container:
-        height, width, _ = _upright(next(container.decode(video=0))).shape
-    if not frames or (frames > 1 and fps <= 0):
-        raise ValueError("it has no frames or no frame rate")
-    return ClipShape(frames, height, width, fps if frames > 1 else 0.0)
+        with av.open(clip.path) as container:
+            stream = container.streams.video[0]
+            # Headers of webm and gif do not give the number of frames, and those of a cut mp4 lie.
+            # Packets before the beginning of an edited mp4 give no frame.
+            frames = sum(p.size > 0 and not p.is_discard for p in container.demux(stream))
+            fps = clip.fps or float(stream.average_rate or 0)
+        with av.open(clip.path) as container:
+            height, width, _ = _upright(next(container.decode(video=0))).shape
+        if not frames or (frames > 1 and fps <= 0):
+            raise ValueError("it has no frames or no frame rate")
+        return ClipShape(frames, height, width, fps if frames > 1 else 0.0)
 
 
 def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, int]) -> Tensor:
@@ -213,11 +201,10 @@ def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, i
     Args:
         first: first frame of the file to keep.
         interval: frames of the file from one kept frame to the next.
-        count: frames to keep, f.
         size: height and width of the result.
 
     Returns:
-        ``[3, f, H, W]`` float32 in [-1, 1].
+        ``[3, count, H, W]`` float32 in [-1, 1].
 
     Raises:
         DataError: the file cannot be read, or ends before the last frame.
@@ -239,14 +226,9 @@ def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, i
 
 
 def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Scale frames until they cover a size, and cut them at the middle.
+    """Scale frames until they cover a size of height and width, and cut them at the middle.
 
-    Args:
-        frames: ``[f, H0, W0, 3]`` uint8.
-        size: height and width.
-
-    Returns:
-        ``[3, f, H, W]`` float32 in [-1, 1].
+    ``[f, H0, W0, 3]`` uint8 becomes ``[3, f, H, W]`` float32 in [-1, 1].
     """
     planes = frames.permute(0, 3, 1, 2).float()
     height, width = planes.shape[2:]
@@ -284,6 +266,11 @@ def _upright(frame: Any) -> Picture:
 
 def _images_of(folder: Path) -> list[Path]:
     """Return a folder's images by name, with numbers in names by value, so that 10 follows 9."""
+
+    def natural(path: Path) -> tuple[list[tuple[int, int, str]], str]:
+        parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
+        return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts], path.name
+
     images = [
         path
         for path in folder.iterdir()
@@ -291,12 +278,7 @@ def _images_of(folder: Path) -> list[Path]:
     ]
     if not images:
         raise ValueError("the folder holds no images")
-    return sorted(images, key=_natural)
-
-
-def _natural(path: Path) -> tuple[list[tuple[int, int, str]], str]:
-    parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts], path.name
+    return sorted(images, key=natural)
 
 
 def _image_size(path: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Codecs: what one is, and the built-in one without weights.
+"""Codecs: what one is, the built-in one without weights, and the video VAEs of diffusers.
 
 Pixels are ``[b, 3, f, H, W]`` float32 in [-1, 1]; latents ``[b, c, t, h, w]``. All codecs are
 causal, ``t = (f - 1) / temporal + 1``: the first frame alone gives the first latent frame.
@@ -6,10 +6,13 @@ causal, ``t = (f - 1) / temporal + 1``: the first frame alone gives the first la
 
 from __future__ import annotations
 
+import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,24 +20,25 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
+from megatron_ext.video.data.randomness import generator
 
 
-class VideoCodec(Protocol):
-    """The part of a codec that preprocessing, online encoding and sampling need."""
+class VideoCodec(ABC):
+    """The part of a codec that preprocessing, online encoding and sampling need.
+
+    A latent cell stands for ``temporal`` frames of ``spatial²`` pixels.
+    """
 
     channels: int
     spatial: int
     temporal: int
 
     @property
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Return what decides the latents; it is stored beside them and compared."""
-        ...
+        """Return what decides the latents; it is stored with them and compared."""
 
-    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return ``(c, t, h, w)`` of a clip; raise ConfigError where the sizes do not divide."""
-        ...
-
+    @abstractmethod
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
         """Encode ``[b, 3, f, H, W]`` in [-1, 1] as ``[b, c, t, h, w]`` float32.
 
@@ -42,44 +46,43 @@ class VideoCodec(Protocol):
             number, piece: number of the clip and name of the part of it; where latents are random,
                 the seed of the codec and these two decide them, whatever was encoded before.
         """
-        ...
 
+    @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32."""
-        ...
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32.
 
+        Raises:
+            DataError: the latents have another number of channels.
+        """
 
-def causal_shape(
-    codec: VideoCodec, num_frames: int, height: int, width: int
-) -> tuple[int, int, int, int]:
-    """Return ``(c, t, h, w)`` of a clip, t = (f - 1) / temporal + 1.
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return ``(c, t, h, w)`` of a clip, t = (f - 1) / temporal + 1.
 
-    Raises:
-        ConfigError: the sizes do not divide.
-    """
-    if num_frames < 1 or (num_frames - 1) % codec.temporal:
-        raise ConfigError(
-            f"The number of frames ({num_frames}) must be a multiple of the codec's temporal "
-            f"factor plus 1 ({codec.temporal}k + 1); choose "
-            f"{max(num_frames - 1, 0) // codec.temporal * codec.temporal + 1}."
-        )
-    for name, size in (("height", height), ("width", width)):
-        if size < 1 or size % codec.spatial:
+        Raises:
+            ConfigError: the sizes do not divide.
+        """
+        if num_frames < 1 or (num_frames - 1) % self.temporal:
             raise ConfigError(
-                f"The {name} ({size}) must be a multiple of the codec's spatial factor "
-                f"({codec.spatial}); choose another resolution or codec."
+                f"The number of frames ({num_frames}) must be a multiple of the codec's temporal "
+                f"factor plus 1 ({self.temporal}k + 1); choose "
+                f"{max(num_frames - 1, 0) // self.temporal * self.temporal + 1}."
             )
-    t = (num_frames - 1) // codec.temporal + 1
-    return codec.channels, t, height // codec.spatial, width // codec.spatial
+        for name, size in (("height", height), ("width", width)):
+            if size < 1 or size % self.spatial:
+                raise ConfigError(
+                    f"The {name} ({size}) must be a multiple of the codec's spatial factor "
+                    f"({self.spatial}); choose another resolution or codec."
+                )
+        t = (num_frames - 1) // self.temporal + 1
+        return self.channels, t, height // self.spatial, width // self.spatial
 
-
-def check_channels(codec: VideoCodec, latents: Tensor) -> None:
-    """Raise DataError where latents ``[b, c, t, h, w]`` belong to another codec."""
-    if latents.size(1) != codec.channels:
-        raise DataError(
-            f"The latents have {latents.size(1)} channels, but the codec has {codec.channels}; "
-            "decode with the codec that made them."
-        )
+    def check_channels(self, latents: Tensor) -> None:
+        """Raise DataError where latents ``[b, c, t, h, w]`` belong to another codec."""
+        if latents.size(1) != self.channels:
+            raise DataError(
+                f"The latents have {latents.size(1)} channels, but the codec has {self.channels}; "
+                "decode with the codec that made them."
+            )
 
 
 def public(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,13 +104,11 @@ def compared(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 _ROTATION_SEED = 20250312
-
-
 _COLOURS = ((1, 1, 1), (1, 0, -1), (1, -2, 1))
 """Brightness and two differences, orthogonal to each other."""
 
 
-class PatchCodec:
+class PatchCodec(VideoCodec):
     """Space-time patches in a cosine basis, mixed by a fixed rotation; no weights, no training.
 
     A latent cell holds ``temporal`` frames of ``spatial²`` pixels; the first latent frame holds one
@@ -120,8 +121,7 @@ class PatchCodec:
     def __init__(self, config: CodecConfig) -> None:
         self.config = config
         self.spatial, self.temporal = config.codec_spatial, config.codec_temporal
-        features = 3 * self.temporal * self.spatial**2
-        self.channels = config.codec_channels or features
+        self.channels = config.codec_channels or 3 * self.temporal * self.spatial**2
         kept = band_order(self.temporal, self.spatial)[: self.channels]
         basis = cosine_basis(self.temporal, self.spatial, kept)
         self._matrix = (rotation(self.channels) @ basis).float()
@@ -129,9 +129,6 @@ class PatchCodec:
     @property
     def identity(self) -> dict[str, Any]:
         return {**asdict(self.config), "codec": PATCH, "codec_channels": self.channels}
-
-    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        return causal_shape(self, num_frames, height, width)
 
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
         b, _, f, height, width = pixels.shape
@@ -145,13 +142,7 @@ class PatchCodec:
         return latents.permute(0, 4, 1, 2, 3).contiguous()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, (t - 1) * temporal + 1, h * spatial, w *
-        spatial]``.
-
-        Raises:
-            DataError: the latents have another number of channels.
-        """
-        check_channels(self, latents)
+        self.check_channels(latents)
         b, _, t, h, w = latents.shape
         cells = latents.permute(0, 2, 3, 4, 1).float() / self.config.codec_scale
         p, q = self.temporal, self.spatial
@@ -169,12 +160,9 @@ def _cosines(n: int) -> Tensor:
 
 
 def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Tensor:
-    """Return orthonormal rows over a patch, ``[3pqq, 3pqq]`` float64, or only some of them.
+    """Return orthonormal rows over a patch, ``[3pqq, 3pqq]`` float64, or only those of ``kept``.
 
-    Args:
-        temporal, spatial: p and q.
-        kept: numbers of the rows to return, ``[k]`` int64: all of them for large patches would take
-            gigabytes.
+    All of them would take gigabytes for large patches.
     """
     colours = torch.tensor(_COLOURS, dtype=torch.float64)
     colours /= colours.norm(dim=1, keepdim=True)
@@ -205,3 +193,129 @@ def rotation(size: int) -> Tensor:
     q, r = torch.linalg.qr(gaussian)
     fixed: Tensor = q * torch.sign(torch.diagonal(r))
     return fixed
+
+
+class DiffusersCodec(VideoCodec):
+    """A video VAE of diffusers (AutoencoderKLHunyuanVideo, AutoencoderKLWan, ...) from a folder.
+
+    The latents are a posterior sample, normalized as the VAE's own configuration says: ``(z - mean)
+    / std`` for each channel, times ``scaling_factor``, as diffusers' pipelines do; a VAE without
+    these numbers has ``scaling_factor * (z - shift_factor)``.
+
+    Args:
+        folder: holds ``config.json`` and the weights; nothing is fetched.
+        seed: decides the posterior samples.
+
+    Attributes:
+        vae: the VAE of diffusers.
+
+    Raises:
+        ConfigError: the folder holds no causal video VAE, or diffusers is missing.
+    """
+
+    def __init__(self, folder: str, device: torch.device, seed: int = 0) -> None:
+        self._settings = _read_config(folder)
+        self.vae = _load_vae(folder, self._settings).to(device).eval().requires_grad_(False)
+        self.folder, self.device, self._seed = folder, device, seed
+        self.channels = self._number("latent_channels", "z_dim")
+        self.spatial = self._number("spatial_compression_ratio", "scale_factor_spatial")
+        self.temporal = self._number("temporal_compression_ratio", "scale_factor_temporal")
+        self._mean, self._std = self._statistics()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"codec": self._settings["_class_name"], "config": public(self._settings)}
+
+    def _number(self, *names: str) -> int:
+        """Return a number of the loaded VAE, which knows the defaults of an old config.json."""
+        for name in names:
+            value = self.vae.config.get(name) or getattr(self.vae, name, None)
+            if value is not None:
+                return int(value)
+        raise ConfigError(
+            f"`codec` ({self.folder}) must be a causal video VAE, but it has neither of "
+            f"{', '.join(names)}; use another VAE."
+        )
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of the raw latents, ``[c, 1, 1, 1]``."""
+        config = self.vae.config
+        means, stds = config.get("latents_mean"), config.get("latents_std")
+        if means is None or stds is None:
+            means, stds = [config.get("shift_factor") or 0.0] * self.channels, [1.0] * self.channels
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32, device=self.device).reshape(-1, 1, 1, 1)
+            for values in (means, stds)
+        )
+        return mean, std / (config.get("scaling_factor") or 1.0)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
+        wanted = (len(pixels), *self.latent_shape(*pixels.shape[2:]))
+        posterior = self.vae.encode(pixels.to(self.device, self.vae.dtype)).latent_dist
+        if tuple(posterior.mean.shape) != wanted:
+            raise ConfigError(
+                f"`codec` ({self.folder}) gives latents of shape {tuple(posterior.mean.shape)}, "
+                f"but a causal VAE gives {wanted}; use another VAE."
+            )
+        # Drawn by number, so that neither the order nor the number of processes matters.
+        draws = generator(self._seed, number, f"posterior {piece}")
+        noise = torch.from_numpy(draws.standard_normal(wanted, dtype=np.float32))
+        sample = posterior.mean.float() + posterior.std.float() * noise.to(self.device)
+        latents: Tensor = (sample - self._mean) / self._std
+        return latents
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        self.check_channels(latents)
+        decoded: Tensor = self.vae.decode(self.raw(latents)).sample
+        return decoded.float()
+
+    def raw(self, latents: Tensor) -> Tensor:
+        """Return latents ``[b, c, t, h, w]`` as the VAE has them, in its type and on its device."""
+        raw: Tensor = latents.to(self.device).float() * self._std + self._mean
+        return raw.to(self.vae.dtype)
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    path = Path(folder) / "config.json"
+    try:
+        settings = dict(json.loads(path.read_bytes()))
+        settings["_class_name"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"`codec` ({folder}) must be `{PATCH}` or a local folder with a diffusers VAE, but "
+            f"{path} cannot be used ({error!r}); correct the path."
+        ) from None
+    return settings
+
+
+def _load_vae(folder: str, settings: dict[str, Any]) -> Any:
+    try:
+        import diffusers
+    except ImportError:
+        raise ConfigError(
+            f"`codec` ({folder}) needs the package diffusers, which is not installed; run `pip "
+            f"install diffusers`, or use `{PATCH}`."
+        ) from None
+    name = settings["_class_name"]
+    kind = getattr(diffusers, name, None) if str(name).startswith("Autoencoder") else None
+    if kind is None:
+        raise ConfigError(
+            f"`codec` ({folder}) is of the class {name}, which is no VAE of the installed "
+            "diffusers; give the folder of a VAE, or install a newer diffusers."
+        )
+    try:
+        vae, info = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    # Broken weights give errors of safetensors, pickle and torch, which share no class.
+    except Exception as error:
+        raise ConfigError(
+            f"`codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "
+            "the whole folder again."
+        ) from error
+    if info["missing_keys"]:
+        raise ConfigError(
+            f"`codec` ({folder}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
+            "the whole folder again."
+        )
+    return vae

@@ -21,18 +21,13 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
-from megatron_ext.video.data.codec import PatchCodec, VideoCodec, check_channels, compared
-from megatron_ext.video.data.vae import DiffusersCodec
+from megatron_ext.video.data.codec import DiffusersCodec, PatchCodec, VideoCodec, compared
 
 
 def build_codec(
     config: CodecConfig, device: torch.device | None = None, seed: int = 0
 ) -> VideoCodec:
-    """Build the codec of a configuration.
-
-    Args:
-        device: for a VAE; the patch codec computes where its input is.
-        seed: seed of posterior samples.
+    """Build the codec of a configuration; ``seed`` decides posterior samples.
 
     Raises:
         ConfigError: the name is unknown, the folder has no usable VAE, or diffusers is missing.
@@ -51,10 +46,8 @@ def codec_from_manifest(
     """Build the codec that made the latents of a dataset, to decode samples or encode references.
 
     Args:
-        manifest: manifest of the dataset; see `shards.read_json`.
         codec_folder: folder of the VAE; the patch codec is rebuilt from the manifest alone.
-        device: where a VAE computes.
-        seed: seed of posterior samples.
+        seed: decides posterior samples.
 
     Raises:
         ConfigError: a VAE has no folder, the patch codec has one, or the folder is of no use.
@@ -97,10 +90,6 @@ def codec_from_manifest(
 OVERLAP = 9
 """Latent frames that are decoded again with the next part, where no exact way is known."""
 
-
-_WAN = "AutoencoderKLWan"
-
-
 BlockDecoder = Callable[[Tensor], Tensor]
 """A function from the next latents ``[b, c, t, h, w]`` of its videos to pixels ``[b, 3, f, H, W]``.
 
@@ -114,17 +103,13 @@ def block_decoder(codec: VideoCodec) -> BlockDecoder:
     if isinstance(codec, PatchCodec):
         # Behind another frame, so that none but the first of all is taken for an image.
         return OverlapDecoder(codec, overlap=1)
-    if isinstance(codec, DiffusersCodec) and type(codec.vae).__name__ == _WAN:
+    if isinstance(codec, DiffusersCodec) and type(codec.vae).__name__ == "AutoencoderKLWan":
         return FeatureCacheDecoder(codec)
     return OverlapDecoder(codec)
 
 
 class OverlapDecoder:
-    """Decodes each part of a video behind the last latent frames before it.
-
-    Args:
-        overlap: latent frames before a part, 1 or more.
-    """
+    """Decodes each part of a video behind ``overlap`` latent frames, 1 or more, before it."""
 
     def __init__(self, codec: VideoCodec, overlap: int = OVERLAP) -> None:
         self._codec, self._overlap = codec, overlap
@@ -132,7 +117,7 @@ class OverlapDecoder:
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
-        check_channels(self._codec, latents)
+        self._codec.check_channels(latents)
         before, num_new = self._before, latents.size(2)
         known = latents if before is None else torch.cat([before, latents], dim=2)
         self._before = known[:, :, -self._overlap :].clone()
@@ -144,9 +129,6 @@ class FeatureCacheDecoder:
     """Decodes latent frame by latent frame through the feature cache of diffusers' Wan VAE.
 
     The cache belongs to this object, so that other use of the VAE in between does no harm.
-
-    Args:
-        codec: holds an AutoencoderKLWan.
     """
 
     def __init__(self, codec: DiffusersCodec) -> None:
@@ -159,7 +141,7 @@ class FeatureCacheDecoder:
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
-        check_channels(self._codec, latents)
+        self._codec.check_channels(latents)
         entering = self._vae.post_quant_conv(self._codec.raw(latents))
         frames = []
         for frame in entering.split(1, dim=2):

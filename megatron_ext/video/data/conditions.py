@@ -6,8 +6,7 @@ themselves, so that no later frame leaks into them through the VAE, and reach th
 condition: the clip to be denoised is noised on all frames alike.
 
 Captions are replaced by the empty one at times, so that sampling can guide away from it
-(classifier-free guidance, arXiv:2207.12598). As Open-Sora 2.0 does it, the sequence of text
-embeddings and the pooled embedding of a clip are dropped independently of each other.
+(classifier-free guidance, arXiv:2207.12598); rows and pooled embedding independently.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ class Section:
     length: int
 
 
-def min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return the latent frames that a clip needs for a mode; v2v modes need one beyond the
-    references.
-    """
+def _min_frames(mode: str, config: ConditionConfig) -> int:
+    """Return the latent frames that a clip needs; v2v modes need one beyond the references."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -42,11 +39,7 @@ def min_frames(mode: str, config: ConditionConfig) -> int:
 
 
 def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Section, ...]:
-    """Return the reference frames of a mode, each section to be encoded by itself.
-
-    Args:
-        mode: one of `MODES`.
-        num_frames: latent frames of the clip.
+    """Return the reference frames of one of `MODES`, each section to be encoded by itself.
 
     Raises:
         DataError: the mode is unknown, or the clip is too short for it.
@@ -55,7 +48,7 @@ def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Secti
         raise DataError(
             f"The condition mode ({mode}) must be one of {', '.join(MODES)}; correct its name."
         )
-    needed = min_frames(mode, config)
+    needed = _min_frames(mode, config)
     if num_frames < needed:
         raise DataError(
             f"The condition mode {mode} was asked for a clip of {num_frames} latent frame(s), but "
@@ -70,19 +63,24 @@ def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Secti
     return (tail,) if "tail" in mode else (head,)
 
 
-def mode_weights(config: ConditionConfig, num_frames: int) -> Tensor:
-    """Return how often each mode comes for clips of a length, ``[len(MODES)]`` float64.
+def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Tensor:
+    """Return the modes of the clips of a micro-batch, of which images get t2v.
 
-    Images get t2v.
+    Args:
+        uniforms: random numbers in [0, 1), ``[b]``.
+
+    Returns:
+        Indices into `MODES`, ``[b]`` int64.
 
     Raises:
-        ConfigError: none of the modes with a weight fits such clips.
+        ConfigError: none of the modes with a weight fits clips of so many latent frames.
     """
     if num_frames == 1:
         weights = [float(mode == "t2v") for mode in MODES]
     else:
         weights = [
-            config.weight(mode) if num_frames >= min_frames(mode, config) else 0.0 for mode in MODES
+            config.weight(mode) if num_frames >= _min_frames(mode, config) else 0.0
+            for mode in MODES
         ]
     if not any(weights):
         raise ConfigError(
@@ -90,30 +88,12 @@ def mode_weights(config: ConditionConfig, num_frames: int) -> Tensor:
             f"clips, which have {num_frames} latent frames; give `--t2v-weight` or "
             "`--i2v-head-weight` a value, or take longer clips."
         )
-    return torch.tensor(weights, dtype=torch.float64)
-
-
-def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Tensor:
-    """Return the modes of the clips of a micro-batch.
-
-    Args:
-        num_frames: latent frames of the clips.
-        uniforms: random numbers in [0, 1), ``[b]``.
-
-    Returns:
-        Indices into `MODES`, ``[b]`` int64.
-    """
-    edges = mode_weights(config, num_frames).cumsum(dim=0)
+    edges = torch.tensor(weights, dtype=torch.float64).cumsum(dim=0)
     return torch.searchsorted(edges, uniforms.double().cpu() * edges[-1], right=True)
 
 
 def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tensor:
-    """Return True at the reference frames of clips, ``[b, t]`` bool.
-
-    Args:
-        modes: indices into `MODES`, ``[b]``.
-        num_frames: latent frames t of the clips.
-    """
+    """Return True at the reference frames of clips, ``[b, t]`` bool, by their modes ``[b]``."""
     masks = torch.zeros(len(modes), num_frames, dtype=torch.bool)
     for mask, mode in zip(masks, modes.tolist(), strict=True):
         for section in sections(MODES[mode], num_frames, config):
@@ -131,7 +111,7 @@ def place_references(
 
     Args:
         pieces: sections with their latents ``[c, k, h, w]``.
-        shape: (c, t, h, w) of the latents of the clip.
+        shape: (c, t, h, w).
 
     Raises:
         DataError: the shape of a piece is not that of its section.
@@ -152,12 +132,7 @@ def place_references(
 def condition(references: Tensor, masks: Tensor) -> Tensor:
     """Return the condition that the model is given: the mask, then the latents where it is True.
 
-    Args:
-        references: ``[b, c, t, h, w]``; anything where there is no reference.
-        masks: see `frame_masks`, ``[b, t]``.
-
-    Returns:
-        ``[b, 1 + c, t, h, w]`` in the type of the references.
+    References ``[b, c, t, h, w]`` and masks ``[b, t]`` become ``[b, 1 + c, t, h, w]``.
     """
     b, _, t, h, w = references.shape
     given = masks.to(references.device)[:, None, :, None, None]
@@ -166,12 +141,7 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 
 
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
-    """Return which tokens count in the loss.
-
-    Args:
-        masks: reference frames, ``[b, t]`` bool.
-        tokens_per_frame: tokens of a latent frame.
-        reference_loss: see `ConditionConfig`.
+    """Return which tokens count in the loss, where ``masks`` are the reference frames ``[b, t]``.
 
     Returns:
         ``[b, n]`` float32 of 0 and 1, n = t * tokens_per_frame. A clip of which every frame is a
@@ -187,47 +157,32 @@ def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tens
 
 @dataclass(frozen=True)
 class Text:
-    """Encoded captions.
-
-    Attributes:
-        sequence: embeddings of their tokens, ``[b, l, d]``.
-        pooled: one embedding each, ``[b, e]``.
-    """
+    """Encoded captions: rows for their tokens, ``[b, l, d]``, and one pooled vector, ``[b, e]``."""
 
     sequence: Tensor
     pooled: Tensor
 
 
-def fit_length(sequence: Tensor, length: int) -> Tensor:
-    """Make an encoded empty caption as long as the captions of a batch by repeating its last token.
-
-    Args:
-        sequence: ``[b, k, d]``.
-        length: l.
-
-    Returns:
-        ``[b, l, d]``.
-
-    Raises:
-        DataError: it is longer than l.
-    """
-    missing = length - sequence.size(1)
-    if missing < 0:
-        raise DataError(
-            f"The encoded empty caption has {sequence.size(1)} tokens, but the captions of the "
-            f"batch have {length}; encode both with the same maximal length."
-        )
-    return torch.cat([sequence, sequence[:, -1:].expand(-1, missing, -1)], dim=1)
-
-
 def null_like(null: Text, text: Text) -> Text:
     """Return the empty caption in the shape and type of a batch of captions.
 
+    Its last token is repeated until it is as long as the captions.
+
     Args:
-        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
+        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``.
         text: ``[b, l, d]`` and ``[b, e]``.
+
+    Raises:
+        DataError: the empty caption is longer than the captions, k > l.
     """
-    sequence = fit_length(null.sequence, text.sequence.size(1))
+    length, known = text.sequence.size(1), null.sequence.size(1)
+    if length < known:
+        raise DataError(
+            f"The encoded empty caption has {known} tokens, but the captions of the batch have "
+            f"{length}; encode both with the same maximal length."
+        )
+    last = null.sequence[:, -1:].expand(-1, length - known, -1)
+    sequence = torch.cat([null.sequence, last], dim=1)
     return Text(
         sequence.to(text.sequence).expand_as(text.sequence),
         null.pooled.to(text.pooled).expand_as(text.pooled),
@@ -235,13 +190,7 @@ def null_like(null: Text, text: Text) -> Text:
 
 
 def drop_text(text: Text, null: Text, drop_sequence: Tensor, drop_pooled: Tensor) -> Text:
-    """Replace dropped captions by the empty one.
-
-    Args:
-        text: ``[b, l, d]`` and ``[b, e]``.
-        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
-        drop_sequence, drop_pooled: ``[b]`` bool.
-    """
+    """Replace dropped captions by the empty one, see `null_like`, where the masks ``[b]`` say."""
     empty = null_like(null, text)
     sequence_at = drop_sequence.to(text.sequence.device)[:, None, None]
     pooled_at = drop_pooled.to(text.pooled.device)[:, None]

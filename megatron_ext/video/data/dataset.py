@@ -7,11 +7,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,7 @@ from megatron_ext.video.data.encode import (
     report,
 )
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
-from megatron_ext.video.data.manifest import make_manifest, read_manifest
-from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions
+from megatron_ext.video.data.manifest import VideoPreprocessOptions, make_manifest, read_manifest
 from megatron_ext.video.data.sampler import Members
 from megatron_ext.video.data.shards import Shard, read_null
 from megatron_ext.video.data.text_encoders import build_text_encoder
@@ -39,104 +39,121 @@ from megatron_ext.video.data.text_encoders import build_text_encoder
 logger = logging.getLogger(__name__)
 
 
-class VideoClips(Protocol):
-    """The part of a dataset of clips that a training run needs, wherever the latents come from."""
+class VideoClips(Dataset[VideoSample], ABC):
+    """The clips of a training run, wherever their latents come from.
 
+    Attributes:
+        manifest: what decides the latents and embeddings; see `manifest.make_manifest`.
+        plan: micro-batch sizes of this run; None takes those of the manifest.
+    """
+
+    manifest: dict[str, Any]
+    plan: BucketPlan | None
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __getitem__(self, number: int) -> VideoSample: ...
+    def __getitem__(self, number: int) -> VideoSample:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return self._sample(number)
+
+    @abstractmethod
+    def _sample(self, number: int) -> VideoSample:
+        """Return a clip that there is."""
+
+    @abstractmethod
+    def _clips_of_buckets(self) -> dict[Bucket, list[int]]:
+        """Return the numbers of the clips of each bucket that has some."""
+
+    @abstractmethod
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """Return (c, t, h, w) of the latents of a clip."""
+
+    @property
+    @abstractmethod
+    def null_text(self) -> tuple[Tensor, Tensor]:
+        """Return the encoded empty caption, ``[l, d]`` and ``[e]``."""
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """Return the clips of each bucket.
-
-        Args:
-            default_micro_batch_size: ``--micro-batch-size``, for buckets without their own.
+        """Return the clips of each bucket; ``--micro-batch-size`` is for buckets without their own.
 
         Raises:
             DataError: a clip's bucket is not in the plan, or not in the manifest.
         """
-        ...
+        return {
+            bucket: Members(clips, self._micro_batch_size(bucket) or default_micro_batch_size)
+            for bucket, clips in self._clips_of_buckets().items()
+        }
 
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """Return what decides the latents and embeddings; see `manifest.make_manifest`."""
-        ...
+    def _micro_batch_size(self, bucket: Bucket) -> int | None:
+        if self.plan is None:
+            sizes: dict[Bucket, int | None] = {
+                Bucket(**e["shape"]): e["micro_batch_size"] for e in self.manifest["buckets"]
+            }
+            return sizes[bucket]
+        try:
+            return self.plan.rules[bucket.resolution][bucket.num_frames].micro_batch_size
+        except KeyError:
+            raise DataError(
+                f"The data holds clips of {bucket}, but the bucket plan has no {bucket.resolution} "
+                f"of {bucket.num_frames} frames ({self.plan.as_json()}); add it."
+            ) from None
 
-    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
-        """Return (c, t, h, w) of the latents of a clip."""
-        ...
 
-    @property
-    def null_text(self) -> tuple[Tensor, Tensor]:
-        """Return the encoded empty caption, ``[l, d]`` and ``[e]``."""
-        ...
-
-
-class ShardedVideos(Dataset[VideoSample]):
-    """Clips of a folder that tools/preprocess_video.py wrote.
-
-    Args:
-        folder: holds ``manifest.json``.
-        plan: micro-batch sizes of this run; None takes those of the manifest.
+class ShardedVideos(VideoClips):
+    """Clips of a folder that tools/preprocess_video.py wrote, with its ``manifest.json``.
 
     Raises:
         DataError: the folder is not whole.
     """
 
     def __init__(self, folder: str | os.PathLike[str], plan: BucketPlan | None = None) -> None:
-        self.folder = Path(folder)
-        self.manifest = read_manifest(self.folder)
+        folder = Path(folder)
+        self.manifest, self.plan = read_manifest(folder), plan
         self._shards = [
-            Shard(self.folder, shard["name"], self.manifest, shard["clips"])
+            Shard(folder, shard["name"], self.manifest, shard["clips"])
             for shard in self.manifest["shards"]
         ]
         self._begins = np.cumsum([0, *(len(shard) for shard in self._shards)])
-        self._plan = plan
-        self._null = read_null(self.folder, self.manifest)
+        self._null = read_null(folder, self.manifest)
 
     def __len__(self) -> int:
         return int(self._begins[-1])
 
-    def __getitem__(self, number: int) -> VideoSample:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
+    def _place(self, number: int) -> tuple[Shard, int]:
+        """Return the shard that holds a clip, and its row there."""
         shard = int(np.searchsorted(self._begins, number, side="right")) - 1
-        return self._shards[shard].sample(number - int(self._begins[shard]))
+        return self._shards[shard], number - int(self._begins[shard])
 
-    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
+    def _sample(self, number: int) -> VideoSample:
+        shard, row = self._place(number)
+        return shard.sample(row)
+
+    def _clips_of_buckets(self) -> dict[Bucket, list[int]]:
         of_clips = np.concatenate([shard.buckets() for shard in self._shards])
-        found = {}
-        for i, entry in enumerate(self.manifest["buckets"]):
-            bucket = Bucket(**entry["shape"])
-            clips = np.flatnonzero(of_clips == i).tolist()
-            if clips:
-                size = entry["micro_batch_size"]
-                if self._plan is not None:
-                    size = _micro_batch_size(bucket, self._plan)
-                found[bucket] = Members(clips, size or default_micro_batch_size)
-        return found
+        found = {
+            Bucket(**entry["shape"]): np.flatnonzero(of_clips == i).tolist()
+            for i, entry in enumerate(self.manifest["buckets"])
+        }
+        return {bucket: clips for bucket, clips in found.items() if clips}
 
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
-        shard = int(np.searchsorted(self._begins, number, side="right")) - 1
-        return self._shards[shard].latent_shape(number - int(self._begins[shard]))
+        shard, row = self._place(number)
+        return shard.latent_shape(row)
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
         return self._null
 
 
-class OnlineVideos(Dataset[VideoSample]):
+class OnlineVideos(VideoClips):
     """Clips that are decoded and encoded when the loader asks for them; nothing is stored.
 
     A clip has the same crop each time. If its frames turn out to be damaged, which headers do not
     show, the next clip of its bucket takes its place, with a warning: days of training do not end
     at one bad file. In a loader with processes, give the patch codec and hashed words, or models on
     the CPU: processes cannot share a GPU's models.
-
-    Args:
-        clips: in order, each with its bucket.
-        plan: micro-batch sizes.
-        manifest: what preprocessing would say of them.
     """
 
     def __init__(
@@ -146,7 +163,7 @@ class OnlineVideos(Dataset[VideoSample]):
         plan: BucketPlan,
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
-        self._clips, self._encoder, self._plan = list(clips), encoder, plan
+        self._clips, self._encoder, self.plan = list(clips), encoder, plan
         self.manifest = dict(manifest or {})
         self._of_buckets: dict[Bucket, list[int]] = {}
         for number, planned in enumerate(self._clips):
@@ -155,9 +172,7 @@ class OnlineVideos(Dataset[VideoSample]):
     def __len__(self) -> int:
         return len(self._clips)
 
-    def __getitem__(self, number: int) -> VideoSample:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
+    def _sample(self, number: int) -> VideoSample:
         same_bucket = self._of_buckets[self._clips[number].bucket]
         place = bisect_left(same_bucket, number)
         for other in same_bucket[place:] + same_bucket[:place]:
@@ -170,13 +185,8 @@ class OnlineVideos(Dataset[VideoSample]):
             "the warnings before name them; take them out of the list."
         )
 
-    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        return {
-            bucket: Members(
-                clips, _micro_batch_size(bucket, self._plan) or default_micro_batch_size
-            )
-            for bucket, clips in self._of_buckets.items()
-        }
+    def _clips_of_buckets(self) -> dict[Bucket, list[int]]:
+        return self._of_buckets
 
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
         bucket = self._clips[number].bucket
@@ -188,16 +198,6 @@ class OnlineVideos(Dataset[VideoSample]):
         return text[0], pooled[0]
 
 
-def _micro_batch_size(bucket: Bucket, plan: BucketPlan) -> int | None:
-    try:
-        return plan.rules[bucket.resolution][bucket.num_frames].micro_batch_size
-    except KeyError:
-        raise DataError(
-            f"The data holds clips of {bucket}, but the bucket plan has no {bucket.resolution} of "
-            f"{bucket.num_frames} frames ({plan.as_json()}); add it."
-        ) from None
-
-
 @dataclass(frozen=True)
 class VideoBatch:
     """Clips of one micro-batch.
@@ -207,16 +207,12 @@ class VideoBatch:
         text: ``[b, l, d]``, l with rows appended so that text and image tokens divide.
         pooled: ``[b, e]``.
         references: ``[b, c, k, h, w]`` by name; see `encode.reference_name`.
-        fps: ``[b]`` int64.
-        numbers: numbers of the clips in their list, ``[b]`` int64.
     """
 
     latents: Tensor
     text: Tensor
     pooled: Tensor
     references: dict[str, Tensor]
-    fps: Tensor
-    numbers: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
@@ -238,13 +234,7 @@ class VideoBatch:
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeat the last row of text until text and image tokens together divide.
-
-    Args:
-        text: ``[..., l, d]``.
-        image_tokens: image tokens of one clip.
-        multiple: such as context-parallel size, times tensor-parallel size with sequence
-            parallelism.
+    """Repeat the last row of text ``[..., l, d]`` until text and image tokens together divide.
 
     Returns:
         ``[..., l', d]`` with ``(l' + image_tokens) % multiple == 0``.
@@ -255,11 +245,10 @@ def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
 
 
 def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
-    """Stack clips of one bucket.
+    """Stack clips of one bucket; text and image tokens together become a multiple of ``multiple``.
 
     Args:
         patch: latent cells of a token on each side.
-        multiple: see `pad_text`.
 
     Raises:
         DataError: the clips differ in shape, references or text encoder, or their sides do not
@@ -277,11 +266,19 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
             f"Latents of {h} × {w} do not divide into patches of {patch} × {patch}; choose "
             "another patch size, codec or resolution."
         )
-    _same(
-        "references",
-        [sorted((n, tuple(p.shape)) for n, p in s.references.items()) for s in samples],
-    )
-    _same("text embeddings", [(tuple(s.text.shape), tuple(s.pooled.shape)) for s in samples])
+    alike: dict[str, list[Any]] = {
+        "references": [
+            sorted((n, tuple(p.shape)) for n, p in s.references.items()) for s in samples
+        ],
+        "text embeddings": [(tuple(s.text.shape), tuple(s.pooled.shape)) for s in samples],
+    }
+    for what, found in alike.items():
+        for differing in found:
+            if differing != found[0]:
+                raise DataError(
+                    f"The clips of a micro-batch must have the same {what}, but have {found[0]} "
+                    f"and {differing}; preprocess all of them with the same options."
+                )
     text = torch.stack([sample.text for sample in samples])
     return VideoBatch(
         latents=torch.stack([sample.latents for sample in samples]),
@@ -291,26 +288,13 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
             name: torch.stack([sample.references[name] for sample in samples])
             for name in samples[0].references
         },
-        fps=torch.tensor([sample.fps for sample in samples]),
-        numbers=torch.tensor([sample.number for sample in samples]),
     )
-
-
-def _same(what: str, found: Sequence[object]) -> None:
-    differing = next((other for other in found if other != found[0]), None)
-    if differing is not None:
-        raise DataError(
-            f"The clips of a micro-batch must have the same {what}, but have {found[0]} and "
-            f"{differing}; preprocess all of them with the same options."
-        )
 
 
 def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
     """Look at every clip of a list, and plan and encode them as preprocessing would.
 
-    Args:
-        options: as for preprocessing; nothing is written.
-        tell: print which clips are left out.
+    Nothing is written; ``tell`` prints which clips are left out.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)

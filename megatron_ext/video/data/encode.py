@@ -33,13 +33,7 @@ from megatron_ext.video.data.text_encoders import TextEncoder
 
 @dataclass(frozen=True)
 class PlannedClip:
-    """A clip with its place.
-
-    Attributes:
-        number: number of the clip in its list.
-        clip, shape: its row, and what its file offers.
-        bucket: the bucket into which it goes.
-    """
+    """A clip with its number in its list, what its file offers, and the bucket that takes it."""
 
     number: int
     clip: Clip
@@ -88,31 +82,8 @@ class ClipEncoder:
         Raises:
             DataError: the file cannot be read.
         """
-        pixels = self._pixels(planned, epoch)[None]
-        fps = subsampling(planned.shape.fps, self.config.fps_cap)[1]
-        caption = self.caption(planned)
-        text, pooled = self.text_encoder.encode([caption])
-        latents = self.codec.encode(pixels, number=planned.number)
-        return VideoSample(
-            latents=latents[0].cpu(),
-            text=text[0].cpu(),
-            pooled=pooled[0].cpu(),
-            references=self._references(pixels, latents.size(2), planned.number),
-            fps=fps if planned.bucket.num_frames > 1 else 0,
-            number=planned.number,
-            caption=caption,
-        )
-
-    def caption(self, planned: PlannedClip) -> str:
-        """Return the caption with its suffix."""
-        fps = subsampling(planned.shape.fps, self.config.fps_cap)[1]
-        moving = planned.bucket.num_frames > 1
-        motion = planned.clip.motion if moving else None
-        return with_suffix(planned.clip.caption, fps if moving else None, motion)
-
-    def _pixels(self, planned: PlannedClip, epoch: int) -> Tensor:
-        config, bucket = self.config, planned.bucket
-        interval = subsampling(planned.shape.fps, config.fps_cap)[0]
+        config, bucket, clip = self.config, planned.bucket, planned.clip
+        interval, fps = subsampling(planned.shape.fps, config.fps_cap)
         first = 0
         if config.temporal_crop == "random":
             first = first_frame(
@@ -120,7 +91,21 @@ class ClipEncoder:
                 seed=config.clip_seed, epoch=epoch, fps_cap=config.fps_cap,
             )  # fmt: skip
         size = (bucket.height, bucket.width)
-        return decode(planned.clip, first, interval, bucket.num_frames, size)
+        pixels = decode(clip, first, interval, bucket.num_frames, size)[None]
+        if bucket.num_frames == 1:
+            fps = 0
+        caption = with_suffix(clip.caption, fps, clip.motion if bucket.num_frames > 1 else None)
+        text, pooled = self.text_encoder.encode([caption])
+        latents = self.codec.encode(pixels, number=planned.number)
+        return VideoSample(
+            latents=latents[0].cpu(),
+            text=text[0].cpu(),
+            pooled=pooled[0].cpu(),
+            references=self._references(pixels, latents.size(2), planned.number),
+            fps=fps,
+            number=planned.number,
+            caption=caption,
+        )
 
     def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
         """Encode pieces at both ends from their own frames, so that no later frame leaks in."""
@@ -142,14 +127,7 @@ def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A clip that is left out.
-
-    Attributes:
-        number: number of the clip in its list.
-        path: path of its file.
-        reason: kind of reason.
-        detail: what the reader said, for files that cannot be read.
-    """
+    """A clip that is left out; the detail is what the reader said of a file it could not read."""
 
     number: int
     path: str
@@ -190,11 +168,9 @@ def plan_clips(
     workers: int = 1,
     tick: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[PlannedClip], list[Dropped]]:
-    """Return the buckets of all clips, from their headers.
+    """Return the buckets of all clips, from their headers, of which ``workers`` are read at a time.
 
-    Args:
-        workers: files looked at at a time.
-        tick: is told how many clips have been looked at.
+    ``tick`` is told how many clips have been looked at.
 
     Raises:
         DataError: no clip has a bucket; the sentence gives the reasons.

@@ -48,10 +48,8 @@ def pixel_budget(resolution: str) -> int:
 def sizes(resolution: str, *, adjust: bool = True) -> tuple[tuple[int, int], ...]:
     """Return heights and widths of a resolution, each once, landscape before their transposes.
 
-    Args:
-        resolution: such as ``256px``.
-        adjust: add or take 16 on one side where this comes closer to the budget, as in training;
-            Open-Sora's inference leaves it out.
+    ``adjust`` adds or takes 16 on one side where this comes closer to the budget, as in training;
+    Open-Sora's inference leaves it out.
     """
     budget = pixel_budget(resolution)
     found = [_size(budget, ratio, adjust) for ratio in ASPECT_RATIOS]
@@ -78,13 +76,7 @@ def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The shape of clips that train together.
-
-    Attributes:
-        resolution: such as ``256px``.
-        num_frames: 1 for images.
-        height, width: pixels.
-    """
+    """The shape of clips that train together, in pixels; images have one frame."""
 
     resolution: str
     num_frames: int
@@ -98,12 +90,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketRule:
-    """How often clips enter the buckets of a resolution and length, and how many at a time.
+    """The chance that a clip that fits enters a bucket, and the clips of a micro-batch on one rank.
 
-    Attributes:
-        probability: chance that a clip that fits is taken.
-        micro_batch_size: clips of one micro-batch on one rank; None is ``--micro-batch-size`` of
-            the run.
+    None of a micro-batch size is ``--micro-batch-size`` of the run.
 
     Raises:
         ConfigError: the probability lies outside [0, 1], or the batch size below 1.
@@ -127,10 +116,7 @@ class BucketRule:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Resolutions × lengths that clips are put into.
-
-    Attributes:
-        rules: resolution -> number of frames -> rule.
+    """Rules by resolution and number of frames, into whose buckets clips are put.
 
     Raises:
         ConfigError: no clip could enter a bucket, a resolution has an unknown form, or a length is
@@ -239,13 +225,7 @@ class Drop(str, Enum):
 
 @dataclass(frozen=True)
 class ClipShape:
-    """The shape of a clip as its file tells it.
-
-    Attributes:
-        num_frames: frames of the file; 1 for an image.
-        height, width: pixels.
-        fps: frames per second; 0 for an image.
-    """
+    """The shape of a clip as its file tells it; an image has 1 frame, and 0 frames per second."""
 
     num_frames: int
     height: int
@@ -275,13 +255,7 @@ def assign(
 
     Resolutions are tried from large to small. Within one, a video takes the longest bucket that it
     fills, an image the one of a single frame; where the draw against its probability fails, the
-    next resolution is tried.
-
-    Args:
-        clip: what it offers.
-        number: number of the clip in its list.
-        seed, epoch: decide the draws, with the number.
-        fps_cap: frames per second, at most.
+    next resolution is tried. Seed, epoch and the clip's number in its list decide the draws.
     """
     draws = np.random.Generator(np.random.PCG64((seed, epoch, number)))
     frames = available_frames(clip, fps_cap)
@@ -318,8 +292,7 @@ def first_frame(
 
 def explain(dropped: Iterable[Drop], total: int) -> list[str]:
     """Return one line for each reason, most frequent first; none where nothing was dropped."""
-    counts = Counter(dropped)
     return [
         f"{count} of {total} clips dropped: the clip {reason.value}."
-        for reason, count in counts.most_common()
+        for reason, count in Counter(dropped).most_common()
     ]

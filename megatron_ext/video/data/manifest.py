@@ -1,4 +1,4 @@
-"""The manifest of a preprocessed dataset, and what a later run keeps of an interrupted one."""
+"""The options of preprocessing, the manifest of its dataset, and what an interrupted run leaves."""
 
 from __future__ import annotations
 
@@ -9,23 +9,68 @@ import os
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import DataError
+import torch
+
+from megatron_ext.config.flags import COUNT, PROCESSES
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import (
     FOLDERS,
     HASHED,
     PATCH,
+    CodecConfig,
+    EncodeConfig,
+    TextEncoderConfig,
 )
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.encode import PlannedClip, reference_names
-from megatron_ext.video.data.geometry import subsampling
-from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions
+from megatron_ext.video.data.geometry import BucketPlan, subsampling
 from megatron_ext.video.data.text_encoders import TextEncoder
+
+
+@dataclass(frozen=True)
+class VideoPreprocessOptions:
+    """The options of one run of tools/preprocess_video.py.
+
+    Attributes:
+        input: jsonl, csv or folder; see `clips.read_list`.
+        clips_per_shard: at most; also what a killed run can lose for each worker.
+        device: ``cpu`` or ``cuda``; with cuda, workers take the GPUs in turn.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    input: str
+    output: str
+    plan: BucketPlan
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    storage: str = "float32"
+    workers: int = 1
+    clips_per_shard: int = 1000
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, range_ in (("workers", PROCESSES), ("clips_per_shard", COUNT)):
+            rule = range_.broken_rule(getattr(self, name))
+            if rule is not None:
+                flag = name.replace("_", "-")
+                raise ConfigError(
+                    f"`--{flag}` ({getattr(self, name)}) {rule}; leave it out for the default."
+                )
+        if self.storage not in shards.STORAGES:
+            raise ConfigError(
+                f"`--storage` ({self.storage}) must be one of {', '.join(shards.STORAGES)}."
+            )
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("`--device` (cuda) needs a GPU that torch finds; use cpu.")
 
 
 def make_manifest(
@@ -36,14 +81,16 @@ def make_manifest(
     text_encoder: TextEncoder,
 ) -> dict[str, Any]:
     """Return all of the manifest that is known before encoding."""
+    rules = options.plan.rules
     buckets = [
-        {
-            "shape": asdict(bucket),
-            "micro_batch_size": options.plan.rules[bucket.resolution][
-                bucket.num_frames
-            ].micro_batch_size,
-        }
-        for bucket in sorted({p.bucket for p in planned})
+        {"shape": asdict(b), "micro_batch_size": rules[b.resolution][b.num_frames].micro_batch_size}
+        for b in sorted({p.bucket for p in planned})
+    ]
+    # Samples take the frame rate of most videos too.
+    rates = [
+        subsampling(p.shape.fps, options.encode.fps_cap)[1]
+        for p in planned
+        if p.bucket.num_frames > 1
     ]
     about = {
         "format": shards.FORMAT,
@@ -52,7 +99,7 @@ def make_manifest(
         "encode": asdict(options.encode),
         "plan": options.plan.as_dict(),
         "buckets": buckets,
-        "fps": _usual_rate(planned, options.encode.fps_cap),
+        "fps": Counter(rates).most_common(1)[0][0] if rates else 24,
         "storage": options.storage,
         "references": list(reference_names(options.encode.reference_lengths)),
         "latent_channels": codec.channels,
@@ -62,19 +109,14 @@ def make_manifest(
     }
     inputs = [[asdict(clip), *_stamp(clip.path)] for clip in clips]
     models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
-    weights = [_stamp(path) for model in models if model for path in _files(Path(model))]
+    weights = [
+        _stamp(path)
+        for model in models
+        if model
+        for path in sorted(path for path in Path(model).rglob("*") if path.is_file())
+    ]
     deciding = json.dumps([about, options.clips_per_shard, inputs, weights], sort_keys=True)
     return {**about, "fingerprint": hashlib.sha256(deciding.encode()).hexdigest()}
-
-
-def _usual_rate(planned: Sequence[PlannedClip], fps_cap: int) -> int:
-    """Return the frame rate of most videos, which samples take too; 24 without any video."""
-    rates = [subsampling(p.shape.fps, fps_cap)[1] for p in planned if p.bucket.num_frames > 1]
-    return Counter(rates).most_common(1)[0][0] if rates else 24
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _stamp(path: str | Path) -> list[int]:
@@ -99,22 +141,10 @@ def refuse_other_data(folder: Path, fingerprint: str) -> None:
             )
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed runs left half written; the caller holds the folder's lock."""
-    for path in folder.glob("*.writing.*"):
-        path.unlink()
-
-
 def finished(
     folder: Path, name: str, num_clips: int, manifest: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the marker of a shard that an earlier try of the same run finished, if its files are
-    whole.
-
-    Args:
-        num_clips: clips that were planned for it.
-        manifest: see `make_manifest`.
-    """
+    """Return the marker of a shard that an earlier try of the same run finished, or None."""
     path = folder / f"{name}.json"
     if not path.exists():
         return None
@@ -187,12 +217,14 @@ def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | Non
                 yield inside, None
 
 
-def _check_entries(path: Path, manifest: dict[str, Any]) -> None:
-    """Refuse a manifest whose entries are missing or of another kind.
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read ``manifest.json``, which says what the shards of a folder hold.
 
     Raises:
-        DataError: names the file and the entry.
+        DataError: it is missing, damaged, of another format, or lacks a part.
     """
+    path = folder / "manifest.json"
+    manifest = shards.read_json(path)
     found = list(_faults(manifest, _ENTRIES, ""))
     for (name, kind), sizes in _SIZES.items():
         entry = manifest.get(name)
@@ -202,17 +234,6 @@ def _check_entries(path: Path, manifest: dict[str, Any]) -> None:
     wrong = [f"lacks {', '.join(missing)}"] if missing else [fault for _, fault in found]
     if wrong:
         raise DataError(f"{path} {wrong[0]}; {shards.ADVICE} again.")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read ``manifest.json``, which says what the shards of a folder hold.
-
-    Raises:
-        DataError: it is missing, damaged, of another format, or lacks a part.
-    """
-    path = folder / "manifest.json"
-    manifest = shards.read_json(path)
-    _check_entries(path, manifest)
     for name in [*(shard["name"] for shard in manifest["shards"]), *manifest["references"]]:
         if Path(name).name != name:
             raise DataError(

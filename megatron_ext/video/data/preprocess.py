@@ -5,6 +5,7 @@ A killed run keeps its finished shards: the same command goes on after them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -15,14 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from filelock import FileLock, Timeout
 
+from megatron_ext.config.flags import flags_of
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import read_list
 from megatron_ext.video.data.codecs import build_codec
@@ -35,31 +38,16 @@ from megatron_ext.video.data.encode import (
     reference_names,
     report,
 )
-from megatron_ext.video.data.geometry import Drop
-from megatron_ext.video.data.manifest import finished, make_manifest, refuse_other_data, sweep
-from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions, parse_options
+from megatron_ext.video.data.geometry import Bucket, Drop, parse_plan
+from megatron_ext.video.data.manifest import (
+    VideoPreprocessOptions,
+    finished,
+    make_manifest,
+    refuse_other_data,
+)
 from megatron_ext.video.data.text_encoders import build_text_encoder
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Report:
-    """Figures of a finished run.
-
-    Attributes:
-        clips: clips in the dataset.
-        dropped: clips that were left out, with reasons.
-        shards: sets of files written or found finished.
-        resumed: shards that an earlier run had finished.
-        seconds: time of this run.
-    """
-
-    clips: int
-    dropped: list[Dropped]
-    shards: int
-    resumed: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ class _Part:
     buckets: list[int]
 
 
-def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Report:
+def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
     """Encode a list of clips into a dataset.
 
     Raises:
@@ -92,17 +80,17 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Rep
         with FileLock(folder / ".lock", timeout=0), _one_thread():
             manifest = make_manifest(options, clips, planned, codec, text_encoder)
             refuse_other_data(folder, manifest["fingerprint"])
-            sweep(folder)
+            for half_written in folder.glob("*.writing.*"):
+                half_written.unlink()
             null = text_encoder.encode([""])
             shards.write_null(folder, null[0][0], null[1][0], options.storage)
-            parts = list(_parts(planned, options.clips_per_shard, manifest["buckets"]))
+            parts = _parts(planned, options.clips_per_shard, manifest["buckets"])
             encoders = [ClipEncoder(options.encode, codec, text_encoder)]
             # Worker processes load their own models: the list is emptied before they start, and
             # must hold the only reference.
             del codec, text_encoder
-            done = _encode_parts(options, encoders, parts, manifest, say)
-            dropped = sorted(dropped + done.dropped, key=lambda drop: drop.number)
-            _publish(folder, manifest, parts, done, dropped)
+            markers = _encode_parts(options, encoders, parts, manifest, say)
+            _publish(folder, manifest, parts, markers, dropped)
     except Timeout:
         raise DataError(
             f"`--output` ({folder}) is being written by another run; wait for it, or give another "
@@ -115,8 +103,10 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Rep
         ) from error
     for line in report(dropped, len(clips)):
         say(line)
-    return Report(
-        sum(done.kept.values()), dropped, len(parts), done.resumed, time.monotonic() - start
+    kept, seconds = sum(marker["clips"] for marker in markers.values()), time.monotonic() - start
+    say(
+        f"{kept} clips in {len(parts)} shards, {len(dropped)} dropped, in {seconds:.1f} s -> "
+        f"{options.output}"
     )
 
 
@@ -146,27 +136,14 @@ def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
     return tick
 
 
-def _parts(
-    planned: Sequence[PlannedClip], size: int, buckets: Sequence[dict[str, Any]]
-) -> Iterator[_Part]:
-    numbers = {json.dumps(entry["shape"]): i for i, entry in enumerate(buckets)}
+def _parts(planned: list[PlannedClip], size: int, buckets: Sequence[dict[str, Any]]) -> list[_Part]:
+    numbers = {Bucket(**entry["shape"]): i for i, entry in enumerate(buckets)}
+    parts = []
     for start in range(0, len(planned), size):
-        clips = list(planned[start : start + size])
-        of_clips = [numbers[json.dumps(asdict(p.bucket))] for p in clips]
-        yield _Part(shards.shard_name(start // size), clips, of_clips)
-
-
-@dataclass
-class _Done:
-    kept: dict[str, int] = field(default_factory=dict)
-    dropped: list[Dropped] = field(default_factory=list)
-    resumed: int = 0
-
-    def take(self, marker: dict[str, Any]) -> None:
-        self.kept[marker["name"]] = marker["clips"]
-        self.dropped += [
-            Dropped(n, path, Drop.UNREADABLE, detail) for n, path, detail in marker["dropped"]
-        ]
+        clips = planned[start : start + size]
+        of_clips = [numbers[p.bucket] for p in clips]
+        parts.append(_Part(shards.shard_name(start // size), clips, of_clips))
+    return parts
 
 
 def _encode_parts(
@@ -175,24 +152,24 @@ def _encode_parts(
     parts: Sequence[_Part],
     manifest: dict[str, Any],
     say: Say,
-) -> _Done:
-    done, todo = _Done(), []
+) -> dict[str, dict[str, Any]]:
+    """Return the markers of all shards by name, those of an earlier try first."""
+    folder, markers, todo = Path(options.output), {}, []
     for part in parts:
-        marker = finished(Path(options.output), part.name, len(part.clips), manifest)
+        marker = finished(folder, part.name, len(part.clips), manifest)
         if marker is None:
             todo.append(part)
         else:
-            done.take(marker)
-    done.resumed = len(parts) - len(todo)
-    if done.resumed:
-        say(f"{done.resumed} of {len(parts)} shards were finished before.")
+            markers[part.name] = marker
+    if markers:
+        say(f"{len(markers)} of {len(parts)} shards were finished before.")
     tick = _ticker("Encoded", sum(len(part.clips) for part in todo), say)
     encoded = 0
     for marker in _markers(options, encoders, todo, manifest["fingerprint"]):
-        done.take(marker)
+        markers[marker["name"]] = marker
         encoded += marker["clips"] + len(marker["dropped"])
         tick(encoded)
-    return done
+    return markers
 
 
 def _markers(
@@ -201,9 +178,7 @@ def _markers(
     todo: Sequence[_Part],
     fingerprint: str,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the markers of shards as they are finished, by the first encoder or by worker
-    processes.
-    """
+    """Yield the markers of finished shards, made by the first encoder or by worker processes."""
     if options.workers == 1 or len(todo) <= 1:
         for part in todo:
             yield write_shard(encoders[0], options, part, fingerprint)
@@ -233,23 +208,19 @@ _OF_THIS_WORKER: list[tuple[ClipEncoder, VideoPreprocessOptions]] = []
 
 def _start_worker(options: VideoPreprocessOptions, counter: Any) -> None:
     torch.set_num_threads(1)
-    device = options.device
-    if device == "cuda":
+    device = torch.device(options.device)
+    if device.type == "cuda":
         with counter.get_lock():
-            device = f"cuda:{counter.value % torch.cuda.device_count()}"
+            device = torch.device("cuda", counter.value % torch.cuda.device_count())
             counter.value += 1
-    _OF_THIS_WORKER.append((_encoder(options, device), options))
+    codec = build_codec(options.codec, device, options.encode.clip_seed)
+    text_encoder = build_text_encoder(options.text_encoder, device)
+    _OF_THIS_WORKER.append((ClipEncoder(options.encode, codec, text_encoder), options))
 
 
 def _work(part: _Part, fingerprint: str) -> dict[str, Any]:
     encoder, options = _OF_THIS_WORKER[0]
     return write_shard(encoder, options, part, fingerprint)
-
-
-def _encoder(options: VideoPreprocessOptions, device: str) -> ClipEncoder:
-    place = torch.device(device)
-    codec = build_codec(options.codec, place, options.encode.clip_seed)
-    return ClipEncoder(options.encode, codec, build_text_encoder(options.text_encoder, place))
 
 
 def write_shard(
@@ -279,26 +250,91 @@ def write_shard(
 def _publish(
     folder: Path,
     manifest: dict[str, Any],
-    parts: Sequence[_Part],
-    done: _Done,
-    dropped: Sequence[Dropped],
+    parts: list[_Part],
+    markers: dict[str, dict[str, Any]],
+    dropped: list[Dropped],
 ) -> None:
-    if not any(done.kept.values()):
+    """Write the list of dropped clips, to which those of the shards are added, and the manifest."""
+    damaged = [
+        Dropped(number, path, Drop.UNREADABLE, detail)
+        for marker in markers.values()
+        for number, path, detail in marker["dropped"]
+    ]
+    if not any(marker["clips"] for marker in markers.values()):
         raise DataError(
             f"None of the {sum(len(part.clips) for part in parts)} planned clips could be decoded; "
-            f"the first: {done.dropped[0].detail}"
+            f"the first: {damaged[0].detail}"
         )
+    dropped += damaged
+    dropped.sort(key=lambda drop: drop.number)
     lines = [json.dumps({**asdict(d), "reason": d.reason.value}) + "\n" for d in dropped]
     temporary = folder / f"dropped.jsonl.writing.{os.getpid()}"
     temporary.write_text("".join(lines), encoding="utf-8")
     os.replace(temporary, folder / "dropped.jsonl")
-    counts = Counter(d.reason.value for d in dropped)
     content = {
         **manifest,
-        "shards": [{"name": part.name, "clips": done.kept[part.name]} for part in parts],
-        "dropped": dict(counts),
+        "shards": [{"name": part.name, "clips": markers[part.name]["clips"]} for part in parts],
+        "dropped": dict(Counter(d.reason.value for d in dropped)),
     }
     shards.write_json(folder / "manifest.json", content)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[:1].upper()}{message[1:]}; see --help.")
+
+
+_SECTIONS = {"codec": CodecConfig, "text_encoder": TextEncoderConfig, "encode": EncodeConfig}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="preprocess_video.py",
+        description="Turns clips with captions into shards of latents and text embeddings.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--input", required=True,
+        help="clips: a jsonl or csv of path and text, or a folder with .txt files")  # fmt: skip
+    add("--output", required=True, help="folder of the dataset to write")
+    add("--buckets", required=True, metavar="JSON", help="bucket plan: a file, or JSON such as "
+        '{"256px": {"17": [probability, micro-batch size]}}, or {"17": probability}')  # fmt: skip
+    for kind in _SECTIONS.values():
+        for flag in flags_of("", kind):
+            help_ = f"{flag.help}: {' or '.join(flag.choices)}" if flag.choices else flag.help
+            add(flag.positive[0], type=flag.type, nargs="*" if flag.nargs else None,
+                default=flag.default, help=help_)  # fmt: skip
+    add("--storage", default="float32", help="type of the stored numbers: float32 or bfloat16")
+    add("--workers", type=int, default=1, help="processes that encode")
+    add("--clips-per-shard", type=int, default=1000,
+        help="most clips of a shard, and most that a killed process loses")  # fmt: skip
+    add("--device", default="cpu", choices=("cpu", "cuda"),
+        help="where codec and text encoder compute")  # fmt: skip
+    return parser
+
+
+def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
+    """Turn a command line into options.
+
+    Raises:
+        ConfigError: a flag is unknown or cannot be honoured, or the bucket plan is empty.
+    """
+    values = vars(_parser().parse_args(list(argv)))
+    given = values.pop("buckets")
+    if not given.lstrip().startswith("{"):
+        try:
+            given = Path(given).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"`--buckets` ({given}) must be JSON or a file with it, but cannot be read "
+                f"({error}); correct it."
+            ) from None
+    sections = {
+        name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        for name, kind in _SECTIONS.items()
+    }
+    return VideoPreprocessOptions(plan=parse_plan(given), **sections, **values)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -308,8 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for bad input, 2 for bad flags, 130 when interrupted.
     """
     try:
-        options = parse_options(sys.argv[1:] if argv is None else argv)
-        done = preprocess(options)
+        preprocess(parse_options(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         say_to_stderr("Interrupted; finished shards are kept, so run the same command again.")
         return 130
@@ -317,8 +352,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         for sentence in error.messages:
             say_to_stderr(f"error: {sentence}")
         return 2 if isinstance(error, ConfigError) else 1
-    say_to_stderr(
-        f"{done.clips} clips in {done.shards} shards, {len(done.dropped)} dropped, in "
-        f"{done.seconds:.1f} s -> {options.output}"
-    )
     return 0

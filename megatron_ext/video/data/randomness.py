@@ -3,10 +3,9 @@
 Each decision comes from a counter-based generator (Philox, SC11 "Parallel random numbers: as easy
 as 1, 2, 3") whose key is a hash of the seed, the number of the sample in the run and the purpose.
 Ranks of one replica therefore decide alike without speaking, replicas decide differently, another
-layout decides the same, and a resumed run needs no state of generators.
-
-numpy's Philox takes 128 bits of key. torch's generator on the CPU would take 32 of its seed, so
-that among 100,000 samples some would share their noise.
+layout decides the same, and a resumed run needs no state of generators. numpy's Philox takes 128
+bits of key; torch's generator on the CPU takes 32, so that of 100,000 samples some would share
+their noise.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ class Randomness:
     """Random decisions about the b samples of a micro-batch, on the CPU.
 
     Attributes:
-        noise: x1 of the whole clips, ``[b, c, t, h, w]`` float32, standard normal; ranks that hold
-            a part of the sequence cut it after packing.
+        noise: x1 of the whole clips, ``[b, c, t, h, w]`` float32, standard normal.
         normals: u, of which timesteps are made, ``[b]`` float32, standard normal.
         modes: indices into `MODES`, ``[b]`` int64.
-        drop_text: the text embeddings are replaced, ``[b]`` bool.
-        drop_pooled: the pooled embedding is replaced, ``[b]`` bool.
+        drop_text, drop_pooled: the text embeddings, the pooled one are replaced, ``[b]`` bool.
     """
 
     noise: Tensor
@@ -44,13 +41,7 @@ class Randomness:
 
 
 def generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
-    """Return the generator that decides one thing about one sample.
-
-    Args:
-        seed: ``--seed``.
-        sample: its number in the run, over all replicas and epochs.
-        purpose: name of the decision.
-    """
+    """Return the generator that decides one thing, the purpose, about one sample of the run."""
     digest = hashlib.blake2b(f"{seed} {sample} {purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
@@ -60,10 +51,8 @@ def sample_numbers(
 ) -> range:
     """Return the numbers in the run of a micro-batch's samples, as the samplers deal them out.
 
-    Args:
-        consumed_samples: samples of all training steps before, over all replicas.
-        microbatch: index in the step.
-        micro_batch_size: b.
+    ``consumed_samples`` counts those of all training steps before, over all replicas, and
+    ``microbatch`` from the beginning of the step.
     """
     first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
@@ -72,8 +61,7 @@ def sample_numbers(
 def draw_normals(
     seed: int, samples: Sequence[int], purpose: str, count: int | None = None
 ) -> Tensor:
-    """Return one standard normal number for each sample, or ``count`` of which the first is that
-    one.
+    """Return a standard normal number for each sample, or ``count``, of which it is the first.
 
     Returns:
         ``[b]`` or ``[b, count]``, float32.
@@ -87,10 +75,8 @@ def draw_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], purpose: str = "noise"
 ) -> Tensor:
     """Return standard normal numbers, ``[b, *shape]`` float32."""
-    drawn = [
-        generator(seed, sample, purpose).standard_normal(tuple(shape), dtype=np.float32)
-        for sample in samples
-    ]
+    draws = (generator(seed, sample, purpose) for sample in samples)
+    drawn = [draw.standard_normal(tuple(shape), dtype=np.float32) for draw in draws]
     return torch.from_numpy(np.stack(drawn))
 
 
@@ -107,12 +93,9 @@ def draw_microbatch(
     conditions: ConditionConfig,
     dropout: TextDropoutConfig,
 ) -> Randomness:
-    """Return all random decisions about a micro-batch.
+    """Return all random decisions about a micro-batch of latents of shape (c, t, h, w).
 
-    Args:
-        seed: ``--seed``.
-        samples: numbers in the run of its samples, see `sample_numbers`.
-        shape: (c, t, h, w) of the latents of a clip.
+    ``samples`` are the numbers of its clips in the run.
 
     Raises:
         ConfigError: no condition mode fits clips of t latent frames.

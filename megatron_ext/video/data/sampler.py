@@ -20,12 +20,7 @@ from megatron_ext.video.data.geometry import Bucket
 
 @dataclass(frozen=True)
 class Members:
-    """The clips of one bucket.
-
-    Attributes:
-        clips: their numbers in the dataset.
-        micro_batch_size: micro-batch size of this bucket, on one rank.
-    """
+    """The clips of one bucket by number, and its micro-batch size on one rank."""
 
     clips: Sequence[int]
     micro_batch_size: int
@@ -36,15 +31,9 @@ class BucketSteps:
     """Micro-batches of each rank, step by step through epochs.
 
     Each epoch shuffles the clips of each bucket, cuts them into units and shuffles these. A unit is
-    a whole step, or, with ``mixed``, one micro-batch, of which ranks take one each in turn; the
-    rest that fills no unit is left out, another one in each epoch.
-
-    Attributes:
-        num_ranks: data-parallel size.
-        num_microbatches: micro-batches of one rank in one step.
-        seed: decides the order, anew in each epoch; None keeps the order of the data.
-        mixed: ranks and micro-batches of a step may have different shapes.
-        pipeline_size: pipeline-parallel size, which must be 1 with ``mixed``.
+    a whole step, or, with ``mixed``, one micro-batch, of which ranks take one each in turn, so that
+    shapes differ in a step; the rest that fills no unit is left out, another one in each epoch. A
+    seed of None keeps the order of the data.
 
     Raises:
         ConfigError: ``mixed`` is set with pipeline stages.
@@ -66,9 +55,8 @@ class BucketSteps:
                 "each step."
             )
         self._per_step = self.num_ranks * self.num_microbatches
-        per_unit = 1 if self.mixed else self._per_step
         self._units = {
-            bucket: len(members.clips) // (members.micro_batch_size * per_unit)
+            bucket: len(members.clips) // self._unit(members)
             for bucket, members in self.buckets.items()
         }
         units = sum(self._units.values())
@@ -82,12 +70,15 @@ class BucketSteps:
             )
         self._epoch, self._order = -1, list[tuple[Bucket, list[int]]]()
 
+    def _unit(self, members: Members) -> int:
+        """Return the clips of a unit."""
+        return members.micro_batch_size * (1 if self.mixed else self._per_step)
+
     @property
     def left_out(self) -> dict[Bucket, int]:
         """Return the clips of each bucket that an epoch leaves out because they fill no unit."""
-        per_unit = 1 if self.mixed else self._per_step
         return {
-            bucket: len(members.clips) - self._units[bucket] * members.micro_batch_size * per_unit
+            bucket: len(members.clips) % self._unit(members)
             for bucket, members in self.buckets.items()
         }
 
@@ -119,8 +110,7 @@ class BucketSteps:
         units = []
         # By name, so that the order does not depend on how the mapping was built.
         for i, (bucket, members) in enumerate(sorted(self.buckets.items(), key=lambda b: b[0])):
-            count = self._units[bucket]
-            size = members.micro_batch_size * (1 if self.mixed else self._per_step)
+            count, size = self._units[bucket], self._unit(members)
             clips = np.asarray(members.clips, np.int64)
             clips = clips[self._shuffled(len(clips), epoch, 1 + i)][: count * size]
             units += [(bucket, unit.tolist()) for unit in clips.reshape(count, size)]
@@ -134,12 +124,9 @@ class BucketSteps:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sequence of a clip of a bucket.
+    """The sequence of a clip of a bucket, whose latents have ``shape`` (c, t, h, w).
 
-    Attributes:
-        shape: (c, t, h, w) of its latents.
-        num_text: text tokens, padding included.
-        num_image: image tokens.
+    Text tokens include padding.
     """
 
     shape: tuple[int, int, int, int]
@@ -154,14 +141,8 @@ class Geometry:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A micro-batch before it is read.
+    """A micro-batch before it is read: its clips' numbers in the dataset, and in the run."""
 
-    Attributes:
-        clips: numbers of the clips in the dataset.
-        samples: their numbers in the run.
-    """
-
-    bucket: Bucket
     clips: list[int]
     samples: range
 
@@ -188,19 +169,17 @@ class VideoPlan:
         return self.steps.num_samples(step)
 
     def microbatches(self, step: int, rank: int, first_sample: int) -> list[PlannedBatch]:
-        """Return the micro-batches of one data-parallel rank.
+        """Return the micro-batches of one data-parallel rank in a step of the run.
 
-        Args:
-            step: counted from the beginning of the run.
-            first_sample: number in the run of the first clip of the step, over all ranks.
+        ``first_sample`` is the number in the run of the first clip of the step, over all ranks.
         """
         ranks = [self.steps.microbatches(step, other) for other in range(self.steps.num_ranks)]
         planned, first = [], first_sample
         for number in range(self.steps.num_microbatches):
             for other, of_rank in enumerate(ranks):
-                bucket, clips = of_rank[number]
+                _, clips = of_rank[number]
                 if other == rank:
-                    planned.append(PlannedBatch(bucket, clips, range(first, first + len(clips))))
+                    planned.append(PlannedBatch(clips, range(first, first + len(clips))))
                 first += len(clips)
         return planned
 

@@ -1,39 +1,55 @@
-"""The data of a video run: opened, planned and checked before it starts."""
+"""The data of a video run: opened, planned and checked before it starts, and read step by step.
+
+The first tensor-parallel rank reads the clips of a micro-batch, for all of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
+from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.rules.optimizer import optimizer_errors, with_warmup
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.config.training import TrainingConfig
+from megatron_ext.data.loader import BatchSource
+from megatron_ext.device import to_device
+from megatron_ext.errors import ConfigError, DataError, loader_ends_with_parent
+from megatron_ext.train.batch_size import StepStats
+from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
 from megatron_ext.video.cost.clip import Clip
-from megatron_ext.video.data.conditions import sections
-from megatron_ext.video.data.dataset import ShardedVideos, VideoClips, open_online
+from megatron_ext.video.data.conditions import Text, sections
+from megatron_ext.video.data.dataset import (
+    ShardedVideos,
+    VideoBatch,
+    VideoClips,
+    collate,
+    open_online,
+)
 from megatron_ext.video.data.encode import reference_name
 from megatron_ext.video.data.geometry import parse_plan
-from megatron_ext.video.data.manifest import read_manifest
-from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions
+from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manifest
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan
 from megatron_ext.video.data.shards import read_null
 from megatron_ext.video.model.tokens import grid
 from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.generate import check_sampling
-
-Encoding = tuple[CodecConfig, TextEncoderConfig, EncodeConfig]
+from megatron_ext.video.step import FlowMicrobatch
 
 
 def open_videos(config: RunConfig, path: str) -> VideoClips:
@@ -42,50 +58,45 @@ def open_videos(config: RunConfig, path: str) -> VideoClips:
     Raises:
         ConfigError, DataError: see `ShardedVideos` and `open_online`.
     """
-    encoding = (
-        config.section(CodecConfig),
-        config.section(TextEncoderConfig),
-        config.section(EncodeConfig),
-    )
-    return _opened(
-        path, config.section(VideoConfig).video_buckets, encoding if _online(config) else None
-    )
-
-
-def manifest_of(config: RunConfig) -> dict[str, Any]:
-    """Return the manifest of the training data; clips that are encoded already are not opened."""
-    path = config.section(VideoConfig).video_data_path
-    assert path is not None
-    if _online(config):
-        return open_videos(config, path).manifest
-    return read_manifest(Path(path))
-
-
-def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
-    """Return the encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
-    path = config.section(VideoConfig).video_data_path
-    assert path is not None
-    if _online(config):
-        return open_videos(config, path).null_text
-    return read_null(Path(path), manifest_of(config))
-
-
-def _online(config: RunConfig) -> bool:
-    return config.section(VideoConfig).online_encoding
+    video, encoding = config.section(VideoConfig), None
+    if video.online_encoding:
+        encoding = tuple(
+            config.section(kind) for kind in (CodecConfig, TextEncoderConfig, EncodeConfig)
+        )
+    return _opened(path, video.video_buckets, encoding)
 
 
 @lru_cache(maxsize=4)
-def _opened(path: str, buckets: str | None, encoding: Encoding | None) -> VideoClips:
+def _opened(path: str, buckets: str | None, encoding: tuple[Any, ...] | None) -> VideoClips:
     """Open clips, checked and planned once, for the ranks that are forked later too."""
     plan = None if buckets is None else parse_plan(buckets)
     if encoding is None:
         return ShardedVideos(path, plan)
     assert plan is not None
-    codec, text_encoder, encode = encoding
-    options = VideoPreprocessOptions(
-        input=path, output="", plan=plan, codec=codec, text_encoder=text_encoder, encode=encode
+    options = VideoPreprocessOptions(path, "", plan, *encoding)
+    return open_online(options, tell=_is_first_rank())
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def manifest_of(config: RunConfig) -> dict[str, Any]:
+    """Return the manifest of the training data; clips that are encoded already are not opened."""
+    video = config.section(VideoConfig)
+    path = str(video.video_data_path)
+    return (
+        open_videos(config, path).manifest if video.online_encoding else read_manifest(Path(path))
     )
-    return open_online(options, tell=int(os.environ.get("RANK", "0")) == 0)
+
+
+def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
+    """Return the encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
+    video = config.section(VideoConfig)
+    path = str(video.video_data_path)
+    if video.online_encoding:
+        return open_videos(config, path).null_text
+    return read_null(Path(path), read_manifest(Path(path)))
 
 
 @dataclass(frozen=True)
@@ -115,12 +126,14 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
         mixed=config.section(VideoConfig).mixed_buckets,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
     )
-    network = network_of(config)
+    network, geometries = network_of(config), {}
     for bucket, held in members.items():
-        network.check_clips(config, clips.latent_shape(held.clips[0])[1:], f"Clips of {bucket}")
-    geometries = {
-        bucket: _geometry(config, clips, held.clips[0]) for bucket, held in members.items()
-    }
+        shape = clips.latent_shape(held.clips[0])
+        network.check_clips(shape[1:], f"Clips of {bucket}")
+        t, rows, columns = grid(shape[1:], network.patch_size)
+        image, text = t * rows * columns, int(clips.manifest["text_length"])
+        padding = -(text + image) % network.sequence_multiple
+        geometries[bucket] = Geometry(shape, text + padding, image)
     per_step = batch // micro_batch_size
     units = {
         str(bucket): [len(held.clips), held.micro_batch_size * per_step]
@@ -131,13 +144,6 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
     return VideoSplit(folder, clips, VideoPlan(steps, geometries, identity))
 
 
-def _geometry(config: RunConfig, clips: VideoClips, number: int) -> Geometry:
-    shape, network = clips.latent_shape(number), network_of(config)
-    t, rows, columns = grid(shape[1:], network.patch_size(config))
-    image, text = t * rows * columns, int(clips.manifest["text_length"])
-    return Geometry(shape, text + -(text + image) % network.sequence_multiple(config), image)
-
-
 def build_video_datasets(
     config: RunConfig,
     assets: None,
@@ -145,11 +151,10 @@ def build_video_datasets(
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
     """Open the splits; every rank needs the plan, some read the clips; see `Task.datasets`."""
-    video, valid = config.section(VideoConfig), None
-    assert video.video_data_path is not None
-    if video.video_valid_path is not None:
-        valid = open_split(config, video.video_valid_path, shuffle=False)
-    train = open_split(config, video.video_data_path, shuffle=True)
+    video = config.section(VideoConfig)
+    train = open_split(config, str(video.video_data_path), shuffle=True)
+    path = video.video_valid_path
+    valid = None if path is None else open_split(config, path, shuffle=False)
     return Datasets(train, valid, None)  # type: ignore[arg-type]
 
 
@@ -160,56 +165,51 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
         ConfigError, DataError: the data is not whole or does not fit the flags.
     """
     video = config.section(VideoConfig)
-    assert video.video_data_path is not None
-    manifest = open_videos(config, video.video_data_path).manifest
+    manifest = open_videos(config, str(video.video_data_path)).manifest
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config, manifest)
-    network = network_of(config)
-    config = _with_evaluation(network.checked(network.with_widths(config, manifest)))
-    train = open_split(config, video.video_data_path, shuffle=True)
-    config = _with_length(config, train.plan.steps_per_epoch)
-    _check_references(config, train)
+    config = network_of(network_of(config).with_widths(manifest)).checked()
+    train = open_split(config, str(video.video_data_path), shuffle=True)
+    training = config.training.in_steps(train.plan.steps_per_epoch)
+    optimizer = _with_warmup(config.optimizer, training)
+    _check_references(config.section(ConditionConfig), train)
     if video.video_valid_path is not None:
-        _check_same_kind(train, open_split(config, video.video_valid_path, shuffle=False))
-    if int(os.environ.get("RANK", "0")) == 0:
+        valid = open_split(config, video.video_valid_path, shuffle=False)
+        for name in ("codec", "text_encoder"):
+            if manifest[name] != valid.clips.manifest[name]:
+                raise ConfigError(
+                    f"`--video-valid-path` ({valid.path}) was encoded by another "
+                    f"{name.replace('_', ' ')} than `--video-data-path` ({train.path}); "
+                    "preprocess both alike."
+                )
+    if _is_first_rank():
         print(bucket_table(train), flush=True)
     longest = max(geometry.num_tokens for geometry in train.plan.geometries.values())
     model = dataclasses.replace(
         config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
     )
-    return dataclasses.replace(config, model=model), None
-
-
-def _with_evaluation(config: RunConfig) -> RunConfig:
-    """Evaluate on the whole validation data, or not at all where there is none."""
-    training = config.training
-    evaluates = config.section(VideoConfig).video_valid_path is not None and training.eval_iters > 0
+    # Validation takes all of its data, and is left out where there is none.
+    evaluates = video.video_valid_path is not None and training.eval_iters > 0
     training = dataclasses.replace(
         training, full_validation=evaluates, eval_iters=training.eval_iters if evaluates else 0
     )
-    return dataclasses.replace(config, training=training)
+    return dataclasses.replace(config, model=model, training=training, optimizer=optimizer), None
 
 
-def _with_length(config: RunConfig, steps_per_epoch: int) -> RunConfig:
-    """Count epochs in steps, and shorten a warm-up for which the run has no room.
-
-    Raises:
-        ConfigError: the flags do not fit the number of steps.
-    """
-    training = config.training.in_steps(steps_per_epoch)
-    optimizer = with_warmup(config.optimizer, training)
-    if optimizer != config.optimizer and int(os.environ.get("RANK", "0")) == 0:
+def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
+    """Return the optimizer's flags with a shorter warm-up where the run has no room for it."""
+    optimizer = with_warmup(given, training)
+    if optimizer != given and _is_first_rank():
         for note in optimizer.warmup_notes():
             print(f"> {note}", flush=True)
-    errors = optimizer_errors(optimizer, training)
+    errors = list(optimizer_errors(optimizer, training))
     if errors:
         raise ConfigError(errors)
-    return dataclasses.replace(config, training=training, optimizer=optimizer)
+    return optimizer
 
 
-def _check_references(config: RunConfig, split: VideoSplit) -> None:
+def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
     """Check that every reference for which a mode may ask has been encoded."""
-    conditions = config.section(ConditionConfig)
     for mode in conditions.modes:
         lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
         for t in lengths:
@@ -228,37 +228,24 @@ def _check_references(config: RunConfig, split: VideoSplit) -> None:
                     )
 
 
-def _check_same_kind(train: VideoSplit, valid: VideoSplit) -> None:
-    """Check that validation clips have been encoded as the training clips were."""
-    for name in ("codec", "text_encoder"):
-        if train.clips.manifest[name] != valid.clips.manifest[name]:
-            raise ConfigError(
-                f"`--video-valid-path` ({valid.path}) was encoded by another "
-                f"{name.replace('_', ' ')} than `--video-data-path` ({train.path}); "
-                "preprocess both alike."
-            )
-
-
 def planned_clips(config: RunConfig) -> list[Clip]:
     """Return the buckets of the training data that fill steps; see `Task.clips`."""
-    video_data_path = config.section(VideoConfig).video_data_path
-    assert video_data_path is not None
-    plan = open_split(config, video_data_path, shuffle=False).plan
-    patch, steps = network_of(config).patch_size(config), plan.steps
+    path = str(config.section(VideoConfig).video_data_path)
+    plan, patch = open_split(config, path, shuffle=False).plan, network_of(config).patch_size
+    steps, found = plan.steps, []
     units = {
         bucket: (len(held.clips) - steps.left_out[bucket]) // held.micro_batch_size
         for bucket, held in steps.buckets.items()
     }
-    found = []
     for bucket, count in sorted(units.items()):
-        geometry, held = plan.geometries[bucket], steps.buckets[bucket]
+        geometry = plan.geometries[bucket]
         if count:
             found.append(
                 Clip(
                     str(bucket),
                     *grid(geometry.shape[1:], patch),
                     num_text=geometry.num_text,
-                    micro_batch_size=held.micro_batch_size,
+                    micro_batch_size=steps.buckets[bucket].micro_batch_size,
                     share=count / sum(units.values()),
                 )
             )
@@ -275,3 +262,117 @@ def bucket_table(split: VideoSplit) -> str:
         for bucket, members in sorted(steps.buckets.items(), key=lambda entry: entry[0])
     ]
     return "\n".join([f"> buckets, {steps.steps_per_epoch} steps an epoch:", *lines])
+
+
+class _ClipsOfSteps(Sampler[list[int]]):
+    """Clip numbers of the micro-batches of a data-parallel rank, from a step on; never ends."""
+
+    def __init__(self, plan: VideoPlan, dp_rank: int, first_step: int) -> None:
+        self._plan, self._dp_rank, self._first_step = plan, dp_rank, first_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in itertools.count(self._first_step):
+            for planned in self._plan.microbatches(step, self._dp_rank, 0):
+                yield planned.clips
+
+
+def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) -> VideoBatch:
+    """Return on the device the batch that the first tensor-parallel rank has."""
+    tensors = {} if batch is None else batch.tensors()
+    tensors = {name: to_device(tensor, device) for name, tensor in tensors.items()}
+    if group.size() == 1:
+        return VideoBatch.from_tensors(tensors)
+    about: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
+    # Ahead of the tensors, since clips differ in size, and short ones have fewer references.
+    torch.distributed.broadcast_object_list(about, group=group, group_src=0)
+    got = {}
+    for name, (shape, dtype) in about[0].items():
+        if batch is not None:
+            got[name] = tensors[name].contiguous()
+        else:
+            got[name] = torch.empty(shape, dtype=dtype, device=device)
+        torch.distributed.broadcast(got[name], group=group, group_src=0)
+    return VideoBatch.from_tensors(got)
+
+
+EVALUATION_SEED = 1 << 32
+"""Added to the seed, so that validation clips never share their noise with training clips."""
+
+
+class VideoSource(BatchSource):
+    """The steps of one split on this rank, from ``first_step`` of the plan on.
+
+    Random decisions are numbered by the clips of all steps before. Training draws anew in each
+    pass; otherwise every pass makes the same decisions about a clip.
+    """
+
+    def __init__(
+        self, run: Run, split: VideoSplit, *, first_step: int, consumed_samples: int, training: bool
+    ) -> None:
+        self.video_plan = split.plan
+        super().__init__(None, len(split.clips), split.plan, first_step)  # type: ignore[arg-type]
+        self._context, self._device, self._training = run.context, run.device, training
+        self._consumed = consumed_samples
+        network, training_config = network_of(run.config), run.config.training
+        patch, num_workers = network.patch_size, training_config.num_workers
+        self._batches: Iterator[VideoBatch | None] = itertools.repeat(None)
+        if run.context.tp_rank == 0:
+            loader: Any = DataLoader(
+                split.clips,
+                batch_sampler=_ClipsOfSteps(split.plan, run.context.dp_rank, first_step),
+                num_workers=num_workers,
+                collate_fn=partial(collate, patch=patch, multiple=network.sequence_multiple),
+                pin_memory=run.device.type == "cuda",
+                # The loader would draw its seed from the generator that ranks share.
+                generator=torch.Generator().manual_seed(0),
+                multiprocessing_context="fork" if num_workers else None,
+                worker_init_fn=loader_ends_with_parent(),
+            )
+            self._batches = iter(loader)
+        null = Text(*(tensor[None].to(run.device) for tensor in split.clips.null_text))
+        seed = training_config.seed + (0 if training else EVALUATION_SEED)
+        self._build = network.builder(run.config, run.context, null, seed, patch)
+
+    @property
+    def coming(self) -> int:
+        """Return the step that comes next, counted from the beginning of the run."""
+        return self._coming
+
+    def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:
+        """Return the micro-batches of the next step."""
+        context = self._context
+        planned = self.video_plan.microbatches(self._coming, context.dp_rank, self._consumed)
+        self._consumed += self.video_plan.num_samples(self._coming)
+        self._coming += 1
+        return [
+            self._build(
+                _on_all_ranks(next(self._batches), self._device, context.pgs.tp),
+                batch.samples if self._training else batch.clips,
+            )
+            for batch in planned
+        ]
+
+
+def video_source(
+    run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
+) -> VideoSource:
+    """Begin at the run's step, or anew with the same noise for validation; see `Task.source`."""
+    return VideoSource(
+        run,
+        dataset,
+        first_step=0 if full_epoch else run.progress.iteration,
+        consumed_samples=consumed_samples,
+        training=not full_epoch,
+    )
+
+
+def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
+    """Return clips, tokens and operations of the coming step; see `Task.step_stats`."""
+    source = run.train_source
+    assert isinstance(source, VideoSource)
+    network, sequences = network_of(run.config), source.video_plan.sequences(source.coming)
+    return StepStats(
+        samples=len(sequences),
+        tokens=sum(sequence.num_tokens for sequence in sequences),
+        flops=sum(network.flops(x) for x in sequences),
+    )

@@ -71,25 +71,16 @@ def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
     return flat.float().numpy()
 
 
-def from_storage(values: NDArray[Any], storage: str) -> Tensor:
-    """Invert `to_storage`: return float32 or bfloat16 in the same memory."""
-    tensor = torch.from_numpy(values)
-    return tensor.view(torch.bfloat16) if storage == "bfloat16" else tensor
-
-
 def dtype_of(field: str, storage: str) -> np.dtype[Any]:
     """Return the type of one field in its files."""
-    if field in ("geometry", "caption"):
-        return np.dtype(np.int32 if field == "geometry" else np.uint8)
-    return np.dtype(np.int16 if storage == "bfloat16" else np.float32)
+    numbers = np.int16 if storage == "bfloat16" else np.float32
+    return np.dtype({"geometry": np.int32, "caption": np.uint8}.get(field, numbers))
 
 
 class ShardWriter:
     """Writes one shard, clip by clip; leaving the context publishes it, an exception nothing.
 
-    Args:
-        references: names that clips may have.
-        storage: one of `STORAGES`.
+    ``references`` are the names that clips may have.
     """
 
     def __init__(self, folder: Path, name: str, references: Sequence[str], storage: str) -> None:
@@ -183,8 +174,11 @@ class Field:
             DataError: their number does not fit.
         """
         values = self[row]
+        tensor = torch.from_numpy(values)
+        if storage == "bfloat16":
+            tensor = tensor.view(torch.bfloat16)
         try:
-            return from_storage(values, storage).reshape(shape)
+            return tensor.reshape(shape)
         except RuntimeError:
             raise DataError(
                 f"{bin_path(self.prefix)} has {values.size} numbers for clip {row}, which do not "

@@ -1,11 +1,18 @@
-"""Text encoders by configuration or by manifest, and the built-in one without weights."""
+"""Text encoders by configuration or by manifest: hashed words, and models of transformers.
+
+Models come from local folders, nothing from a hub. MMDiTs take their text from T5 and CLIP, Wan's
+networks from UMT5.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,17 +21,14 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import FOLDERS, HASHED, T5_CLIP, TextEncoderConfig
-from megatron_ext.video.data.codec import compared
-from megatron_ext.video.data.text_models import UMT5, T5AndClip, read_settings
+from megatron_ext.video.config.encoding import UMT5 as UMT5_NAME
+from megatron_ext.video.data.codec import compared, public
 
 
 class TextEncoder(Protocol):
     """The part of a text encoder that preprocessing, online encoding and sampling need.
 
-    Attributes:
-        length: l, rows of an encoded caption.
-        width: d, features of a row.
-        pooled_width: e, features of the pooled vector, 0 where there is none.
+    A caption becomes ``length`` rows of ``width`` features, and ``pooled_width`` pooled ones, or 0.
     """
 
     length: int
@@ -33,13 +37,11 @@ class TextEncoder(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what decides the embeddings; it is stored beside them and compared."""
+        """Return what decides the embeddings; it is stored with them and compared."""
         ...
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return embeddings ``[n, l, d]`` and pooled vectors ``[n, e]`` float32; "" is the null
-        text.
-        """
+        """Return embeddings ``[n, l, d]`` and pooled ``[n, e]`` float32; "" is the null text."""
         ...
 
 
@@ -86,6 +88,171 @@ def _word_vector(salt: str, word: str, width: int) -> Tensor:
     return torch.from_numpy((raw >> np.uint64(63)).astype(np.float32) * 2 - 1)
 
 
+def load_model(
+    text_encoder: str,
+    model_class: str,
+    name: str,
+    path: str,
+    types: Sequence[str],
+    tokenizer_path: str,
+) -> tuple[Any, Any]:
+    """Load a model of one of some types with its tokenizer, none of its weights made up.
+
+    Args:
+        model_class: name of its class in transformers.
+        name: option that gives the path.
+        types: one of them must be the ``model_type`` of the folder.
+
+    Raises:
+        ConfigError: transformers is not installed, or the folder holds no such model with all its
+            weights and its tokenizer.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            f"`text_encoder` {text_encoder} needs the package transformers, which is not "
+            f"installed; run `pip install 'megatron-ext[video]'`, or choose {HASHED}."
+        ) from None
+    found = read_settings(name, path).get("model_type")
+    if found not in types:
+        raise ConfigError(
+            f"`{name}` ({path}) holds a model of type {found}, but must hold one of type "
+            f"{' or '.join(types)}; correct the path."
+        )
+    try:
+        # False rather than nothing, for which transformers asks the terminal whether to run code.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tokenizer_path, local_files_only=True, trust_remote_code=False
+        )
+        model, info = getattr(transformers, model_class).from_pretrained(
+            path, local_files_only=True, output_loading_info=True
+        )
+    # Broken files give errors of safetensors, tokenizers, pickle and torch, which share no class.
+    except Exception as error:
+        raise ConfigError(
+            f"`{name}` ({path}) holds no model and tokenizer that can be loaded ({error}); copy "
+            "the whole folder again."
+        ) from error
+    if info["missing_keys"]:
+        raise ConfigError(
+            f"`{name}` ({path}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
+            "the whole folder again."
+        )
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
+    """Return ``input_ids`` and ``attention_mask``, ``[n, length]`` each, cut and padded."""
+    return tokenizer(
+        list(captions), max_length=length, padding="max_length", truncation=True,
+        return_attention_mask=True, return_tensors="pt",
+    )  # fmt: skip
+
+
+def read_settings(name: str, path: str) -> dict[str, Any]:
+    """Read the config.json of a folder, which the option ``name`` gives.
+
+    Raises:
+        ConfigError: there is none that can be read.
+    """
+    try:
+        return dict(json.loads((Path(path) / "config.json").read_bytes()))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"`{name}` ({path}) must be a local folder with a config.json; nothing is loaded from "
+            "a hub, so correct the path."
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"`{name}` ({path}) has a config.json that cannot be read ({error}); copy it again."
+        ) from None
+
+
+class T5AndClip:
+    """T5's last hidden states, padded and without attention mask, and CLIP's pooled text vector.
+
+    As Open-Sora 2.0 uses them: pad tokens take part in attention, here and in the denoiser.
+
+    Raises:
+        ConfigError: see `load_model`.
+    """
+
+    def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
+        self.length, self.device = config.text_length, device
+        t5_path, clip_path = str(config.t5_path), str(config.clip_path)
+        t5, self._t5_tokenizer = load_model(
+            T5_CLIP, "T5EncoderModel", "t5_path", t5_path, ["t5"], t5_path
+        )
+        clip, self._clip_tokenizer = load_model(
+            T5_CLIP, "CLIPTextModel", "clip_path", clip_path, ["clip", "clip_text_model"], clip_path
+        )
+        self._t5, self._clip = t5.to(device), clip.to(device)
+        self.width = int(t5.config.d_model)
+        self.pooled_width = int(clip.config.hidden_size)
+        self._clip_length = int(clip.config.max_position_embeddings)
+        self._settings = {
+            "t5": public(read_settings("t5_path", t5_path)),
+            "clip": public(read_settings("clip_path", clip_path)),
+        }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"text_encoder": T5_CLIP, "length": self.length, **self._settings}
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        ids = tokenized(self._t5_tokenizer, captions, self.length)["input_ids"]
+        rows = self._t5(input_ids=ids.to(self.device)).last_hidden_state
+        ids = tokenized(self._clip_tokenizer, captions, self._clip_length)["input_ids"]
+        pooled = self._clip(input_ids=ids.to(self.device)).pooler_output
+        return rows.float(), pooled.float()
+
+
+class UMT5:
+    """UMT5's last hidden states of the tokens; rows of pad tokens are zero. Nothing is pooled.
+
+    As `diffusers.WanPipeline` does it: the encoder masks pad tokens, the denoiser attends to their
+    zero rows. Captions are cleaned as there without the package ftfy, which would mend text in a
+    wrong encoding: character references such as ``&amp;`` are resolved, twice, and runs of white
+    space become one space. So embeddings do not depend on what is installed. The tokenizer lies in
+    the folder of the model, or, as in the folder of a pipeline of diffusers, in ``../tokenizer``.
+
+    Raises:
+        ConfigError: see `load_model`.
+    """
+
+    pooled_width = 0
+
+    def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
+        path, sibling = (
+            str(config.t5_path),
+            Path(str(config.t5_path)).resolve().parent / "tokenizer",
+        )
+        self.length, self.device = config.text_length, device
+        own = (Path(path) / "tokenizer_config.json").is_file() or not sibling.is_dir()
+        model, self._tokenizer = load_model(
+            UMT5_NAME, "UMT5EncoderModel", "t5_path", path, ["umt5"], path if own else str(sibling)
+        )
+        self._model = model.to(device)
+        self.width = int(model.config.d_model)
+        self._settings = public(read_settings("t5_path", path))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"text_encoder": UMT5_NAME, "length": self.length, "umt5": self._settings}
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        cleaned = [" ".join(html.unescape(html.unescape(c)).split()) for c in captions]
+        words = tokenized(self._tokenizer, cleaned, self.length)
+        mask = words["attention_mask"].to(self.device)
+        output = self._model(input_ids=words["input_ids"].to(self.device), attention_mask=mask)
+        rows = output.last_hidden_state.float()
+        rows = rows.masked_fill(mask[..., None] == 0, 0.0)
+        return rows, rows.new_zeros(len(captions), self.pooled_width)
+
+
 def build_text_encoder(
     config: TextEncoderConfig, device: torch.device | None = None
 ) -> TextEncoder:
@@ -127,9 +294,7 @@ def text_encoder_from_manifest(
     """Build the text encoder that made the embeddings of a dataset, to encode new captions.
 
     Args:
-        manifest: manifest of the dataset; see `shards.read_json`.
         t5_path, clip_path: folders of the models; hashed words come from the manifest alone.
-        device: where models compute.
 
     Raises:
         ConfigError: a folder is missing, of no use, or given for hashed words.

@@ -1,4 +1,9 @@
-"""Joint bidirectional attention of [text; image], under tensor and context parallelism.
+"""Joint bidirectional attention of [text; image], and rotary positions over three axes.
+
+Rotary positions (RoFormer, arXiv:2104.09864) go over latent frame, row and column. Adjacent
+features (2j, 2j + 1) of a head form the pair that frequency j of an axis rotates, as in FLUX and in
+Wan. Weights of implementations that rotate the pairs (j, d / 2 + j) fit after a permutation of the
+output channels of the query and key projections, from head feature d / 2 + j to 2j + 1.
 
 Context-parallel ranks hold equal contiguous slices of the sequence, in the order of the ranks: no
 query is masked, so slices cost the same without the zig-zag that causal attention needs.
@@ -6,8 +11,10 @@ query is masked, so slices cost the same without the zig-zag that causal attenti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -15,9 +22,78 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import sdpa
+from megatron_ext.layers.context_parallel import heads_to_sequence, sequence_to_heads
 from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import RMSNorm, spec_of, weights_of
 from megatron_ext.video.config.mmdit import EPSILON
+
+Table = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles by which `rotate` turns pairs."""
+
+
+def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: float) -> Table:
+    """Return the table for a joint sequence of text and image tokens, in float32.
+
+    Args:
+        ids: positions, ``[b, s, 3]``; those of text tokens are 0, which turns nothing.
+        axes_dim: number of features for each axis, even.
+        theta: base of the frequencies.
+
+    Returns:
+        Two tensors ``[s, b, 1, d / 2]``.
+
+    Raises:
+        ConfigError: the widths of the axes do not sum to ``head_dim``.
+    """
+    if sum(axes_dim) != head_dim or len(axes_dim) != ids.size(-1):
+        raise ConfigError(
+            f"`axes_dim` {tuple(axes_dim)} must be {ids.size(-1)} widths whose sum is the size of "
+            f"a head ({head_dim})."
+        )
+    angle = _angles(ids, axes_dim, theta, torch.float32).transpose(0, 1).unsqueeze(2)
+    return angle.cos(), angle.sin()
+
+
+def frame_rotary_table(
+    positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype
+) -> Table:
+    """Return the table for the tokens of frames, whose number has no bound.
+
+    Angles are computed in float64 for the positions that occur, so that frame 1000 is as exact as
+    frame 0.
+
+    Args:
+        positions: ``[t, n, 3]``.
+        axes_dim, theta: see `rotary_table`.
+        dtype: type of the model; the table has at least float32.
+
+    Returns:
+        Two tensors ``[t, n, 1, 1, d / 2]``, which broadcast over batch and heads.
+    """
+    angle = _angles(positions, axes_dim, theta, torch.float64)[:, :, None, None]
+    exact = torch.promote_types(dtype, torch.float32)
+    return angle.cos().to(exact), angle.sin().to(exact)
+
+
+def _angles(positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype) -> Tensor:
+    """Return ``positions[..., i] * theta ** (-2j / axes_dim[i])`` for pair j of axis i."""
+    angles = []
+    for axis, width in enumerate(axes_dim):
+        exponents = torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width
+        angles.append(positions[..., axis].to(dtype).unsqueeze(-1) * theta**-exponents)
+    return torch.cat(angles, dim=-1)
+
+
+def rotate(x: Tensor, table: Table) -> Tensor:
+    """Turn the pairs of queries or keys ``[..., d]``, in the type of the table.
+
+    The table broadcasts with ``[..., d / 2]``; the result has the type of ``x``.
+    """
+    cos, sin = table
+    first, second = torch.unflatten(x.to(cos.dtype), -1, (x.size(-1) // 2, 2)).unbind(-1)
+    turned = torch.stack((cos * first - sin * second, sin * first + cos * second), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -48,12 +124,7 @@ class QKNorm(MegatronModule):  # type: ignore[misc]
 
 
 class JointAttention:
-    """Attention from this rank's slice and heads to the whole sequence.
-
-    Args:
-        tp_group: ranks among which the heads are dealt.
-        cp_group: ranks among which the sequence is cut.
-        cp_comm_type: see `MMDiTOptions`.
+    """Attention from this rank's slice and heads to the whole sequence; see `MMDiTOptions`.
 
     Raises:
         ConfigError: the heads cannot be dealt out as asked.
@@ -82,17 +153,16 @@ class JointAttention:
             )
 
     def __call__(self, qkv: QKV) -> Tensor:
-        """Return the output of the attention, ``[s/c, b, n * d]``.
+        """Return ``[s/c, b, n * d]`` for this rank's rotated queries and keys, and its values.
 
-        Args:
-            qkv: queries and keys, rotated, and values of this rank's slice, each ``[s/c, b, n,
-                d]``.
+        They have the shape ``[s/c, b, n, d]``.
         """
         query, key, value = qkv
         if self.trades_heads:
             stacked = torch.stack((query, key, value), dim=3)
-            query, key, value = heads_to_sequence(stacked, self.cp_group).unbind(3)
-            return sequence_to_heads(_attend(query, key, value), self.cp_group).flatten(2)
+            traded = heads_to_sequence(stacked, self.cp_group, zigzag=False)
+            attended = _attend(*traded.unbind(3))
+            return sequence_to_heads(attended, self.cp_group, zigzag=False).flatten(2)
         if self.cp_group.size() > 1:
             key, value = gather_from_sequence_parallel_region(
                 torch.stack((key, value), dim=1),
@@ -106,22 +176,3 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return ``softmax(q k / sqrt(d)) v`` of ``[s, b, n, d]`` queries and all keys and values."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     return sdpa.attend(q, k, v).permute(2, 0, 1, 3)
-
-
-def heads_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Trade heads for sequence (Ulysses, arXiv:2309.14509), the slices in the order of the ranks.
-
-    Args:
-        x: ``[s/c, b, n, ...]``, n divisible by the number of ranks c.
-
-    Returns:
-        ``[s, b, n/c, ...]``.
-    """
-    parts = torch.cat(x.chunk(group.size(), dim=2))
-    traded: Tensor = all_to_all(group, parts)
-    return traded
-
-
-def sequence_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Invert `heads_to_sequence`: ``[s, b, n/c, ...]`` to ``[s/c, b, n, ...]``."""
-    return torch.cat(all_to_all(group, x.contiguous()).chunk(group.size()), dim=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,14 +14,6 @@ from typing_extensions import Self
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
-
-
-class Sizes(Protocol):
-    """The sizes of a network, which decide fields of megatron-core's configuration."""
-
-    def transformer_fields(self) -> dict[str, Any]:
-        """Return these fields by name."""
-        ...
 
 
 class Blocks(torch.nn.ModuleDict):
@@ -39,18 +31,15 @@ class Blocks(torch.nn.ModuleDict):
 
 
 class VideoChunk(MegatronModule):  # type: ignore[misc]
-    """One pipeline chunk of a video network.
+    """One pipeline chunk of a video network, the first of which embeds and the last predicts.
 
     Args:
         config: holds the fields of ``sizes.transformer_fields()``.
         sizes: sizes of the whole model.
-        options: what changes no shape of a parameter.
-        stage: number of this chunk's stage.
-        num_stages: pipeline stages, virtual ones included.
+        options: everything that changes no shape of a parameter.
+        stage: number of this chunk's stage, of ``num_stages``, virtual ones included.
 
     Attributes:
-        pre_process: the chunk is the first and embeds the inputs.
-        post_process: the chunk is the last and predicts.
         entering: the hidden tensor of the stage before.
 
     Raises:
@@ -72,7 +61,13 @@ class VideoChunk(MegatronModule):  # type: ignore[misc]
         num_stages: int = 1,
     ) -> None:
         super().__init__(config=config)
-        self._check_config(config, sizes)
+        for name, value in sizes.transformer_fields().items():
+            if getattr(config, name) != value:
+                fields = f"{type(sizes).__name__}.transformer_fields()"
+                raise ConfigError(
+                    f"`{name}` ({getattr(config, name)}) must be {value} for this {self.title}; "
+                    f"build the configuration from `{fields}`."
+                )
         self.sizes, self.options, self.pg_collection = sizes, options, groups
         self.tp_group, self.cp_group, self.num_stages = groups.tp, groups.cp, num_stages
         self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
@@ -88,14 +83,7 @@ class VideoChunk(MegatronModule):  # type: ignore[misc]
         *,
         vp_stage: int | None = None,
     ) -> Self:
-        """Build one chunk of this rank.
-
-        Args:
-            sizes: sizes of the whole model.
-            options: what changes no shape of a parameter.
-            transformer_config: holds the fields of ``sizes.transformer_fields()``.
-            vp_stage: index of the virtual chunk on this rank; None with one chunk.
-        """
+        """Build one chunk of this rank; ``vp_stage`` is its index there, None with one chunk."""
         placement = context.placement
         return cls(
             transformer_config,
@@ -109,11 +97,3 @@ class VideoChunk(MegatronModule):  # type: ignore[misc]
     def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
         """Take the hidden tensor of the stage before; `boundary_shape` gives its shape."""
         self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]
-
-    def _check_config(self, config: TransformerConfig, sizes: Sizes) -> None:
-        for name, value in sizes.transformer_fields().items():
-            if getattr(config, name) != value:
-                raise ConfigError(
-                    f"`{name}` ({getattr(config, name)}) must be {value} for this {self.title}; "
-                    f"build the configuration from `{type(sizes).__name__}.transformer_fields()`."
-                )

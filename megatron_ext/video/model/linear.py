@@ -1,9 +1,9 @@
-"""Linear layers of the video networks, and where a block enters and leaves the parallel region.
+"""Layers of all video networks: linear ones, embedders and modulation by the embedded timestep.
 
 A block of an MMDiT has two streams, or two branches, on one joint sequence. With a gather and a
 reduction in each of its layers, as in megatron-core's, it would communicate two to four times as
 often, and under sequence parallelism each stream's tokens would have to divide by the ranks. Such a
-block enters the tensor-parallel region once for both (`enter`) and leaves it once (`leave`); its
+block enters the tensor-parallel region once for both and leaves it once; its
 layers, `ColumnPiece` and `RowPiece`, only multiply. The price: under sequence parallelism the
 gathered input of a half block is kept for the backward pass, where megatron-core gathers it again;
 recomputed blocks do not keep it.
@@ -19,69 +19,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.initialization import Initialize, Marked
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
-
-
-def enter(x: Tensor, config: TransformerConfig, tp_group: ProcessGroup) -> Tensor:
-    """Give all tokens to every tensor-parallel rank.
-
-    Args:
-        x: ``[s/tp, b, h]`` with sequence parallelism, else ``[s, b, h]``.
-
-    Returns:
-        ``[s, b, h]``, whose gradient is summed over the ranks.
-    """
-    if config.sequence_parallel:
-        gathered: Tensor = gather_from_sequence_parallel_region(
-            x, tensor_parallel_output_grad=True, group=tp_group
-        )
-        return gathered
-    copied: Tensor = copy_to_tensor_model_parallel_region(x, group=tp_group)
-    return copied
-
-
-def leave(partial_sums: Tensor, config: TransformerConfig, tp_group: ProcessGroup) -> Tensor:
-    """Sum the partial results of the tensor-parallel ranks, and invert the shapes of `enter`."""
-    if config.sequence_parallel:
-        scattered: Tensor = reduce_scatter_to_sequence_parallel_region(partial_sums, group=tp_group)
-        return scattered
-    total: Tensor = reduce_from_tensor_model_parallel_region(partial_sums, group=tp_group)
-    return total
+from megatron_ext.video.config.mmdit import EPSILON
 
 
 def uniform(config: TransformerConfig, bound: float) -> Initialize:
-    """Return what fills a parameter uniformly within ``bound``.
-
-    It marks the parameter, to be filled by name, where the configuration's methods do so.
-    """
+    """Return what fills a parameter uniformly, or marks it, as the configuration's methods do."""
     method = partial(torch.nn.init.uniform_, a=-bound, b=bound)
     if isinstance(config.init_method, Marked):
         return Marked(method, config.init_method.marks)
     return method
 
 
-def library_default(config: TransformerConfig, fan_in: int) -> Initialize:
-    """Return what fills weight and bias as torch.nn.Linear does: within ``1 / sqrt(fan_in)``."""
-    return uniform(config, 1 / math.sqrt(fan_in))
-
-
 def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark the parameters of a module as held by every tensor-parallel rank.
-
-    Under sequence parallelism each rank sees some of the tokens, and megatron-core sums the
-    gradients.
+    """Mark parameters that every tensor-parallel rank holds, so that megatron-core sums their
+    gradients under sequence parallelism, where each rank sees some of the tokens.
     """
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -98,12 +58,7 @@ def _refuse_adapter(layer: Any) -> None:
 class ColumnPiece(ColumnParallelLinear):
     """A layer from ``[s, b, in]`` to this rank's ``[s, b, out / tp]``, without communication.
 
-    The bias is left to the function that comes next.
-
-    Args:
-        inputs: width of the input.
-        outputs: width of the output over all ranks.
-        tp_group: ranks that share the outputs.
+    The bias is left to the function that comes next. Both start as in torch.nn.Linear.
     """
 
     def __init__(
@@ -115,7 +70,7 @@ class ColumnPiece(ColumnParallelLinear):
         *,
         bias: bool = True,
     ) -> None:
-        method = library_default(config, inputs)
+        method = uniform(config, 1 / math.sqrt(inputs))
         super().__init__(
             inputs,
             outputs,
@@ -139,13 +94,8 @@ class ColumnPiece(ColumnParallelLinear):
 class RowPiece(RowParallelLinear):
     """A layer from this rank's ``[s, b, in / tp]`` to its part of a sum ``[s, b, out]``.
 
-    The bias, None for all but one of the pieces of a sum, is to be added after `leave`.
-
-    Args:
-        inputs: width of the input over all ranks.
-        outputs: width of the output.
-        tp_group: ranks that share the inputs.
-        fan_in: inputs of the whole sum, if this is a piece of it.
+    The bias, None for all but one of the pieces of a sum, is to be added after `leave`. Both start
+    as in a torch.nn.Linear of ``fan_in`` inputs, those of the whole sum.
     """
 
     def __init__(
@@ -158,7 +108,7 @@ class RowPiece(RowParallelLinear):
         bias: bool = True,
         fan_in: int | None = None,
     ) -> None:
-        method = library_default(config, fan_in or inputs)
+        method = uniform(config, 1 / math.sqrt(fan_in or inputs))
         super().__init__(
             inputs,
             outputs,
@@ -188,14 +138,6 @@ class RowPiece(RowParallelLinear):
         return output, self.bias
 
 
-def xavier(config: TransformerConfig, inputs: int, outputs: int) -> Initialize:
-    """Return what fills a weight within ``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010).
-
-    The widths are those of one projection, also for a weight that holds several.
-    """
-    return uniform(config, math.sqrt(6 / (inputs + outputs)))
-
-
 def column(
     config: TransformerConfig,
     tp_group: ProcessGroup,
@@ -203,35 +145,25 @@ def column(
     outputs: int,
     *,
     projections: int = 1,
+    whole_input: bool = False,
 ) -> ColumnParallelLinear:
     """Build a layer from ``[s, b, inputs]`` to this rank's ``[s, b, projections * outputs / tp]``.
 
-    It returns its bias beside its output, as `row` does, for the function that comes next to add.
+    It returns its bias with its output, as `row` does, for the function that comes next to add. The
+    weights of each projection start within ``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010).
+    With ``whole_input`` every rank holds the whole input, with sequence parallelism too.
     """
-    return ColumnParallelLinear(
+    layer = ColumnParallelLinear(
         inputs,
         projections * outputs,
         config=config,
-        init_method=xavier(config, inputs, outputs),
-        bias=True,
+        init_method=uniform(config, math.sqrt(6 / (inputs + outputs))),
         skip_bias_add=True,
-        gather_output=False,
         tp_group=tp_group,
     )
-
-
-def column_of_whole(
-    config: TransformerConfig,
-    tp_group: ProcessGroup,
-    inputs: int,
-    outputs: int,
-    *,
-    projections: int = 1,
-) -> ColumnParallelLinear:
-    """Build a `column` for an input that every rank holds whole, with sequence parallelism too."""
-    layer = column(config, tp_group, inputs, outputs, projections=projections)
-    layer.sequence_parallel = False
-    layer.allreduce_dgrad = tp_group.size() > 1
+    if whole_input:
+        layer.sequence_parallel = False
+        layer.allreduce_dgrad = tp_group.size() > 1
     return layer
 
 
@@ -243,7 +175,7 @@ def row(
         inputs,
         outputs,
         config=config,
-        init_method=xavier(config, inputs, outputs),
+        init_method=uniform(config, math.sqrt(6 / (inputs + outputs))),
         bias=True,
         input_is_parallel=True,
         skip_bias_add=True,
@@ -252,18 +184,65 @@ def row(
 
 
 def heads_of(x: Tensor, num_projections: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Take a fused projection apart.
+    """Take a fused projection ``[s, b, n * p * d]`` apart into p tensors ``[s, b, n, d]``.
 
-    Args:
-        x: ``[s, b, n * p * d]``; the p projections of a head follow one another, so that a
-            contiguous part of the weight's rows is whole heads.
-        num_projections: p.
-        head_dim: d.
-
-    Returns:
-        p tensors ``[s, b, n, d]``.
+    The p projections of a head follow one another, so that a contiguous part of the weight's rows
+    is whole heads.
     """
     if num_projections == 1:
         # Its gradient would be copied for the sake of an axis of one.
         return (torch.unflatten(x, -1, (-1, head_dim)),)
     return torch.unflatten(x, -1, (-1, num_projections, head_dim)).unbind(-2)
+
+
+class VectorEmbedder(torch.nn.Module):
+    """Linear, SiLU, Linear: ``[b, width]`` to ``[b, h]``."""
+
+    def __init__(self, width: int, hidden_size: int) -> None:
+        super().__init__()
+        self.linear_in = torch.nn.Linear(width, hidden_size)
+        self.linear_out = torch.nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[b, h]`` for ``[b, width]``, in the type of the weights."""
+        x = x.to(self.linear_in.weight.dtype)
+        return self.linear_out(F.silu(self.linear_in(x)))  # type: ignore[no-any-return]
+
+
+class Modulation(torch.nn.Linear):
+    """``Linear(SiLU(vec))``, cut into parts of width h in the order shift, scale, gate, shift ...
+
+    With ``zero`` it starts at zero (adaLN-Zero, DiT, arXiv:2212.09748).
+    """
+
+    def __init__(self, config: TransformerConfig, num_parts: int, *, zero: bool) -> None:
+        super().__init__(config.hidden_size, num_parts * config.hidden_size)
+        self.num_parts = num_parts
+        if zero:
+            start_at_zero(self)
+        mark_replicated(self, config)
+
+    def parts(self, vec: Tensor) -> tuple[Tensor, ...]:
+        """Return ``num_parts`` tensors ``[b, h]`` for vec ``[b, h]``."""
+        return self(F.silu(vec)).chunk(self.num_parts, dim=-1)  # type: ignore[no-any-return]
+
+
+def start_at_zero(linear: torch.nn.Linear) -> None:
+    """Zero weight and bias; `initialize_by_name` leaves layers of one constant as they are."""
+    torch.nn.init.zeros_(linear.weight)
+    if linear.bias is not None:
+        torch.nn.init.zeros_(linear.bias)
+
+
+def mark_new_branch(module: torch.nn.Module) -> None:
+    """Let a branch that starts at zero be missing in a checkpoint that gives weights only."""
+    for parameter in module.parameters():
+        parameter.new_branch = True  # type: ignore[attr-defined]
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return ``(1 + scale) * LN(x) + shift`` of ``[s, b, h]``, with an LN without parameters."""
+    return (1 + scale) * F.layer_norm(x, x.shape[-1:], eps=EPSILON) + shift
+
+
+modulated_alone = compiled(modulated)

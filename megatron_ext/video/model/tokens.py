@@ -1,9 +1,8 @@
 """Latent videos as sequences of tokens, and the parts of them that ranks hold.
 
 A token is a patch of p x p latent pixels of one latent frame (Open-Sora 2.0, arXiv:2503.09642).
-Tokens go through the frames first, then the rows, then the columns of the patches; the features of
-a token go through the channels first, then the rows, then the columns of its patch: feature =
-c * p * p + row * p + column.
+Tokens go through the frames first, then the rows, then the columns; feature c * p * p + row * p +
+column of a token is channel c of the latent pixel at that row and column of its patch.
 
 An MMDiT cuts the joint sequence [text; image] into contiguous parts (`TokenRange`). A Wan network
 cuts every frame (`FrameTokens`): the modulation of a frame then broadcasts over the tokens of it
@@ -63,12 +62,7 @@ def pack(latents: Tensor, patch_size: int) -> Tensor:
 
 
 def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
-    """Return tokens ``[b, n, c*p*p]`` of a whole video as latents ``[b, c, t, h, w]``; inverts
-    `pack`.
-
-    Args:
-        shape: (t, h, w) of the latents.
-        patch_size: p.
+    """Return tokens ``[b, n, c*p*p]`` of a video as latents ``[b, c, t, h, w]``; inverts `pack`.
 
     Raises:
         DataError: the tokens are not those of such latents.
@@ -95,13 +89,8 @@ def position_ids(shape: LatentShape, patch_size: int, device: torch.device | Non
 class TokenRange:
     """The tokens ``start`` to ``end`` of a sequence of text tokens followed by image tokens.
 
-    Attention is bidirectional, so that contiguous parts cost all ranks the same.
-
-    Attributes:
-        num_text: text tokens of the whole sequence.
-        num_image: image tokens of the whole sequence.
-        start: first token of the range.
-        end: one past its last token.
+    Attention is bidirectional, so that contiguous parts cost all ranks the same. ``num_text`` and
+    ``num_image`` are those of the whole sequence.
     """
 
     num_text: int
@@ -154,10 +143,9 @@ class TokenRange:
 class LocalTokens:
     """Both ranges that a rank works on.
 
-    Attributes:
-        cp_slice: tokens of the context-parallel rank; its attention and MLPs see all of them.
-        part: what this tensor-parallel rank keeps between them, a part of the slice with sequence
-            parallelism, else the slice.
+    Attention and MLPs see the context-parallel rank's ``cp_slice``; between them this
+    tensor-parallel rank keeps ``part``, a part of the slice with sequence parallelism, else the
+    slice.
     """
 
     cp_slice: TokenRange
@@ -174,9 +162,7 @@ class FrameTokens:
 
     Attributes:
         first_frame: absolute number of the first frame.
-        num_frames: t.
         rows, columns: rows and columns of the tokens of a frame.
-        cp_rank, cp_size: context parallelism.
         tp_rank, tp_size: tensor parallelism where it shares out the sequence, else 0 and 1.
 
     Raises:
@@ -223,13 +209,8 @@ class FrameTokens:
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
     """Return the parts of several ranks, one behind the other, as frames.
 
-    Args:
-        x: ``[parts * t * n, ...]``, n tokens of each frame on each of the ranks.
-        num_parts: number of ranks.
-        num_frames: t.
-
-    Returns:
-        ``[t, parts * n, ...]``, each frame's tokens in the order of the ranks.
+    ``[parts * t * n, ...]``, n tokens of each frame on each rank, becomes ``[t, parts * n, ...]``,
+    each frame's tokens in the order of the ranks.
     """
     parts = x.reshape(num_parts, num_frames, -1, *x.shape[1:])
     return parts.transpose(0, 1).flatten(1, 2)

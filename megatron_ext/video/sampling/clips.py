@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +43,7 @@ class Mp4Writer:
     """
 
     def __init__(self, path: Path, fps: int, *, growing: bool = False) -> None:
-        self._av = _av()
+        (self._av,) = _imported("av", "av")
         self._container = self._av.open(str(path), "w", options=_FRAGMENTED if growing else {})
         options = _CONSTANT_QUALITY | ({"g": str(_FRAGMENT * fps)} if growing else {})
         self._stream = self._container.add_stream("libx264", rate=fps, options=options)
@@ -85,20 +86,15 @@ def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
     return frames
 
 
-def _av() -> Any:
+def _imported(package: str, *modules: str) -> list[Any]:
+    """Return modules of a package of the extra ``video``."""
     try:
-        import av
+        return [importlib.import_module(name) for name in modules]
     except ImportError:
-        raise missing("av") from None
-    return av
-
-
-def missing(package: str) -> ConfigError:
-    """Return the error about a missing package of the extra ``video``."""
-    return ConfigError(
-        f"Writing clips needs the package {package}, which is not installed; run "
-        "`pip install 'megatron-ext[video]'`."
-    )
+        raise ConfigError(
+            f"Writing clips needs the package {package}, which is not installed; run "
+            "`pip install 'megatron-ext[video]'`."
+        ) from None
 
 
 CONTACT_SHEET = "contact_sheet.png"
@@ -134,37 +130,25 @@ def write_clips(
 
     Args:
         folder: the folder to make.
-        pixels: ``[P, 3, f, H, W]`` in [-1, 1]; values beyond it are cut off.
+        pixels: ``[P, 3, f, H, W]`` in [-1, 1], all finite; values beyond it are cut off.
         requests: the P requests that the clips were sampled for.
         fps: frames per second.
         seed: seed of the noise.
         facts: more to be noted of each clip, such as the iteration of the model.
 
     Raises:
-        ConfigError: a rate below 1, or PyAV or pillow is not installed.
-        DataError: numbers of clips and requests that differ, a pixel that is not finite, or a
-            folder that holds other files.
+        ConfigError: PyAV or pillow is not installed.
+        DataError: a folder that holds other files.
     """
     target = Path(folder)
-    _check(pixels, requests, fps)
     writing = open_folder(target)
     try:
         frames = as_bytes(pixels)
         for number, clip in enumerate(frames):
             with closing(Mp4Writer(writing / clip_name(number), fps)) as writer:
                 writer.append(clip)
-        titles = [request.text for request in requests]
-        counts = [frames.shape[1]] * len(frames)
-        describe(
-            writing,
-            requests,
-            titles,
-            list(frames),
-            num_frames=counts,
-            fps=fps,
-            seed=seed,
-            facts=facts or {},
-        )
+        noted = {"seed": seed, "fps": fps, **(facts or {})}
+        describe(writing, requests, frames, num_frames=frames.shape[1], facts=noted)
         publish(writing, target)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
@@ -201,45 +185,31 @@ def publish(writing: Path, target: Path) -> None:
 def describe(
     folder: Path,
     requests: Sequence[Any],
-    titles: Sequence[str],
-    clips: Sequence[NDArray[np.uint8]],
+    clips: NDArray[np.uint8],
     *,
-    num_frames: Sequence[int],
-    fps: int,
-    seed: int,
+    num_frames: int,
     facts: Mapping[str, Any],
 ) -> None:
     """Write `CONTACT_SHEET` and `LIST` beside the clips of a folder.
 
     Args:
         folder: where the clips are, named by `clip_name`.
-        requests: the dataclass that each clip was sampled for, in the order of their numbers.
-        titles: line of each clip in the contact sheet.
-        clips: all or some frames of each, from the first to the last, ``[f, H, W, 3]``.
+        requests: the dataclass that each clip was sampled for, in the order of their numbers, with
+            a ``title``.
+        clips: all or some frames of each, from the first to the last, ``[P, f, H, W, 3]``.
         num_frames: number of frames of each clip.
-        fps: frames per second.
-        seed: seed of the noise.
         facts: more to be noted of each clip.
 
     Raises:
         ConfigError: pillow is not installed.
     """
-    _, height, width, _ = clips[0].shape
+    _, _, height, width, _ = clips.shape
+    sizes = {"num_frames": num_frames, "height": height, "width": width}
     rows = [
-        {
-            "path": clip_name(number),
-            **asdict(request),
-            "seed": seed,
-            "number": number,
-            "num_frames": count,
-            "height": height,
-            "width": width,
-            "fps": fps,
-            **facts,
-        }
-        for number, (request, count) in enumerate(zip(requests, num_frames, strict=True))
+        {"path": clip_name(number), **asdict(request), "number": number, **sizes, **facts}
+        for number, request in enumerate(requests)
     ]
-    contact_sheet(titles, np.stack(clips), folder / CONTACT_SHEET)
+    contact_sheet([request.title for request in requests], clips, folder / CONTACT_SHEET)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / LIST).write_text(lines, "utf-8")
 
@@ -262,7 +232,7 @@ def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -
     Raises:
         ConfigError: pillow is not installed.
     """
-    image, draw, font = _pillow()
+    image, draw, font = _imported("pillow", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont")
     _, num_frames, height, width, _ = clips.shape
     shown = shown_frames(num_frames)
     scale = min(1.0, SHEET_SIDE / max(height, width))
@@ -279,7 +249,7 @@ def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -
     sheet.save(path)
 
 
-def _shortened(title: str, fits: Any) -> str:
+def _shortened(title: str, fits: Callable[[str], bool]) -> str:
     """Return the title in one line, with dots where it must end early."""
     line = " ".join(title.split())
     if fits(line):
@@ -289,32 +259,9 @@ def _shortened(title: str, fits: Any) -> str:
     return f"{line}..."
 
 
-def _check(pixels: Tensor, requests: Sequence[ClipRequest], fps: int) -> None:
-    if fps < 1:
-        raise ConfigError(f"`fps` ({fps}) of sampled clips must be at least 1; 24 is usual.")
-    if pixels.dim() != 5 or pixels.size(1) != 3 or len(pixels) != len(requests) or not requests:
-        raise DataError(
-            f"The pixels have the shape {list(pixels.shape)}, but must be [{len(requests)}, 3, f, "
-            "H, W], a clip for each prompt; decode the latents first."
-        )
-    if not bool(pixels.isfinite().all()):
-        raise DataError(
-            "Sampled clips hold values that are not finite, so nothing was written; look whether "
-            "the training diverged, or lower the guidance."
-        )
-
-
 def _is_ours(target: Path) -> bool:
     """Return whether nothing but samples would be lost with this folder."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {path.name for path in target.iterdir()}
     return all(name in (CONTACT_SHEET, LIST) or _CLIP.fullmatch(name) for name in names)
-
-
-def _pillow() -> tuple[Any, Any, Any]:
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError:
-        raise missing("pillow") from None
-    return Image, ImageDraw, ImageFont

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import DataError
 from megatron_ext.video.config.run import FlowConfig, SampleConfig
 from megatron_ext.video.data.conditions import Text, condition, null_like
 from megatron_ext.video.loss import shift, shift_factor
@@ -106,12 +105,8 @@ def sample(
         noise: where sampling starts, ``[b, c, t, h, w]`` on the device of the model.
         flow: the flow of training.
         sampling: steps and guidance.
-        references: given frames; None samples from the caption alone.
-
-    Raises:
-        DataError: captions, noise and references that do not fit each other.
+        references: given frames, as large as the noise; None samples from the caption alone.
     """
-    _check(text, noise, references)
     noise = noise.float()
     _, _, t, h, w = noise.shape
     guide = _Guide(velocity, text, null, noise, patch_size, sampling, references)
@@ -166,20 +161,3 @@ class _Guide:
         by_frame = image_scale(self._sampling, step, self._num_frames)
         by_token = by_frame.repeat_interleave(self._tokens)[:, None].to(x.device)
         return guided(c, u, u2, text_scale(self._sampling, step), by_token)
-
-
-def _check(text: Text, noise: Tensor, references: References | None) -> None:
-    b, _, t, _, _ = noise.shape
-    if not len(text.sequence) == len(text.pooled) == b:
-        raise DataError(
-            f"The noise is for {b} clip(s), but there are {len(text.sequence)} text and "
-            f"{len(text.pooled)} pooled embedding(s); give one caption for each clip."
-        )
-    if references is None:
-        return
-    if references.latents.shape != noise.shape or tuple(references.masks.shape) != (b, t):
-        raise DataError(
-            f"The references have shape {tuple(references.latents.shape)} and masks of "
-            f"{tuple(references.masks.shape)}, but the clips are {tuple(noise.shape)} and need "
-            f"masks of {(b, t)}; encode the references at the size of the clips."
-        )

@@ -20,10 +20,7 @@ from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.randomness import draw_noise
-from megatron_ext.video.data.text_encoders import (
-    TextEncoder,
-    check_text_encoder,
-)
+from megatron_ext.video.data.text_encoders import TextEncoder, check_text_encoder
 from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.flow import References, sample
 from megatron_ext.video.sampling.requests import (
@@ -88,7 +85,7 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     check_text_encoder(manifest, text.t5_path, text.clip_path)
     codec = build_codec_of(config.section(CodecConfig), manifest)
     latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
-    network_of(config).check_clips(config, latent[1:], "Sampled clips")
+    network_of(config).check_clips(latent[1:], "Sampled clips")
 
 
 @torch.no_grad()
@@ -140,12 +137,9 @@ def generate_latents(
     all make the same number of calls, as a model with experts spread over replicas needs.
 
     Args:
-        velocity: the model on these ranks.
         encoded: returned by `encode_on_reporting_rank`, the same on all ranks.
-        flow: the flow of training.
         sampling: steps, guidance, seed, and how many clips a replica samples at a time; the
             guidance makes two or three predictions for each.
-        context: groups of this rank.
 
     Returns:
         ``[P, c, t, h, w]`` float32 on the model's device, on the reporting rank; None elsewhere.
@@ -161,13 +155,18 @@ def generate_latents(
         )
     replicas, total = context.layout.data_parallel_size, len(encoded)
     rounds = -(-total // replicas)
-    own = [min(i * replicas + context.dp_rank, total - 1) for i in range(rounds)]
-    size = sampling.sample_batch_size
-    clips = [
-        _sample(velocity, encoded, own[i : i + size], flow, sampling)
-        for i in range(0, rounds, size)
-    ]
-    return _gathered(torch.cat(clips), total, context)
+    numbers = [min(i * replicas + context.dp_rank, total - 1) for i in range(rounds)]
+    own = torch.cat(
+        [
+            _sample(velocity, encoded, numbers[i : i + sampling.sample_batch_size], flow, sampling)
+            for i in range(0, rounds, sampling.sample_batch_size)
+        ]
+    )
+    parts = [torch.empty_like(own) for _ in range(replicas)]
+    torch.distributed.all_gather(parts, own.contiguous(), group=context.pgs.dp)
+    if not context.is_reporting_rank:
+        return None
+    return torch.stack(parts, dim=1).flatten(0, 1)[:total]
 
 
 def _sample(
@@ -179,25 +178,16 @@ def _sample(
 ) -> Tensor:
     """Sample latents of the requests of these numbers."""
     device, shape = velocity.device, encoded.latent_shape
-    text, given = encoded.text, encoded.references
+    text, null, given = encoded.text, encoded.null, encoded.references
+    if given is not None:
+        given = References(given.latents[numbers], given.masks[numbers])
     return sample(
         velocity.of_shape(shape[1:]),
         Text(text.sequence[numbers].to(device), text.pooled[numbers].to(device)),
-        Text(encoded.null.sequence.to(device), encoded.null.pooled.to(device)),
+        Text(null.sequence.to(device), null.pooled.to(device)),
         draw_noise(sampling.sample_seed, numbers, shape, purpose="sampling noise").to(device),
         patch_size=velocity.patch_size,
         flow=flow,
         sampling=sampling,
-        references=None
-        if given is None
-        else References(given.latents[numbers], given.masks[numbers]),
+        references=given,
     )
-
-
-def _gathered(own: Tensor, total: int, context: ParallelContext) -> Tensor | None:
-    """Return the clips of all replicas in the order of the requests, on the reporting rank."""
-    parts = [torch.empty_like(own) for _ in range(context.layout.data_parallel_size)]
-    torch.distributed.all_gather(parts, own.contiguous(), group=context.pgs.dp)
-    if not context.is_reporting_rank:
-        return None
-    return torch.stack(parts, dim=1).flatten(0, 1)[:total]

@@ -74,6 +74,11 @@ class ClipRequest:
                 "correct either."
             )
 
+    @property
+    def title(self) -> str:
+        """Return the caption."""
+        return self.text
+
 
 @dataclass(frozen=True)
 class EncodedRequests:
@@ -104,60 +109,57 @@ def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
     Raises:
         DataError: no such file, a row that cannot be read, or no row at all.
     """
-    return read_prompts(path, lambda text, _: ClipRequest(text), _request, ClipRequest)
+    return read_prompts(path, ClipRequest, _request)
 
 
 def read_prompts(
     path: str | os.PathLike[str],
-    of_line: Callable[[str, Path], Request],
+    kind: Callable[[str], Request],
     of_row: Callable[[dict[str, Any], Path], Request],
-    kind: type[Any],
 ) -> list[Request]:
     """Read a text file with a caption in each line, or a jsonl; empty lines are left out.
 
     Args:
-        path: name of the file.
-        of_line: makes a request from a caption and the file.
-        of_row: makes one from a row with ``text`` and perhaps other fields of ``kind``; may raise
-            ConfigError, ValueError or TypeError.
-        kind: the dataclass of requests.
+        kind: the dataclass of requests, made from a caption alone.
+        of_row: makes a request from a row with ``text`` and perhaps other fields of ``kind``, and
+            the file; may raise ConfigError, ValueError or TypeError.
 
     Raises:
         DataError: no such file, a row that cannot be read, or no row at all.
     """
     source = Path(path)
-    try:
-        lines = source.read_text("utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"The prompts {source} cannot be read ({error}); give a text file with a caption in "
-            "each line, or a jsonl."
-        ) from None
-    found = [
-        of_line(line.strip(), source)
-        if source.suffix != ".jsonl"
-        else _request_of(line, source, number, of_row, kind)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not found:
-        raise DataError(f"The prompts {source} are empty; write a caption in each line.")
+    lines = read_lines(source, f"The file of prompts {source}")
+    if source.suffix != ".jsonl":
+        return [kind(line) for _, line in lines]
+    known, found = [field.name for field in fields(kind)], []  # type: ignore[arg-type]
+    for number, line in lines:
+        row = read_row(line, source, number, known, texts=("reference", "mode"))
+        try:
+            found.append(of_row(row, source))
+        except (ConfigError, ValueError, TypeError) as error:
+            raise bad_row(source, number, f"is refused ({error})") from None
     return found
 
 
-def _request_of(
-    line: str,
-    source: Path,
-    number: int,
-    of_row: Callable[[dict[str, Any], Path], Request],
-    kind: type[Any],
-) -> Request:
-    known = [field.name for field in fields(kind)]
-    row = read_row(line, source, number, known, texts=("reference", "mode"))
+def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
+    """Return the lines of a file that are not blank, with their numbers, counted from 1.
+
+    Args:
+        what: names the file in errors.
+
+    Raises:
+        DataError: the file cannot be read, or has no such lines.
+    """
     try:
-        return of_row(row, source)
-    except (ConfigError, ValueError, TypeError) as error:
-        raise bad_row(source, number, f"is refused ({error})") from None
+        lines = source.read_text("utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{what} cannot be read ({error}); give a text file with one prompt a line, or a jsonl."
+        ) from None
+    found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise DataError(f"{what} holds no prompt; write one a line.")
+    return found
 
 
 def read_row(
@@ -167,7 +169,6 @@ def read_row(
 
     Args:
         line: the row as it stands in the file.
-        source: the file.
         number: number of the line, counted from 1.
         known: names that a row may have; it must have ``text``.
         texts: names whose values must be texts.
@@ -189,6 +190,11 @@ def read_row(
     return row
 
 
+def bad_row(source: Path, line: int, what: str) -> DataError:
+    """Return the error about a row of a jsonl that is of no use."""
+    return DataError(f"{source} line {line} {what}; mend the row or take it out.")
+
+
 def _request(row: dict[str, Any], source: Path) -> ClipRequest:
     reference, motion = row.get("reference") or None, row.get("motion")
     if motion is not None and not math.isfinite(motion := float(motion)):
@@ -199,11 +205,6 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
         mode=row.get("mode") or ("t2v" if reference is None else "i2v_head"),
         motion=motion,
     )
-
-
-def bad_row(source: Path, line: int, what: str) -> DataError:
-    """Return the error about a row of a jsonl that is of no use."""
-    return DataError(f"{source} line {line} {what}; mend the row or take it out.")
 
 
 def encode_requests(
@@ -218,7 +219,7 @@ def encode_requests(
     """Encode captions with the suffix of training, and references at the size of the clips.
 
     Args:
-        requests: the P requests.
+        requests: the P requests, one at least.
         shape: pixels of the clips.
         codec, text_encoder: encoders of the training data.
         null: the empty caption of training; None encodes it.
@@ -226,24 +227,28 @@ def encode_requests(
 
     Raises:
         ConfigError: a shape that the codec does not take.
-        DataError: no request, a reference that cannot be read or is too short, or clips that are
-            too short for a mode.
+        DataError: a reference that cannot be read or is too short, or clips that are too short for
+            a mode.
     """
-    if not requests:
-        raise DataError("There is no prompt to sample from; give at least one.")
     latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     moving = shape.num_frames > 1
     captions = [
         with_suffix(r.text, shape.fps if moving else None, r.motion if moving else None)
         for r in requests
     ]
+    null = null or _encoded(text_encoder, [""])
+    references = None
+    if any(request.reference is not None for request in requests):
+        conditions = conditions or ConditionConfig()
+        modes = torch.tensor([MODES.index(request.mode) for request in requests])
+        placed = [_placed(r, shape, latent_shape, codec, conditions) for r in requests]
+        masks = frame_masks(modes, latent_shape[1], conditions)
+        references = References(torch.stack(placed), masks)
     return EncodedRequests(
         latent_shape=latent_shape,
         text=_encoded(text_encoder, captions),
-        null=_encoded(text_encoder, [""]) if null is None else Text(*_on_cpu(null)),
-        references=_references(
-            requests, shape, latent_shape, codec, conditions or ConditionConfig()
-        ),
+        null=Text(null.sequence.cpu(), null.pooled.cpu()),
+        references=references,
     )
 
 
@@ -251,27 +256,6 @@ def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
     """Encode captions one by one, for the memory of large encoders."""
     pairs = [encoder.encode([caption]) for caption in captions]
     return Text(*(torch.cat(parts).cpu() for parts in zip(*pairs, strict=True)))
-
-
-def _on_cpu(text: Text) -> tuple[Tensor, Tensor]:
-    return text.sequence.cpu(), text.pooled.cpu()
-
-
-def _references(
-    requests: Sequence[ClipRequest],
-    shape: SampleShape,
-    latent_shape: tuple[int, int, int, int],
-    codec: VideoCodec,
-    conditions: ConditionConfig,
-) -> References | None:
-    if all(request.reference is None for request in requests):
-        return None
-    modes = torch.tensor([MODES.index(request.mode) for request in requests])
-    masks = frame_masks(modes, latent_shape[1], conditions)
-    latents = torch.stack(
-        [_placed(request, shape, latent_shape, codec, conditions) for request in requests]
-    )
-    return References(latents, masks)
 
 
 def _placed(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.video.config.mmdit import MMDiTConfig
-from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig, VideoConfig
+from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
@@ -25,27 +24,20 @@ from megatron_ext.video.sampling.generate import (
     requests_of,
     shape_of,
 )
-from megatron_ext.video.sampling.requests import EncodedRequests
-from megatron_ext.video.sampling.velocity import ParallelVelocity, VideoDiTVelocity, forward_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engine
 
 
 def velocity_of(run: Run) -> ParallelVelocity:
     """Return the velocity that the model of a run predicts; all ranks call this together."""
-    config, runner = run.config, run.runner
+    runner = run.runner
     engine = runner.engine or forward_engine(run.chunks, runner.transformer_config, run.context)
-    patch = network_of(config).patch_size(config)
-    if config.section(VideoConfig).uses_dit:
-        return VideoDiTVelocity(engine, run.chunks, run.context, patch_size=patch)
-    told = config.section(MMDiTConfig).sizes(config.model).guidance_embed
-    guidance = config.section(MMDiTConfig).guidance if told else None
-    return ParallelVelocity(engine, run.chunks, run.context, patch_size=patch, guidance=guidance)
+    return network_of(run.config).sampled(engine, run.chunks, run.context)
 
 
 class ClipSampler:
     """Samples the clips of a run's prompts; all ranks build and call it together.
+
+    The prompts are encoded once for all calls; text encoders of many gigabytes are then freed.
 
     Args:
         run: its model samples.
@@ -55,21 +47,15 @@ class ClipSampler:
     """
 
     def __init__(self, run: Run) -> None:
-        config, sample = run.config, run.config.section(SampleConfig)
-        self._run, self._requests = run, requests_of(sample)
-        manifest = manifest_of(config)
-        self._shape = shape_of(sample, manifest)
+        config, context, device = run.config, run.context, run.device
+        self._run, self._sample = run, config.section(SampleConfig)
+        self._requests, manifest = requests_of(self._sample), manifest_of(config)
+        self._shape = shape_of(self._sample, manifest)
         self._codec = on_reporting_rank(
-            lambda: build_codec_of(config.section(CodecConfig), manifest, run.device),
+            lambda: build_codec_of(config.section(CodecConfig), manifest, device),
             "Building the codec",
-            run.context,
+            context,
         )
-        self._encoded = self._encode(manifest)
-        self._velocity = velocity_of(run)
-
-    def _encode(self, manifest: Mapping[str, Any]) -> EncodedRequests:
-        """Encode the prompts once for all calls; text encoders of many gigabytes are then freed."""
-        config, context, device = self._run.config, self._run.context, self._run.device
         flags = config.section(TextEncoderConfig)
         text_encoder = on_reporting_rank(
             lambda: text_encoder_from_manifest(
@@ -79,7 +65,7 @@ class ClipSampler:
             context,
         )
         text, pooled = null_text_of(config)
-        return encode_on_reporting_rank(
+        self._encoded = encode_on_reporting_rank(
             self._requests,
             self._shape,
             self._codec,
@@ -88,6 +74,7 @@ class ClipSampler:
             null=Text(text[None].float(), pooled[None].float()),
             conditions=config.section(ConditionConfig),
         )
+        self._velocity = velocity_of(run)
 
     def __call__(self, folder: Path) -> None:
         """Sample the clips and write them, with the averaged weights where the run keeps them.
@@ -95,7 +82,7 @@ class ClipSampler:
         Raises:
             DataError: on all ranks, where the files cannot be written.
         """
-        run, sample = self._run, self._run.config.section(SampleConfig)
+        run, sample = self._run, self._sample
         ema = run.ema if sample.sample_ema else None
         with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
             latents = generate_latents(
@@ -113,31 +100,29 @@ class ClipSampler:
             if not bool(pixels.isfinite().all()):
                 run.reporters.say("the sampled clips are not finite and are not written")
                 return
-            write_clips(
-                folder,
-                pixels,
-                self._requests,
-                fps=self._shape.fps,
-                seed=sample.sample_seed,
-                facts=facts,
-            )
+            fps, seed = self._shape.fps, sample.sample_seed
+            write_clips(folder, pixels, self._requests, fps=fps, seed=seed, facts=facts)
             run.reporters.say(f"sampled {len(self._requests)} clips into {folder}")
 
         on_reporting_rank(write, f"Writing clips into {folder}", run.context)
 
 
 class SampleWhileTraining(Callback):
-    """Samples clips after each multiple of ``--sample-interval``."""
+    """Samples after each multiple of ``--sample-interval``.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        build: makes what samples into a folder, where the run samples.
+    """
+
+    def __init__(self, run: Run, build: Callable[[Run], Callable[[Path], None]]) -> None:
         super().__init__(run)
         sample = run.config.section(SampleConfig)
         self._interval = sample.sample_interval
-        self._sampler = None if self._interval is None else ClipSampler(run)
+        self._sample = None if self._interval is None else build(run)
         self._root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
 
     def after_step(self) -> None:
         """Sample after each multiple of the interval."""
         iteration = self.run.progress.iteration
-        if self._sampler is not None and due(iteration, self._interval):
-            self._sampler(self._root / f"iter_{iteration:07}")
+        if self._sample is not None and due(iteration, self._interval):
+            self._sample(self._root / f"iter_{iteration:07}")

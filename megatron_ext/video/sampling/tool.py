@@ -14,7 +14,7 @@ from megatron_ext.train.main import main
 from megatron_ext.train.task import Task, TaskChoice, no_datasets
 from megatron_ext.video.config.rules import ENCODING
 from megatron_ext.video.config.run import SampleConfig
-from megatron_ext.video.config.wan import stored_dit
+from megatron_ext.video.config.stored import stored_network
 from megatron_ext.video.data.setup import manifest_of
 from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.generate import check_sampling
@@ -25,83 +25,36 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.train.run import Run
 
-_STORED = ("mmdit", "video_dit", "flow", "conditions", *ENCODING)
-"""Sections of the checkpoint's configuration that decide what the model is and how it samples."""
-_DATA = ("video_data_path", "video_buckets", "online_encoding")
+_STORED = ("flow", "conditions", *ENCODING)
+"""Sections of the checkpoint's configuration that decide how its model samples."""
+_DATA = ("video_model", "video_data_path", "video_buckets", "online_encoding")
 
 
-def stored_of(argv: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return the configuration of the checkpoint, and the values of the command line by section.
-
-    Raises:
-        ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
-        CheckpointError: see `read_run_config`.
-    """
-    asked = read_words(argv, VIDEO).values
-    given, sample = asked.get("checkpoint", {}), asked.get("sample", {})
-    missing = []
-    if not given.get("load"):
-        missing.append("`--load` is missing; give the --save folder of a run of pretrain_video.py.")
-    if not sample.get("sample_prompts") and not sample.get("sample_texts"):
-        missing.append("Captions are missing; give `--sample-prompts` or `--sample-texts`.")
-    if not sample.get("sample_dir"):
-        missing.append("`--sample-dir` is missing; give the folder for the clips.")
-    if missing:
-        raise ConfigError(missing)
-    stored = read_run_config(Path(given["load"]), given.get("ckpt_step"))
-    if not stored.get("video", {}).get("video"):
-        raise ConfigError(
-            f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "
-            "another kind of model; give another."
-        )
-    return stored, asked
-
-
-def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Return values of flags as the checkpoint has them; the command line wins over them.
+def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of flags as a checkpoint has them; see `run_sampling`.
 
     Raises:
-        ConfigError: see `stored_of`; or a checkpoint of streaming long-tuning.
-        CheckpointError: see `read_run_config`.
+        ConfigError: a checkpoint of streaming long-tuning.
     """
-    stored, asked = stored_of(argv)
     if stored["video"].get("task") == "streaming":
         raise ConfigError(
-            f"`--load` ({asked['checkpoint']['load']}) is a checkpoint of `--task streaming`, "
-            "whose videos are made block by block; give `--streaming`."
+            f"`--load` ({given['load']}) is a checkpoint of `--task streaming`, whose videos are "
+            "made block by block; give `--streaming`."
         )
-    averages = averaged(stored, asked.get("sample", {}))
-    return {**_of_stored(stored), "for_sampling": averages}
-
-
-def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
-    values = {k: value for section in _STORED for k, value in stored.get(section, {}).items()}
-    dit = stored_dit(stored)
-    if dit is None:
-        values |= {k: stored["model"][k] for k in ("hidden_size", "num_attention_heads")}
-    else:
-        values |= {"video_model": stored["video"]["video_model"], **dit["streaming"]}
-    for name in ("bf16", "fp16"):
-        values[name] = stored["precision"][name]
-    return values | {
+    sections = [stored.get(name, {}) for name in _STORED] + [*stored_network(stored).values()]
+    return {
+        **{name: value for section in sections for name, value in section.items()},
+        **{name: stored["precision"][name] for name in ("bf16", "fp16")},
         **{name: stored["video"][name] for name in _DATA},
-        "skip_train": True,
         "eval_iters": 0,
-        "micro_batch_size": 1,
-        "ema_decay": None,
     }
-
-
-def averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
-    """Return whether averaged weights are kept, and ``--sample-ema`` is on."""
-    return bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
-    return network_of(config).with_widths(config, manifest), None
+    return network_of(config).with_widths(manifest), None
 
 
 def sample_at_once(run: Run) -> None:
@@ -125,19 +78,57 @@ def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
 def run_sampling(
     program: Task | TaskChoice,
     argv: Sequence[str],
-    defaults_of: Callable[[Sequence[str]], Mapping[str, Any]],
+    defaults_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
     sample: Callable[[Run], None],
 ) -> int:
     """Start the ranks of a sampling program, and return its exit code.
 
     Args:
         program: gives the model.
-        argv: the words after the program's name.
-        defaults_of: returns the defaults that the checkpoint named in these words gives.
+        argv: the words after the program's name, which win over all defaults.
+        defaults_of: ``(stored, given)`` to the defaults that the configuration ``stored`` in a
+            checkpoint gives, of which ``given`` are the flags of checkpoints; may raise
+            MegatronExtError.
         sample: called on all ranks in place of training.
     """
     try:
-        defaults = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
+        defaults = {} if {"-h", "--help"} & {*argv} else _defaults(argv, defaults_of)
     except MegatronExtError as error:
         return refuse(error)
     return main(program, argv, defaults=defaults, work=sample)
+
+
+def _defaults(
+    argv: Sequence[str],
+    defaults_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the defaults that the checkpoint of a command line gives.
+
+    Raises:
+        ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
+        CheckpointError: see `read_run_config`.
+    """
+    asked = read_words(argv, VIDEO).values
+    given, sample = asked.get("checkpoint", {}), asked.get("sample", {})
+    missing = []
+    if not given.get("load"):
+        missing.append("`--load` is missing; give the --save folder of a run of pretrain_video.py.")
+    if not sample.get("sample_prompts") and not sample.get("sample_texts"):
+        missing.append("Captions are missing; give `--sample-prompts` or `--sample-texts`.")
+    if not sample.get("sample_dir"):
+        missing.append("`--sample-dir` is missing; give the folder for the clips.")
+    if missing:
+        raise ConfigError(missing)
+    stored = read_run_config(Path(given["load"]), given.get("ckpt_step"))
+    if not stored.get("video", {}).get("video"):
+        raise ConfigError(
+            f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "
+            "another kind of model; give another."
+        )
+    return {
+        **defaults_of(stored, given),
+        "skip_train": True,
+        "micro_batch_size": 1,
+        "ema_decay": None,
+        "for_sampling": bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True),
+    }

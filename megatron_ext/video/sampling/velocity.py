@@ -16,9 +16,8 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.data.dataset import pad_text
-from megatron_ext.video.model.mmdit.inputs import SWITCHES, check_inputs
-from megatron_ext.video.model.tokens import LatentShape, grid, pack, position_ids, unpack
-from megatron_ext.video.model.wan.flow import MAX_TIMESTEP
+from megatron_ext.video.model.mmdit.model import SWITCHES, check_inputs
+from megatron_ext.video.model.tokens import LatentShape, position_ids
 from megatron_ext.video.sampling.flow import Velocity
 
 if TYPE_CHECKING:
@@ -38,6 +37,36 @@ def forward_engine(
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
     schedule = "zb-v" if placement.v_shape else schedule
     return PipelineEngine(schedule, chunks, transformer_config, context)
+
+
+def collect_outputs(
+    engine: PipelineEngine, inputs: Sequence[Mapping[str, Tensor]], shape: Sequence[int]
+) -> list[Tensor]:
+    """Run forward passes; return the outputs of the micro-batches on the last stage.
+
+    Args:
+        inputs: keywords of the forward pass of every chunk, for each micro-batch.
+        shape: the shape that passes between stages.
+    """
+
+    def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        def unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
+            assert non_loss_data
+            return output
+
+        return chunk(**next(batches)), unchanged
+
+    iterators = [iter(inputs) for _ in engine.chunks]
+    return engine.run(
+        forward_step, iterators, len(inputs), shape, forward_only=True, collect_non_loss_data=True
+    )
+
+
+def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
+    """Return a tensor of the last stage on all stages, which give one of its shape."""
+    x = x.contiguous()
+    torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
+    return x
 
 
 class ParallelVelocity:
@@ -63,10 +92,10 @@ class ParallelVelocity:
         chunks: the model on this rank, wrapped as the step calls them.
         context: groups of this rank.
         patch_size: p.
-        guidance: strength of the guidance that a distilled model gets.
+        guidance: strength that a model with ``guidance_embed`` is told; None for others.
 
     Raises:
-        ConfigError: a model without one of these methods, or a guidance that does not suit it.
+        ConfigError: a model without one of these methods.
     """
 
     gives_parts = True
@@ -90,11 +119,6 @@ class ParallelVelocity:
                 f"`--context-parallel-size` ({cp_size}) needs a model with a method "
                 f"`image_tokens`, which {type(self._models[0]).__name__} lacks; add it, or use 1."
             )
-        if (guidance is not None) != self._takes("guidance"):
-            raise ConfigError(
-                f"`guidance` ({guidance}) must be a number for a model with `guidance_embed`, and "
-                "None for one without; give it, or leave it out."
-            )
         tp_size = context.pgs.tp.size()
         self._multiple = cp_size * (tp_size if engine.transformer_config.sequence_parallel else 1)
 
@@ -106,7 +130,8 @@ class ParallelVelocity:
     @property
     def takes_references(self) -> bool:
         """Return whether the model takes reference frames."""
-        return self._takes("cond")
+        model = self._models[0]
+        return bool(getattr(getattr(model, "sizes", model), SWITCHES["cond"], False))
 
     def of_shape(self, shape: LatentShape) -> Velocity:
         """Return the velocity of latents of (t, h, w); see `predict`.
@@ -141,47 +166,19 @@ class ParallelVelocity:
         """
         inputs = self._inputs(ids, x, t, text, pooled, cond)
         num_text = inputs["txt"].size(1)
-
         shape = self._models[0].boundary_shape(num_text, x.size(1), x.size(0))
         return self._on_all_ranks(self._run(inputs, shape), x, num_text)
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """Return the output of the last stage, where this rank has it.
-
-        Args:
-            inputs: keywords of the model's forward pass.
-            shape: the shape that passes between stages.
-        """
-
-        def forward_step(_: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
-            return chunk(**inputs), _unchanged
-
+        """Return the output in evaluation mode on the last stage; see `collect_outputs`."""
         with _evaluating(self.chunks):
-            outputs: Sequence[Tensor] = self.engine.run(
-                forward_step,
-                [None] * len(self.chunks),
-                1,
-                shape,
-                forward_only=True,
-                collect_non_loss_data=True,
-            )
-        return outputs
-
-    def _takes(self, name: str) -> bool:
-        """Return whether the model takes an optional input."""
-        model = self._models[0]
-        return bool(getattr(getattr(model, "sizes", model), SWITCHES[name], False))
+            return collect_outputs(self.engine, [inputs], shape)
 
     def _inputs(
         self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> dict[str, Tensor]:
         """Return and check the keywords of the forward pass, before any rank waits for another."""
         b, n, _ = x.shape
-        if len(ids) != n:
-            raise DataError(
-                f"There are {n} tokens, but positions of {len(ids)}; ask for the velocity of the "
-                "shape of these latents."
-            )
         text = pad_text(text, n, self._multiple)
         inputs = {
             "img": x,
@@ -197,8 +194,7 @@ class ParallelVelocity:
             inputs["guidance"] = torch.full_like(t, self.guidance)
         sizes = getattr(self._models[0], "sizes", None)
         if isinstance(sizes, MMDiTSizes):
-            optional = dict.fromkeys(SWITCHES)
-            check_inputs(sizes, {**optional, **inputs}, is_first_stage=True)
+            check_inputs(sizes, {**dict.fromkeys(SWITCHES), **inputs}, is_first_stage=True)
         return inputs
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
@@ -221,14 +217,7 @@ class ParallelVelocity:
                 )
             whole[:, own] = outputs[0].float()
             torch.distributed.all_reduce(whole, group=groups.cp)
-        return self._from_last_stage(whole)
-
-    def _from_last_stage(self, x: Tensor) -> Tensor:
-        """Return a tensor of the last stage on all stages, which give one of its shape."""
-        context = self.context
-        x = x.contiguous()
-        torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
-        return x
+        return from_last_stage(whole, context)
 
 
 def _model_of(chunk: torch.nn.Module) -> Any:
@@ -245,12 +234,6 @@ def _model_of(chunk: torch.nn.Module) -> Any:
         ) from None
 
 
-def _unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
-    """Return the output itself; the loss function of a pass that collects outputs."""
-    assert non_loss_data
-    return output
-
-
 @contextmanager
 def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Set evaluation mode inside of the block; then every module is as it was before."""
@@ -262,42 +245,3 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for module, mode in before:
             module.training = mode
-
-
-class VideoDiTVelocity(ParallelVelocity):
-    """Predicts with a `VideoDiT`, whose output is whole on every rank of its last stage.
-
-    A causal model predicts all frames of a clip at once, under its mask.
-    """
-
-    gives_parts = False
-
-    def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return the velocity of latents of (t, h, w); see `predict_whole`.
-
-        Raises:
-            DataError: a height or width that patches do not fill.
-        """
-        grid(shape, self.patch_size)
-        return partial(self.predict_whole, shape)
-
-    @torch.no_grad()
-    def predict_whole(
-        self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
-    ) -> Tensor:
-        """Predict as `predict` does.
-
-        Args:
-            shape: (t, h, w) of the latents.
-            pooled, cond: unused.
-        """
-        inputs = {
-            "x": unpack(x, shape, self.patch_size).transpose(1, 2),
-            "timesteps": MAX_TIMESTEP * t,
-            "text": text,
-        }
-        outputs = self._run(inputs, self._models[0].boundary_shape(**inputs))
-        whole = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        if self.context.is_last_stage:
-            whole = pack(outputs[0].float().transpose(1, 2), self.patch_size)
-        return self._from_last_stage(whole)

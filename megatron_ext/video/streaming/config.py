@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_ext.config.flags import (
     COUNT,
     FACTOR,
-    NATURAL,
     NORM,
     RATE,
     SIZE,
@@ -21,23 +20,20 @@ from megatron_ext.config.flags import (
     derived,
     flag,
 )
-from megatron_ext.video.config.wan import SIZES, WINDOW, VideoDiTSizes, described_by
+from megatron_ext.video.config.mmdit import model_of
+from megatron_ext.video.config.wan import SIZES, VideoDiTSizes, WanConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from megatron_ext.config.model import ModelConfig
-    from megatron_ext.video.config.run import SampleConfig
 
-DISTRIBUTION_LOSSES = ("dmd", "sid")
-DENOISING_LOSSES = ("flow", "x0", "noise", "v")
+Role = Literal["generator", "critic", "teacher"]
+"""One of the networks."""
+
 _FRAMES = "latent frames"
-_NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels", *WINDOW)
-"""Flags that decide the three networks, besides codec, text encoder and adapters."""
 
 
 @dataclass(frozen=True)
-class StreamingConfig:
+class StreamingConfig(WanConfig):
     """The three networks of ``--task streaming``, and what they are trained on.
 
     `video.streaming.rules` checks how they fit together.
@@ -80,12 +76,6 @@ class StreamingConfig:
         bounds=SIZE,
         if_changed="allow",
     )
-    zero_head: bool = flag(
-        True, "the last layers of new networks start at zero", if_changed="allow"
-    )
-    recompute_blocks: int = flag(
-        0, "first blocks that keep only their inputs", bounds=NATURAL, if_changed="allow"
-    )
     prompts_path: str | None = flag(
         None,
         "file of prompts, one a line, or jsonl with text and perhaps second_text, and image or "
@@ -103,13 +93,6 @@ class StreamingConfig:
     )
     latent_size: tuple[int, int] = flag(
         (60, 104), "height and width of the latents", nargs=2, bounds=SIZE
-    )
-    frame_block: int = flag(3, "frames that are denoised together", unit=_FRAMES, bounds=SIZE)
-    window_frames: int = flag(
-        12, "frames that a frame sees, sinks included", unit=_FRAMES, bounds=SIZE
-    )
-    sink_frames: int = flag(
-        3, "first frames of a video, which are always seen", unit=_FRAMES, bounds=NATURAL
     )
     chunk_frames: int = flag(
         21, "latent frames of the chunks that critic and teacher see", unit=_FRAMES, bounds=SIZE
@@ -201,13 +184,15 @@ class StreamingConfig:
         "dmd",
         "how critic and teacher train the generator: by their difference (dmd), or by the gradient "
         "of score identity distillation through both (sid)",
-        choices=DISTRIBUTION_LOSSES,
+        choices=("dmd", "sid"),
     )
     sid_alpha: float = flag(
         1.0, "weight of the squared difference that sid takes off", bounds=Range(0, 1000)
     )
     denoising_loss: str = flag(
-        "flow", "quantity that the critic is to predict of chunks", choices=DENOISING_LOSSES
+        "flow",
+        "quantity that the critic is to predict of chunks",
+        choices=("flow", "x0", "noise", "v"),
     )
     guidance_scale: float = flag(
         4.0, "strength s of the teacher's guidance, u + s * (c - u)", bounds=Range(0, 1000)
@@ -231,78 +216,21 @@ class StreamingConfig:
 
     @property
     def starts_others(self) -> bool:
-        """Critic or teacher take the weights of a checkpoint."""
+        """Return whether critic or teacher take the weights of a checkpoint."""
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
-    def sizes(self, size: str | None) -> VideoDiTSizes:
-        """Sizes of a network, None as the generator's."""
-        named = SIZES[size or self.generator_size]
-        width = self.text_features or named.text_width
+    def sizes(self, role: Role = "generator") -> VideoDiTSizes:
+        """Return the sizes of a network; without a size of its own they are the generator's."""
+        named = SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels
         if channels is None:
             channels = SIZES[self.generator_size].channels
+        width = self.text_features or named.text_width
         return dataclasses.replace(named, channels=channels, text_width=width)
 
-    def described(self, model: ModelConfig, size: str | None = None) -> ModelConfig:
-        """The model's section for one of the networks, None for the generator."""
-        return described_by(self.sizes(size), model)
-
-    def own_errors(self) -> list[str]:
-        """Return a sentence for everything that cannot be run."""
-        found = []
-        if self.prompts_path is None:
-            found.append("`--prompts-path` is missing; give a file with one prompt a line.")
-        if self.encode_first_frame and self.chunk_frames == 1:
-            found.append(
-                "`--chunk-frames` (1) leaves no frame to train, since the codec makes a chunk's "
-                "first; give longer chunks, or `--no-encode-first-frame`."
-            )
-        return [*found, *self._ignored(), *self._sid_errors()]
-
-    def _ignored(self) -> list[str]:
-        """Flags that others leave without effect."""
-        rules = (
-            ("no_decode_history", not self.decode_history, "no_encode_first_frame",
-             not self.encode_first_frame),
-            ("no_same_exit_across_blocks", not self.same_exit_across_blocks, "last_step_only",
-             self.last_step_only),
-            ("negative_prompt", self.negative_prompt != "", "guidance_scale 1",
-             self.guidance_scale == 1),
-            ("sid_alpha", self.sid_alpha != 1, "distribution_loss dmd",
-             self.distribution_loss == "dmd"),
-            ("ts_schedule", self.ts_schedule, "no_same_exit_across_blocks",
-             not self.same_exit_across_blocks),
-            ("ts_schedule_max", self.ts_schedule_max, "no_same_exit_across_blocks",
-             not self.same_exit_across_blocks),
-        )  # fmt: skip
-        return [
-            f"`--{name.replace('_', '-')}` has no effect with `--{other.replace('_', '-')}`; leave "
-            "one of them out."
-            for name, given, other, works in rules
-            if given and works
-        ]
-
-    def _sid_errors(self) -> list[str]:
-        """Refuse options that gradients through critic and teacher do not go with."""
-        own = self.teacher_tensor_model_parallel_size is not None
-        if self.distribution_loss != "sid" or not (
-            own or self.teacher_pipeline_model_parallel_size > 1
-        ):
-            return []
-        return [
-            "`--distribution-loss sid` needs gradients through the teacher, which has none in a "
-            "layout of its own; leave out `--teacher-tensor-model-parallel-size` and "
-            "`--teacher-pipeline-model-parallel-size`."
-        ]
-
-
-def stored_streaming(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the stored sections that describe the networks; None for another task."""
-    if stored.get("video", {}).get("task") != "streaming":
-        return None
-    networks = {name: stored["streaming"][name] for name in _NETWORKS}
-    others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
-    return {"streaming": networks, **others}
+    def described(self, model: ModelConfig, role: Role = "generator") -> ModelConfig:
+        """Return the model's section for one of the networks."""
+        return model_of(self.sizes(role).transformer_fields(), model)
 
 
 DEFAULT_FPS = 16
@@ -337,43 +265,13 @@ class StreamingSampleConfig:
     only_samples: bool = derived(False)
 
     def num_frames(self, streaming: StreamingConfig) -> int:
-        """Latent frames of each video, whole blocks unless the flag says otherwise."""
+        """Return the latent frames of each video, whole blocks unless the flag says otherwise."""
         block = max(1, streaming.frame_block)
         longest = max(streaming.sequence_lengths, default=block)
         return self.sample_latent_frames or longest // block * block
 
     def switch_frame(self, streaming: StreamingConfig) -> int:
-        """Latent frame from which on the second captions hold."""
+        """Return the latent frame from which on the second captions hold."""
         block = max(1, streaming.frame_block)
         middle = -(-self.num_frames(streaming) // (2 * block)) * block
         return middle if self.sample_switch_frame is None else self.sample_switch_frame
-
-    def own_errors(self, sample: SampleConfig, streaming: StreamingConfig) -> list[str]:
-        """Return a sentence for everything that cannot be sampled."""
-        found, block = [], max(1, streaming.frame_block)
-        length, texts = self.sample_latent_frames, sample.sample_texts
-        if length is not None and (length < block or length % block):
-            found.append(
-                f"`--sample-latent-frames` ({length}) must be a positive multiple of "
-                f"`--frame-block` ({block}), since blocks are denoised together."
-            )
-        second, switch = self.sample_second_texts, self.sample_switch_frame
-        if second is not None and len(second) != len(texts or ()):
-            found.append(
-                f"`--sample-second-texts` has {len(second)} captions, but must have "
-                f"{len(texts or ())}, one for each of `--sample-texts`; a jsonl as "
-                "`--sample-prompts` may hold `switches` of its own."
-            )
-        if switch is not None and second is None:
-            found.append(
-                f"`--sample-switch-frame` ({switch}) needs `--sample-second-texts`; give the "
-                "captions after the switch."
-            )
-        start, last = self.switch_frame(streaming), self.num_frames(streaming) - block
-        if second is not None and not 1 <= start <= last:
-            found.append(
-                f"`--sample-switch-frame` ({start}) must lie "
-                f"between 1 and the start of the last frame block ({last}); sample longer videos "
-                "with `--sample-latent-frames`, or switch earlier."
-            )
-        return found

@@ -54,8 +54,9 @@ def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...
 def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tuple[Pass, ...]:
     """Return which network each clip of a step trains, in order.
 
+    The generator is trained in one of ``generator_interval`` steps, the critic in all.
+
     Args:
-        streaming: trains the generator in one of ``generator_interval`` steps, the critic in all.
         step: counted from 0.
         accumulation: clips of each kind in a step.
     """
@@ -130,10 +131,6 @@ def new_frames(
     """Return how many frames a clip but the first adds, in whole blocks.
 
     Args:
-        streaming: gives the fewest and the most frames, both included.
-        seed: ``--seed``.
-        sequence: number of the sequence in the run.
-        clip: number of the clip in the sequence.
         remaining: frames left to the end of the sequence.
     """
     most = min(streaming.max_new_frames, remaining)
@@ -163,7 +160,6 @@ def noise(
     """Draw standard normal numbers of samples, the same on all model-parallel ranks of a replica.
 
     Args:
-        seed: ``--seed``.
         samples: numbers of the b samples in the run.
         shape: shape of one sample.
         purpose: name of the use; no two uses in a sequence may share it.

@@ -9,17 +9,19 @@ import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from megatron.core.utils import unwrap_model
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.parallel.collectives import (
     from_all_ranks,
     on_first_of_replica,
@@ -28,23 +30,115 @@ from megatron_ext.parallel.collectives import (
 )
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import block_decoder
-from megatron_ext.video.model.wan.recache import recache
-from megatron_ext.video.sampling.clips import describe, open_folder, publish
+from megatron_ext.video.sampling.clips import (
+    Mp4Writer,
+    as_bytes,
+    clip_name,
+    describe,
+    open_folder,
+    publish,
+    shown_frames,
+)
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import DEFAULT_FPS, StreamingConfig, StreamingSampleConfig
-from megatron_ext.video.streaming.generate import Scene, generate_blocks
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
-from megatron_ext.video.streaming.rollout import Generator
-from megatron_ext.video.streaming.video_files import LongVideoWriter, WrittenVideo
-from megatron_ext.video.streaming.video_prompts import video_prompts
+from megatron_ext.video.streaming.prompts import video_prompts
+from megatron_ext.video.streaming.rollout import Generator, generate_blocks
 
 if TYPE_CHECKING:
-    from megatron_ext.optim.ema import ShardedEMA
     from megatron_ext.train.run import Run
     from megatron_ext.video.data.codec import VideoCodec
 
 Encode = Callable[[Sequence[str]], Tensor]
 """Gives embeddings ``[n, l, d]`` of captions; all ranks call it together."""
+
+
+class NotFiniteError(DataError):
+    """A video holds values that are not finite."""
+
+
+@dataclass(frozen=True)
+class WrittenVideo:
+    """A video that was written.
+
+    Attributes:
+        number: number of its prompt.
+        num_frames: number of its frames, in pixels.
+        shown: some of its frames, from the first to the last, ``[k, H, W, 3]``.
+    """
+
+    number: int
+    num_frames: int
+    shown: NDArray[np.uint8]
+
+
+class LongVideoWriter:
+    """Writes a batch of videos, a stretch of frames at a time; `finish` or `abandon` it.
+
+    Args:
+        folder: exists.
+        numbers: numbers of the prompts, which name the files.
+        decoder: takes the next latents ``[b, c, t, h, w]``, from the beginning of the videos on,
+            and gives their pixels ``[b, 3, f, H, W]``; see `video.data.codecs`.
+        num_frames: frames of each whole video, in pixels.
+        fps: frames per second.
+
+    Attributes:
+        num_frames: frames of each video that were written so far, in pixels.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        numbers: Sequence[int],
+        decoder: Callable[[Tensor], Tensor],
+        *,
+        num_frames: int,
+        fps: int,
+    ) -> None:
+        self._numbers, self._decoder = numbers, decoder
+        self._shown = set(shown_frames(num_frames).tolist())
+        self._stills: list[NDArray[np.uint8]] = []
+        self._files = [Mp4Writer(folder / clip_name(n), fps, growing=True) for n in numbers]
+        self.num_frames = 0
+
+    def append(self, latents: Tensor) -> None:
+        """Decode and write the next latents ``[b, t, c, h, w]``.
+
+        Raises:
+            NotFiniteError: a value is not finite.
+        """
+        pixels = self._decoder(latents.float().transpose(1, 2))
+        if not bool(pixels.isfinite().all()):
+            raise NotFiniteError(
+                "Sampled videos hold values that are not finite, so nothing was written; look "
+                "whether the training diverged."
+            )
+        frames = as_bytes(pixels)
+        for file, clip in zip(self._files, frames, strict=True):
+            file.append(clip)
+        for i in range(frames.shape[1]):
+            if self.num_frames + i in self._shown:
+                self._stills.append(frames[:, i].copy())
+        self.num_frames += frames.shape[1]
+
+    def abandon(self) -> None:
+        """Close files that are not to be finished."""
+        for file in self._files:
+            file.abandon()
+
+    def finish(self) -> list[WrittenVideo]:
+        """Close the files and return the videos."""
+        for file in self._files:
+            file.close()
+        stills = np.stack(self._stills, axis=1)
+        return [
+            WrittenVideo(number, self.num_frames, shown)
+            for number, shown in zip(self._numbers, stills, strict=True)
+        ]
 
 
 @dataclass
@@ -86,13 +180,10 @@ class LongVideoSampler:
     """
 
     def __init__(self, run: Run, encode: Encode, build_codec: Callable[[], VideoCodec]) -> None:
-        config, context = run.config, run.context
+        config = run.config
         self._run, self._streaming = run, config.section(StreamingConfig)
-        self._prompts = video_prompts(
-            config.section(SampleConfig),
-            config.section(StreamingSampleConfig),
-            config.section(StreamingConfig),
-        )
+        self._sample, own = config.section(SampleConfig), config.section(StreamingSampleConfig)
+        self._prompts = video_prompts(self._sample, own, self._streaming)
         captions = [
             [prompt.text, *(switch.text for switch in prompt.switches)] for prompt in self._prompts
         ]
@@ -100,11 +191,9 @@ class LongVideoSampler:
         self._texts = torch.split(encoded.cpu(), [len(some) for some in captions])
         # A VAE draws random weights before it loads its own.
         with torch.random.fork_rng(devices=[]):
-            self._codec = on_first_of_replica(build_codec, "Loading the codec", context)
-        self._num_frames = config.section(StreamingSampleConfig).num_frames(
-            config.section(StreamingConfig)
-        )
-        self._fps = config.section(SampleConfig).sample_fps or DEFAULT_FPS
+            self._codec = on_first_of_replica(build_codec, "Loading the codec", run.context)
+        self._num_frames = own.num_frames(self._streaming)
+        self._fps = self._sample.sample_fps or DEFAULT_FPS
 
     @property
     def num_blocks(self) -> int:
@@ -128,19 +217,22 @@ class LongVideoSampler:
             NotFiniteError: a video is not finite; on all ranks.
             MegatronExtError: the files cannot be written; on all ranks.
         """
-        run, context, sample = self._run, self._run.context, self._run.config.section(SampleConfig)
+        run, context = self._run, self._run.context
         timer = _Timer(progress if context.dp_rank == 0 else None)
         on_reporting_rank(lambda: open_folder(folder), f"Opening {folder}", context)
         writing = folder.with_name(f".{folder.name}.writing")
-        ema = run.ema if sample.sample_ema else None
+        ema = run.ema if self._sample.sample_ema else None
+        weights = ema.swapped_in(run.chunks) if ema else nullcontext()
         videos, fault = list[WrittenVideo](), None
         try:
-            with run.parameter_gather.paused(), self._weights(ema):
+            with run.parameter_gather.paused(), weights:
                 for numbers in self._batches():
-                    videos += self._sample(numbers, writing, timer)
+                    videos += self._sample_batch(numbers, writing, timer)
         except MegatronExtError as error:
             fault = error
         facts = {
+            "seed": self._sample.sample_seed,
+            "fps": self._fps,
             "latent_frames": self._num_frames,
             "iteration": run.progress.iteration,
             "averaged_weights": ema is not None,
@@ -150,35 +242,31 @@ class LongVideoSampler:
 
             def publish_all() -> None:
                 made = sorted((v for some, _ in parts for v in some), key=lambda v: v.number)
-                describe(
-                    writing,
-                    self._prompts,
-                    [prompt.title for prompt in self._prompts],
-                    [video.shown for video in made],
-                    num_frames=[video.num_frames for video in made],
-                    fps=self._fps,
-                    seed=sample.sample_seed,
-                    facts=facts,
-                )
+                stills = np.stack([video.shown for video in made])
+                describe(writing, self._prompts, stills, num_frames=made[0].num_frames, facts=facts)
                 publish(writing, folder)
 
             on_reporting_rank(publish_all, f"Writing videos into {folder}", context)
         finally:
             if context.is_reporting_rank:
                 shutil.rmtree(writing, ignore_errors=True)
-        return _total([throughput for _, throughput in parts])
-
-    def _weights(self, ema: ShardedEMA | None) -> AbstractContextManager[None]:
-        return ema.swapped_in(self._run.chunks) if ema else nullcontext()
+        # Only ranks that write have counted.
+        counted = [throughput for _, throughput in parts]
+        return Throughput(
+            videos=sum(part.videos for part in counted),
+            blocks=sum(part.blocks for part in counted),
+            frames=sum(part.frames for part in counted),
+            seconds=max(part.seconds for part in counted),
+            first_block=max(part.first_block for part in counted),
+        )
 
     def _batches(self) -> Iterator[list[int]]:
         """Give the numbers of the prompts that this replica samples at a time.
 
         All prompts of a batch switch at the same frames.
         """
-        context, size = self._run.context, self._run.config.section(SampleConfig).sample_batch_size
-        replicas = context.layout.data_parallel_size
-        own = range(context.dp_rank, len(self._prompts), replicas)
+        context, size = self._run.context, self._sample.sample_batch_size
+        own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 
         def frames(number: int) -> tuple[int, ...]:
             return self._prompts[number].frames
@@ -187,16 +275,32 @@ class LongVideoSampler:
             alike = list(group)
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
-    def _sample(self, numbers: list[int], writing: Path, timer: _Timer) -> list[WrittenVideo]:
+    def _sample_batch(self, numbers: list[int], writing: Path, timer: _Timer) -> list[WrittenVideo]:
         """Sample a batch of videos; return them on the rank that writes."""
         context, what = self._run.context, f"Writing into {writing}"
-        open_files = functools.partial(self._writer, writing, numbers)
+        writer: LongVideoWriter | None = None
+
+        def open_files() -> LongVideoWriter:
+            assert self._codec is not None
+            decoder, frames = block_decoder(self._codec), self._num_frames
+            pixels = (frames - 1) * self._codec.temporal + 1
+            return LongVideoWriter(writing, numbers, decoder, num_frames=pixels, fps=self._fps)
+
+        def append(latents: Tensor) -> None:
+            assert writer is not None
+            before = writer.num_frames
+            writer.append(latents)
+            timer.count(latents.size(0), writer.num_frames - before)
+
+        def finish() -> list[WrittenVideo]:
+            assert writer is not None
+            return writer.finish()
+
         writer = on_first_of_this_replica(open_files, what, context)
         try:
-            for _, latents in self._blocks(numbers):
-                append = functools.partial(_append, writer, latents, timer)
-                on_first_of_this_replica(append, what, context)
-            videos = on_first_of_this_replica(lambda: _finished(writer), what, context) or []
+            for latents in self._blocks(numbers):
+                on_first_of_this_replica(functools.partial(append, latents), what, context)
+            videos = on_first_of_this_replica(finish, what, context) or []
         except BaseException:
             if writer is not None:
                 writer.abandon()
@@ -204,38 +308,24 @@ class LongVideoSampler:
         timer.throughput.videos += len(videos)
         return videos
 
-    def _writer(self, writing: Path, numbers: Sequence[int]) -> LongVideoWriter:
-        assert self._codec is not None
-        return LongVideoWriter(
-            writing,
-            numbers,
-            block_decoder(self._codec),
-            num_frames=(self._num_frames - 1) * self._codec.temporal + 1,
-            fps=self._fps,
-        )
-
-    def _blocks(self, numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def _blocks(self, numbers: Sequence[int]) -> Iterator[Tensor]:
         """Generate a batch with a cache of its own; give blocks ``[b, block, c, h, w]`` float32."""
         run, streaming = self._run, self._streaming
         height, width = streaming.latent_size
         (network,) = unwrap_model(run.chunks)
-        cache = network.new_cache(len(numbers), height, width)
         noise = functools.partial(
             decisions.block_noise,
-            run.config.section(SampleConfig).sample_seed,
+            self._sample.sample_seed,
             numbers,
             (streaming.frame_block, network.sizes.channels, height, width),
             like=torch.empty(0, device=run.device),
         )
         frames = (0, *self._prompts[numbers[0]].frames)
         texts = [self._texts[number].to(run.device) for number in numbers]
-        scenes = [
-            Scene(frame, torch.stack([text[i] for text in texts])) for i, frame in enumerate(frames)
-        ]
+        cache = network.new_cache(len(numbers), height, width)
         return generate_blocks(
             Generator(run.chunks[0], cache, NoiseSchedule(streaming)),
-            recache,
-            scenes,
+            {frame: torch.stack([text[i] for text in texts]) for i, frame in enumerate(frames)},
             noise,
             num_frames=self._num_frames,
             keep_sink=streaming.sink_at_switch == "keep",
@@ -258,26 +348,3 @@ class _Timer:
         seen.first_block = seen.first_block or seen.seconds
         if self._progress is not None:
             self._progress(seen)
-
-
-def _append(writer: LongVideoWriter | None, latents: Tensor, timer: _Timer) -> None:
-    assert writer is not None
-    before = writer.num_frames
-    writer.append(latents)
-    timer.count(latents.size(0), writer.num_frames - before)
-
-
-def _finished(writer: LongVideoWriter | None) -> list[WrittenVideo]:
-    assert writer is not None
-    return writer.finish()
-
-
-def _total(parts: Sequence[Throughput]) -> Throughput:
-    """Add up the throughput of all ranks; only those that write have counted."""
-    return Throughput(
-        videos=sum(part.videos for part in parts),
-        blocks=sum(part.blocks for part in parts),
-        frames=sum(part.frames for part in parts),
-        seconds=max(part.seconds for part in parts),
-        first_block=max(part.first_block for part in parts),
-    )

@@ -20,16 +20,205 @@ prediction. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D is a func
 but given D, or dL_S / dX, losses are sums over frames, so that blocks of frames can be
 micro-batches. Latents and D are whole and equal on all model-parallel ranks of a replica; nothing
 here communicates.
+
+A generator step: generate a clip, `noised_clip`, `generator_direction` or `sid_direction`, then
+`generator_losses` block by block. A critic step: generate a clip, `noised_clip`,
+`critic_clip_loss`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import Report, number_of_targets, pair
-from megatron_ext.video.loss import spread
+from megatron_ext.video.loss import spread, x0_from_flow
+from megatron_ext.video.streaming import decisions
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
+from megatron_ext.video.streaming.rollout import Generator, Network, StreamClip
+
+Loss = tuple[Tensor, Tensor, Report]
+"""Sum, count and report of the loss contract."""
+
+
+@dataclass(frozen=True)
+class NoisedClip:
+    """A clip at the noise level at which it is looked at, the same for all its frames.
+
+    Attributes:
+        x: X_t, ``[b, t, c, h, w]``, without gradient.
+        noise: the noise in it, in the same shape.
+        timesteps: ``[b]`` float32.
+        sigma: ``[b]`` float64.
+    """
+
+    x: Tensor
+    noise: Tensor
+    timesteps: Tensor
+    sigma: Tensor
+
+
+def noised_clip(
+    clip: StreamClip, schedule: NoiseSchedule, seed: int, purpose: decisions.Pass
+) -> NoisedClip:
+    """Add noise to a clip, with numbers that depend on its samples, its place and the purpose."""
+    latents, name = clip.latents.detach(), f"{purpose} chunk {clip.number}"
+    uniforms = decisions.uniforms(seed, clip.samples, f"{name} timestep")
+    timesteps = schedule.score_timesteps(uniforms, clip.exit_step).to(latents.device)
+    noise = decisions.noise(seed, clip.samples, latents.shape[1:], f"{name} noise", like=latents)
+    return NoisedClip(
+        x=schedule.add_noise(latents, noise, timesteps),
+        noise=noise,
+        timesteps=timesteps,
+        sigma=schedule.sigma(timesteps),
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The networks that judge clips, and how their predictions are compared.
+
+    Attributes:
+        critic: knows the generator's videos.
+        teacher: knows real ones; sees both prompts as one batch of 2 * b.
+        negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, as long as the
+            clip's prompts; unused without guidance.
+        guidance_scale: w of the guidance; 1 is the plain prediction.
+        sid_alpha: alpha of score identity distillation.
+    """
+
+    critic: Network
+    teacher: Network
+    negative_text: Tensor
+    guidance_scale: float = 4.0
+    sid_alpha: float = 1.0
+
+    def clean(
+        self, clip: StreamClip, noised: NoisedClip, x: Tensor, entering: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the clean latents that the networks predict, by arguments of `dmd_direction`.
+
+        Args:
+            clip: gives the prompts.
+            noised: gives the noise level.
+            x: noised latents.
+            entering: ``x`` as the networks get it, whose hooks see the gradient that comes through
+                them alone; None gives them ``x`` itself.
+        """
+        given, text = x if entering is None else entering, clip.text
+        fake = self.critic(x=given, timesteps=noised.timesteps, text=text)
+        if self.guidance_scale == 1:
+            real = unguided = self.teacher(x=given, timesteps=noised.timesteps, text=text)
+        else:
+            negative = self.negative_text.to(text).expand_as(text)
+            both = self.teacher(
+                x=torch.cat([given, given]),
+                timesteps=noised.timesteps.repeat(2),
+                text=torch.cat([text, negative]),
+            )
+            real, unguided = both.chunk(2)
+        flows = {"fake": fake, "conditional": real, "unconditional": unguided}
+        return {name: x0_from_flow(x, flow, noised.sigma) for name, flow in flows.items()}
+
+
+@torch.no_grad()
+def generator_direction(clip: StreamClip, noised: NoisedClip, scores: Scores) -> Tensor:
+    """Return D of a clip, ``[b, t, c, h, w]`` float64."""
+    clean = scores.clean(clip, noised, noised.x)
+    return dmd_direction(clip.latents.detach(), **clean, scale=scores.guidance_scale)
+
+
+def sid_direction(
+    clip: StreamClip,
+    noised: NoisedClip,
+    scores: Scores,
+    whole_gradient: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of score identity distillation with regard to a clip.
+
+    It goes through critic and teacher, whose weights get none.
+
+    Args:
+        whole_gradient: turns the gradient of the networks' input on this rank into the gradient
+            of the whole loss, where ranks share the tokens.
+
+    Returns:
+        The gradient, times the elements of a frame, ``[b, t, c, h, w]`` float64, and the frames'
+        losses, ``[b, t]``; `generator_losses` takes both.
+    """
+    latents = clip.latents.detach().requires_grad_()
+    with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
+        x = mixed(latents, noised.noise, noised.sigma)
+        entering = x.clone()
+        if whole_gradient is not None:
+            entering.register_hook(whole_gradient)  # type: ignore[no-untyped-call]
+        losses = sid_losses(
+            latents,
+            **scores.clean(clip, noised, x, entering),
+            scale=scores.guidance_scale,
+            alpha=scores.sid_alpha,
+        )
+        # Not torch.autograd.grad: recomputed blocks may refuse to be asked for one input.
+        torch.where(clip.mask, losses, 0.0).sum().backward()  # type: ignore[no-untyped-call]
+    assert latents.grad is not None
+    return latents.grad.double() * latents[0, 0].numel(), losses.detach()
+
+
+@contextmanager
+def _frozen(*networks: Any) -> Iterator[None]:
+    """Let no weight of networks get a gradient inside of the block."""
+    modules = [network for network in networks if isinstance(network, torch.nn.Module)]
+    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def generator_losses(
+    clip: StreamClip, direction: Tensor, generator: Generator, losses: Tensor | None = None
+) -> Iterator[Loss]:
+    """Give the loss of each trained block, by the loss contract; their sum is the clip's.
+
+    The exit step of a block is run when its loss is asked for, so that a backward pass after each
+    keeps one block's activations at a time. The clip is the newest that was generated.
+
+    Args:
+        clip: generated for the generator, in two phases.
+        direction: D of `generator_direction`, or the gradient of `sid_direction`.
+        losses: the losses of `sid_direction`.
+    """
+    for step in clip.blocks:
+        frames = clip.frames_of(step)
+        yield dmd_loss(
+            generator.clean(step),
+            direction=direction[:, frames],
+            mask=clip.mask[:, frames],
+            losses=None if losses is None else losses[:, frames],
+        )
+
+
+def critic_clip_loss(
+    clip: StreamClip, noised: NoisedClip, critic: Network, kind: str = "flow"
+) -> Loss:
+    """Return the critic's loss on a clip, see `critic_loss`; only the critic gets a gradient."""
+    flow = critic(x=noised.x, timesteps=noised.timesteps, text=clip.text)
+    return critic_loss(
+        flow,
+        latents=clip.latents,
+        noise=noised.noise,
+        mask=clip.mask,
+        kind=kind,
+        sigma=noised.sigma,
+    )
 
 
 @torch.no_grad()
@@ -51,12 +240,8 @@ def dmd_direction(
 
     Returns:
         ``[b, t, c, h, w]`` float64.
-
-    Raises:
-        ConfigError: predictions of another shape.
     """
-    _check_shape("fake", fake, latents)
-    real = _guided(latents, conditional, unconditional, scale)
+    real = _guided(conditional, unconditional, scale)
     return (fake.double() - real) / _distance(latents, real)
 
 
@@ -69,29 +254,20 @@ def sid_losses(
     scale: float,
     alpha: float,
 ) -> Tensor:
-    """Return L_S of each frame, with gradient; the other arguments are those of `dmd_direction`.
+    """Return L_S of each frame, ``[b, t]`` float64, with gradient; see `dmd_direction`.
 
     The normaliser is a constant, and a sample that the teacher leaves as it is has no loss.
 
     Args:
         alpha: weight of the squared difference that is taken off.
-
-    Returns:
-        ``[b, t]`` float64.
-
-    Raises:
-        ConfigError: predictions of another shape.
     """
-    _check_shape("fake", fake, latents)
-    real = _guided(latents, conditional, unconditional, scale)
+    real = _guided(conditional, unconditional, scale)
     gap, x = real - fake.double(), latents.double()
     return _by_frame(gap * (real - x - alpha * gap) / _distance(latents, real))
 
 
-def _guided(latents: Tensor, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+def _guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     """Return r, the teacher's prediction with guidance."""
-    _check_shape("conditional", conditional, latents)
-    _check_shape("unconditional", unconditional, latents)
     c, u = conditional.double(), unconditional.double()
     return c + (scale - 1) * (c - u)
 
@@ -100,13 +276,12 @@ def _guided(latents: Tensor, conditional: Tensor, unconditional: Tensor, scale: 
 def _distance(latents: Tensor, real: Tensor) -> Tensor:
     """Return mean|X - r| of each sample, ``[b, 1, 1, 1, 1]``; infinite where it is 0."""
     distance = (latents.double() - real).abs().flatten(1).mean(dim=1)
-    distance = torch.where(distance == 0, torch.inf, distance)
-    return distance.view(-1, *[1] * (latents.dim() - 1))
+    return torch.where(distance == 0, torch.inf, distance).view(-1, *[1] * (latents.dim() - 1))
 
 
 def dmd_loss(
     latents: Tensor, *, direction: Tensor, mask: Tensor, losses: Tensor | None = None
-) -> tuple[Tensor, Tensor, Report]:
+) -> Loss:
     """Return the generator's loss of clips, or of blocks of them, by the loss contract.
 
     The sum runs over frames and adds the means of their elements; the count is of frames, so that
@@ -123,19 +298,15 @@ def dmd_loss(
     Returns:
         Sum (float64), number of frames that count, and what to log: ``generator loss``, and
         ``dmdtrain_gradient_norm``, the mean of |D| over all frames given.
-
-    Raises:
-        ConfigError: shapes that do not fit.
     """
-    _check_shape("direction", direction, latents)
-    _check_mask(mask, latents)
     x, d = latents.double(), direction.double()
+    counts = mask[..., None, None, None]
     # X - stopgrad(X - D), without the rounding of the difference: its gradient is D to the bit.
     if losses is None:
-        error = torch.where(_spread(mask, x), x - x.detach() + d, 0.0)
+        error = torch.where(counts, x - x.detach() + d, 0.0)
         total = 0.5 * _by_frame(error.square()).sum()
     else:
-        slope = torch.where(_spread(mask, x), (x - x.detach()) * d, 0.0)
+        slope = torch.where(counts, (x - x.detach()) * d, 0.0)
         total = _by_frame(slope).sum() + torch.where(mask, losses, 0.0).sum()
     count = number_of_targets(mask)
     sizes = pair(_by_frame(d.abs()).sum(), torch.full((), mask.numel(), device=d.device))
@@ -150,7 +321,7 @@ def critic_loss(
     mask: Tensor,
     kind: str = "flow",
     sigma: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Report]:
+) -> Loss:
     """Return the denoising loss of the critic on generated clips, by the loss contract.
 
     Its kind says what is compared: the ``flow``, the clean latents that follow from it (``x0``,
@@ -169,49 +340,18 @@ def critic_loss(
     Returns:
         Sum over frames of the means of their elements (float64), number of frames that count, and
         what to log: ``critic loss``.
-
-    Raises:
-        ConfigError: shapes that do not fit.
     """
-    _check_shape("flow", flow, latents)
-    _check_shape("noise", noise, latents)
-    _check_mask(mask, latents)
     error = flow.double() - (noise.double() - latents.detach().double())
     if kind != "flow":
         assert sigma is not None
-        error = error * spread(_share_of_flow(kind, sigma.double()), error)
-    total = _by_frame(torch.where(_spread(mask, error), error, 0.0).square()).sum()
+        s = sigma.double()
+        shares = {"x0": s, "noise": 1 - s, "v": torch.hypot(1 - s, s)}
+        error = error * spread(shares[kind], error)
+    total = _by_frame(torch.where(mask[..., None, None, None], error, 0.0).square()).sum()
     count = number_of_targets(mask)
     return total, count, {"critic loss": pair(total, count)}
-
-
-def _share_of_flow(kind: str, sigma: Tensor) -> Tensor:
-    """Return the error of a prediction over the error of the flow that it follows from, ``[b]``."""
-    if kind == "x0":
-        return sigma
-    return 1 - sigma if kind == "noise" else torch.hypot(1 - sigma, sigma)
 
 
 def _by_frame(x: Tensor) -> Tensor:
     """Return the means of frames, ``[b, t]`` from ``[b, t, c, h, w]``."""
     return x.flatten(2).mean(dim=2)
-
-
-def _spread(mask: Tensor, x: Tensor) -> Tensor:
-    return mask.view(*mask.shape, *[1] * (x.dim() - 2))
-
-
-def _check_shape(name: str, x: Tensor, latents: Tensor) -> None:
-    if x.shape != latents.shape:
-        raise ConfigError(
-            f"`{name}` has the shape {list(x.shape)}, but must be as the latents "
-            f"({list(latents.shape)}); give the same frames of both."
-        )
-
-
-def _check_mask(mask: Tensor, latents: Tensor) -> None:
-    if mask.shape != latents.shape[:2] or mask.dtype != torch.bool:
-        raise ConfigError(
-            f"`mask` is {mask.dtype} {list(mask.shape)}, but must be bool "
-            f"{list(latents.shape[:2])}, one for each frame."
-        )

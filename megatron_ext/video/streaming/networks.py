@@ -15,19 +15,17 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.checkpoint.adapters import FrozenBase
-from megatron_ext.checkpoint.lora import Network
+from megatron_ext.checkpoint.conversion import Network
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import CRITIC
-from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
-from megatron_ext.video.model.wan.attention import FrameWindow
-from megatron_ext.video.model.wan.flow import WAN
+from megatron_ext.video.model.wan.attention import wan_options
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.rules import window_of
+from megatron_ext.video.streaming.config import Role, StreamingConfig
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -81,40 +79,23 @@ class TrainedNetwork:
         return update_parameters(self.optimizer, self.clip_grad)
 
 
-def build_generator_chunk(
-    config: RunConfig,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-    *,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None = None,
-) -> VideoDiT:
-    """Build the generator of a run; see `Task.model_chunk`."""
-    window = window_of(config.section(StreamingConfig))
-    return build_network(
-        config, transformer_config, context, size=None, window=window, vp_stage=vp_stage
-    )
-
-
 def build_network(
     config: RunConfig,
     transformer_config: TransformerConfig,
     context: ParallelContext,
     *,
-    size: str | None,
-    window: FrameWindow | None = None,
+    role: Role = "generator",
     vp_stage: int | None = None,
     **stage: bool,
 ) -> VideoDiT:
-    """Build one network; ``context`` tells the model that it has but one stage.
+    """Build one network, of which the generator sees past frames; see `Task.model_chunk`.
 
     Args:
-        size: named size of the network; None for the generator's.
-        window: frames that a causal network sees; None for critic and teacher.
+        stage: unused, since ``context`` tells the model which stage it is.
     """
-    options = dataclasses.replace(WAN.options(config), window=window)
-    sizes = config.section(StreamingConfig).sizes(size)
+    streaming = config.section(StreamingConfig)
+    options = wan_options(streaming, config.parallel, causal=role == "generator")
+    sizes = streaming.sizes(role)
     return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
 
@@ -129,30 +110,28 @@ def build_critic(
         config.optimizer, lr=lr * ratio, min_lr=config.optimizer.min_lr * ratio,
         lr_warmup_init=config.optimizer.lr_warmup_init * ratio,
     )  # fmt: skip
-    own = dataclasses.replace(of_size(config, streaming.critic_size), optimizer=optimizer)
+    own = dataclasses.replace(of_role(config, "critic"), optimizer=optimizer)
     transformer_config = build_transformer_config(own)
-    build = partial(build_network, size=streaming.critic_size)
-    bare = build_chunks(build, own, transformer_config, context)
+    bare = build_chunks(partial(build_network, role="critic"), own, transformer_config, context)
     chunks = wrap_chunks(bare, own, transformer_config, context, device)
     built = build_optimizer(own, chunks)
-    load_weights(config, context, streaming.critic_checkpoint, chunks, built, section=CRITIC)
-    base = FrozenBase.of_run(config)
-    if base is not None and streaming.critic_checkpoint is not None:
-        average = config.checkpoint.pretrained_average
-        base = FrozenBase.given(streaming.critic_checkpoint, average=average)
+    path, checkpoint = streaming.critic_checkpoint, config.checkpoint
+    load_weights(checkpoint, context, path, chunks, built, section=CRITIC)
+    base = FrozenBase.of_run(config.lora, config.training.seed)
+    if base is not None and path is not None:
+        base = FrozenBase.given(path, average=checkpoint.pretrained_average)
     scheduler = build_scheduler(own.optimizer, own.training, built)
     return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
 
-def of_size(config: RunConfig, size: str | None) -> RunConfig:
-    """Return the configuration of a run whose model has a named size, None for the generator's."""
-    return dataclasses.replace(
-        config, model=config.section(StreamingConfig).described(config.model, size)
-    )
+def of_role(config: RunConfig, role: Role) -> RunConfig:
+    """Return the configuration of a run whose model is one of the networks."""
+    model = config.section(StreamingConfig).described(config.model, role)
+    return dataclasses.replace(config, model=model)
 
 
 def load_weights(
-    config: RunConfig,
+    checkpoint: CheckpointConfig,
     context: ParallelContext,
     path: str | None,
     chunks: list[Any],
@@ -174,10 +153,10 @@ def load_weights(
         return
     asked = CheckpointConfig(
         pretrained_checkpoint=path,
-        pretrained_average=config.checkpoint.pretrained_average,
-        ckpt_format=config.checkpoint.ckpt_format,
-        ckpt_fully_parallel_load=config.checkpoint.ckpt_fully_parallel_load,
-        dist_ckpt_strictness=config.checkpoint.dist_ckpt_strictness,
+        pretrained_average=checkpoint.pretrained_average,
+        ckpt_format=checkpoint.ckpt_format,
+        ckpt_fully_parallel_load=checkpoint.ckpt_fully_parallel_load,
+        dist_ckpt_strictness=checkpoint.dist_ckpt_strictness,
     )
     manager = CheckpointManager(asked, context, section=section)
     loaded = manager.load(model=chunks, optimizer=optimizer, scheduler=None)
@@ -186,31 +165,12 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return what `checkpoint.lora` needs to know of the critic, or by default of the generator."""
-    return _CRITIC if name == CRITIC else Network(build_generator_chunk)
-
-
-def _build_critic_chunk(
-    config: RunConfig,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-    *,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None = None,
-) -> VideoDiT:
-    return build_network(
-        config, transformer_config, context, size=config.section(StreamingConfig).critic_size
+    """Return what a conversion needs to know of the critic, or by default of the generator."""
+    if name != CRITIC:
+        return Network(build_network)
+    return Network(
+        partial(build_network, role="critic"),
+        lambda config: of_role(config, "critic"),
+        CRITIC,
+        lambda config: config.section(StreamingConfig).critic_checkpoint,
     )
-
-
-def _described_critic(run: RunConfig) -> RunConfig:
-    return of_size(run, run.section(StreamingConfig).critic_size)
-
-
-_CRITIC = Network(
-    _build_critic_chunk,
-    _described_critic,
-    CRITIC,
-    lambda run: run.section(StreamingConfig).critic_checkpoint,
-)

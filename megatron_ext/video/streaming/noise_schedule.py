@@ -34,19 +34,16 @@ class NoiseSchedule:
     def __init__(self, streaming: StreamingConfig) -> None:
         self.streaming = streaming
         table = torch.arange(NUM_TIMESTEPS, 0, -1, dtype=torch.float64) / NUM_TIMESTEPS
-        self.sigmas = self._shifted(table)
+        self.sigmas = shift(table, streaming.timestep_shift)
         # Rising, so that the nearest entry is found by bisection.
         self._timesteps = self.sigmas.flip(0) * NUM_TIMESTEPS
         steps = torch.tensor(streaming.denoising_steps, dtype=torch.float64)
         if streaming.warp_denoising_steps:
-            steps = self._shifted(steps / NUM_TIMESTEPS) * NUM_TIMESTEPS
+            steps = shift(steps / NUM_TIMESTEPS, streaming.timestep_shift) * NUM_TIMESTEPS
         self.denoising_timesteps: tuple[float, ...] = tuple(steps.tolist())
 
-    def _shifted(self, s: Tensor) -> Tensor:
-        return shift(s, self.streaming.timestep_shift)
-
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """Look up the noise at the entries of the table that lie nearest to timesteps.
+        """Return the noise at the entries of the table that lie nearest to timesteps.
 
         Args:
             timesteps: 0 to 1000, of any shape.
@@ -90,23 +87,16 @@ class NoiseSchedule:
         Returns:
             ``[b]`` float32 between ``min_timestep`` and ``max_timestep``.
         """
-        steps = self._score_steps(exit_step)
-        drawn = (uniforms.double() * len(steps)).floor().clamp(max=len(steps) - 1)
-        step = steps.start + drawn
-        timesteps = self._shifted(step / NUM_TIMESTEPS) * NUM_TIMESTEPS
-        return timesteps.clamp(self.streaming.min_timestep, self.streaming.max_timestep).float()
-
-    def _score_steps(self, exit_step: int | None) -> range:
-        """Return the steps before the shift that the exit step of a clip allows."""
+        streaming, exits = self.streaming, self.denoising_timesteps
         low, high = 0, NUM_TIMESTEPS
-        if exit_step is None:
-            return range(low, high)
-        last = len(self.denoising_timesteps) - 1
-        if self.streaming.ts_schedule and exit_step < last:
-            low = self._step(self.denoising_timesteps[exit_step + 1])
-        if self.streaming.ts_schedule_max:
-            high = max(low + 1, self._step(self.denoising_timesteps[exit_step]))
-        return range(low, high)
+        if exit_step is not None:
+            if streaming.ts_schedule and exit_step < len(exits) - 1:
+                low = self._step(exits[exit_step + 1])
+            if streaming.ts_schedule_max:
+                high = max(low + 1, self._step(exits[exit_step]))
+        drawn = (uniforms.double() * (high - low)).floor().clamp(max=high - low - 1)
+        timesteps = shift((low + drawn) / NUM_TIMESTEPS, streaming.timestep_shift) * NUM_TIMESTEPS
+        return timesteps.clamp(streaming.min_timestep, streaming.max_timestep).float()
 
     def _step(self, timestep: float) -> int:
         """Return the step before the shift, 1 to 1000, whose timestep lies nearest."""
@@ -125,8 +115,7 @@ def mixed(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """Return the point of the path between data and noise.
 
     Args:
-        x0: clean latents, ``[b, t, c, h, w]``.
-        noise: of the shape of ``x0``.
+        x0: clean latents, ``[b, t, c, h, w]``; ``noise`` has their shape.
         sigma: one for each sample ``[b]``, for each frame ``[b, t]``, or one for all ``[]``.
 
     Returns:

@@ -1,26 +1,28 @@
-"""Prompts of training: read from files, and encoded with the frames that sequences begin with."""
+"""Prompts of training and of long videos: read from files, checked and encoded."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.collectives import on_first_of_replica, share
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.clips import Clip, decode, probe
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
-from megatron_ext.video.sampling.requests import bad_row, read_row
-from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.state import Prompts
+from megatron_ext.video.sampling.requests import bad_row, read_lines, read_prompts, read_row
+from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
+from megatron_ext.video.streaming.sequence import Prompts
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -42,7 +44,7 @@ class PromptRow:
     start: str | None = None
 
 
-def read_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
+def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
     """Read the prompts of a run.
 
     Rows of a jsonl have ``text``, and may have ``second_text`` and ``image`` or ``video``, whose
@@ -63,9 +65,10 @@ def read_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
             f"`--second-prompts-path` ({config.second_prompts_path}) has {len(second)} prompts, "
             f"but must have {len(first)}, one for each of `--prompts-path`."
         )
+    extras = [value for row in second for value in (row.second_text, row.start)]
     for flag, path, taken in (
         ("--prompts-path", config.prompts_path, [row.second_text for row in first]),
-        ("--second-prompts-path", config.second_prompts_path, _extras(second)),
+        ("--second-prompts-path", config.second_prompts_path, extras),
     ):
         if any(value is not None for value in taken):
             raise DataError(
@@ -78,30 +81,19 @@ def read_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
     ]
 
 
-def _extras(rows: Sequence[PromptRow]) -> list[str | None]:
-    return [value for row in rows for value in (row.second_text, row.start)]
-
-
 def _rows(flag: str, path: str) -> list[PromptRow]:
     """Return the rows of the lines that are not blank."""
     source = Path(path)
-    try:
-        text = source.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"`{flag}` ({path}) must be a text file with one prompt a line, or a jsonl, but cannot "
-            f"be read: {error}."
-        ) from error
-    lines = [(i, line.strip()) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise DataError(f"`{flag}` ({path}) holds no prompt; write one a line.")
+    lines = read_lines(source, f"`{flag}` ({path})")
     if source.suffix != ".jsonl":
         return [PromptRow(line) for _, line in lines]
     rows = [_row(line, source, number) for number, line in lines]
-    for name in ("second_text", "start"):
+    for name, what in (
+        ("second_text", "a `second_text`"),
+        ("start", "an `image` or a `video`"),
+    ):
         has = [getattr(row, name) is not None for row in rows]
         if any(has) and not all(has):
-            what = "a `second_text`" if name == "second_text" else "an `image` or a `video`"
             raise bad_row(source, lines[has.index(False)][0], f"has not {what}, as others have")
     return rows
 
@@ -116,6 +108,138 @@ def _row(line: str, source: Path, number: int) -> PromptRow:
     if start is not None and not start.exists():
         raise bad_row(source, number, f"begins with {start}, which does not exist")
     return PromptRow(row["text"], row.get("second_text"), None if start is None else str(start))
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Another caption from a frame on.
+
+    Attributes:
+        frame: first latent frame that is made under it.
+        text: caption.
+    """
+
+    frame: int
+    text: str
+
+
+@dataclass(frozen=True)
+class VideoPrompt:
+    """The captions of one long video.
+
+    Attributes:
+        text: caption at the beginning.
+        switches: in the order of their frames.
+
+    Raises:
+        ConfigError: a switch at frame 0 or before, or out of order.
+    """
+
+    text: str
+    switches: tuple[Switch, ...] = ()
+
+    def __post_init__(self) -> None:
+        frames = [0, *self.frames]
+        if any(a >= b for a, b in zip(frames, frames[1:], strict=False)):
+            raise ConfigError(
+                f"The switches of the prompt {self.text!r} are at frames "
+                f"{', '.join(map(str, self.frames))}, but must be above 0 and rising; sort them."
+            )
+
+    @property
+    def frames(self) -> tuple[int, ...]:
+        """Return the frames of the switches."""
+        return tuple(switch.frame for switch in self.switches)
+
+    @property
+    def title(self) -> str:
+        """Return all captions in a line."""
+        return " > ".join([self.text, *(switch.text for switch in self.switches)])
+
+
+def read_video_prompts(path: str | os.PathLike[str]) -> list[VideoPrompt]:
+    """Read a text file with a caption in each line, or a jsonl.
+
+    Rows of a jsonl have ``text``, and may have ``switches``, a list of ``{"frame": latent frame,
+    "text": caption}``. Empty lines are left out.
+
+    Raises:
+        DataError: no such file, a row that cannot be read, or no row at all.
+    """
+    return read_prompts(path, VideoPrompt, _prompt)
+
+
+def _prompt(row: dict[str, Any], source: Path) -> VideoPrompt:
+    switches = row.get("switches") or []
+    if not isinstance(switches, list):
+        raise TypeError(f"`switches` {switches!r} is no list")
+    return VideoPrompt(row["text"].strip(), tuple(_switch(entry) for entry in switches))
+
+
+def _switch(entry: Any) -> Switch:
+    if not isinstance(entry, dict) or entry.keys() != {"frame", "text"}:
+        raise ValueError(f"a switch must have `frame` and `text`, but is {entry!r}")
+    frame, text = entry["frame"], entry["text"]
+    if type(frame) is not int or not isinstance(text, str):
+        raise TypeError(f"a switch needs an integer and a text, but is {entry!r}")
+    return Switch(frame, text.strip())
+
+
+def at_block_starts(
+    prompts: Sequence[VideoPrompt], *, block: int, num_frames: int
+) -> list[VideoPrompt]:
+    """Return prompts whose switches lie where they take effect, at the next start of a block.
+
+    Args:
+        block: latent frames that are made under one caption.
+        num_frames: latent frames of the videos.
+
+    Raises:
+        DataError: a switch beyond the last block, or two in one block.
+    """
+    moved = []
+    for prompt in prompts:
+        starts = [-(-frame // block) * block for frame in prompt.frames]
+        last = num_frames - block
+        if starts and max(starts) > last:
+            raise DataError(
+                f"The prompt {prompt.text!r} switches at latent frame {max(prompt.frames)}, but "
+                f"the last frame block begins at {last}; switch earlier, or sample longer videos "
+                "with `--sample-latent-frames`."
+            )
+        if len({*starts}) < len(starts):
+            raise DataError(
+                f"The prompt {prompt.text!r} switches at frames "
+                f"{', '.join(map(str, prompt.frames))}, two of them in one block of {block} "
+                "frames, which is made under one prompt; move them apart."
+            )
+        switches = tuple(
+            replace(switch, frame=start)
+            for switch, start in zip(prompt.switches, starts, strict=True)
+        )
+        moved.append(replace(prompt, switches=switches))
+    return moved
+
+
+def video_prompts(
+    sample: SampleConfig, own: StreamingSampleConfig, streaming: StreamingConfig
+) -> list[VideoPrompt]:
+    """Return the prompts that the flags give, with switches at the starts of blocks.
+
+    Raises:
+        ConfigError, DataError: see `read_video_prompts` and `at_block_starts`.
+    """
+    if sample.sample_texts is None:
+        assert sample.sample_prompts is not None
+        prompts = read_video_prompts(sample.sample_prompts)
+    elif own.sample_second_texts is None:
+        prompts = [VideoPrompt(text) for text in sample.sample_texts]
+    else:
+        frame = own.switch_frame(streaming)
+        pairs = zip(sample.sample_texts, own.sample_second_texts, strict=True)
+        prompts = [VideoPrompt(first, (Switch(frame, second),)) for first, second in pairs]
+    num_frames = own.num_frames(streaming)
+    return at_block_starts(prompts, block=streaming.frame_block, num_frames=num_frames)
 
 
 def encode_captions(
@@ -133,8 +257,6 @@ def encode_captions(
         captions: n texts.
         encoder: gives the encoder on the first rank of a replica.
         shape: rows and width of an embedding, (l, d).
-        context: groups of this rank.
-        device: where the embeddings go.
 
     Returns:
         ``[n, l, d]`` float32.
@@ -152,15 +274,13 @@ def encode_captions(
 
 
 class FilePrompts:
-    """Prompts of samples, shuffled anew in each epoch; a `video.streaming.state.PromptSource`.
+    """Prompts of samples, shuffled anew in each epoch; a `video.streaming.sequence.PromptSource`.
 
     Text and given frames are encoded when a sequence begins, by the first rank of each replica,
     which alone holds the encoders. All ranks of the run call each method together.
 
     Args:
-        rows: rows of the file.
-        config: gives encoders, sizes and seed.
-        context: groups of this rank.
+        config: gives the file, encoders, sizes and seed.
         device: where the embeddings go.
 
     Attributes:
@@ -168,25 +288,19 @@ class FilePrompts:
 
     Raises:
         ConfigError: encoders that cannot be built, on all ranks.
+        DataError: see `read_training_prompts`.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[PromptRow],
-        config: RunConfig,
-        context: ParallelContext,
-        device: torch.device,
-    ) -> None:
-        self._rows, self._context, self._device = rows, context, device
-        self._seed, self._block = config.training.seed, config.section(StreamingConfig).frame_block
-        streaming = config.section(StreamingConfig)
-        self._latent = (streaming.sizes(None).channels, *streaming.latent_size)
+    def __init__(self, config: RunConfig, context: ParallelContext, device: torch.device) -> None:
+        streaming, text = config.section(StreamingConfig), config.section(TextEncoderConfig)
+        self._rows = read_training_prompts(streaming)
+        self._context, self._device = context, device
+        self._seed, self._block = config.training.seed, streaming.frame_block
+        self._latent = (streaming.sizes().channels, *streaming.latent_size)
         assert streaming.text_features is not None
-        self._text = (config.section(TextEncoderConfig).text_length, streaming.text_features)
+        self._text = (text.text_length, streaming.text_features)
         self._encoder: TextEncoder | None = on_first_of_replica(
-            lambda: build_text_encoder(config.section(TextEncoderConfig), device),
-            "Loading the text",
-            context,
+            lambda: build_text_encoder(text, device), "Loading the text", context
         )
         self.codec: VideoCodec | None = None
         if streaming.encode_first_frame or streaming.given_frames:
@@ -195,13 +309,6 @@ class FilePrompts:
                 "Loading the codec",
                 context,
             )
-
-    @classmethod
-    def build(
-        cls, config: RunConfig, context: ParallelContext, device: torch.device
-    ) -> FilePrompts:
-        """Build the prompts of a run; see `read_prompts` for what is raised."""
-        return cls(read_prompts(config.section(StreamingConfig)), config, context, device)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
         """Return the prompts of samples, a function of their numbers in the run.
@@ -212,8 +319,16 @@ class FilePrompts:
         rows = [self._row(sample) for sample in samples]
         second = [row.second_text for row in rows if row.second_text is not None]
         text = self.encode([row.text for row in rows] + second)
-        after = text[len(rows) :] if second else None
-        return Prompts(text[: len(rows)], after, self._start(rows))
+        after, start = text[len(rows) :] if second else None, None
+        if all(row.start is not None for row in rows):
+            known = on_first_of_replica(
+                lambda: torch.cat([self._given(row) for row in rows]),
+                "Encoding given frames",
+                self._context,
+            )
+            shape = len(rows), self._block, *self._latent
+            start = share(known, shape, self._context, self._device)
+        return Prompts(text[: len(rows)], after, start)
 
     def encode(self, captions: Sequence[str]) -> Tensor:
         """Encode captions, ``[n, l, d]`` float32; see `encode_captions`."""
@@ -233,18 +348,6 @@ class FilePrompts:
 
         known = on_first_of_replica(image, "Encoding the first frame", self._context)
         return share(known, (len(latents), 1, *self._latent), self._context, self._device)
-
-    def _start(self, rows: Sequence[PromptRow]) -> Tensor | None:
-        """Return the latents of the given frames, ``[b, block, c, h, w]``."""
-        if any(row.start is None for row in rows):
-            return None
-
-        def encoded() -> Tensor:
-            return torch.cat([self._given(row) for row in rows])
-
-        known = on_first_of_replica(encoded, "Encoding given frames", self._context)
-        shape = len(rows), self._block, *self._latent
-        return share(known, shape, self._context, self._device)
 
     @torch.no_grad()
     def _given(self, row: PromptRow) -> Tensor:

@@ -6,63 +6,29 @@ trained, and past frames are constants to it. So the gradient of a loss on the l
 before any backward pass: generate all blocks without gradient, then run each exit step again from
 the input that was recorded. Peak memory is that of one block, and blocks are independent
 micro-batches.
+
+Videos of any length are made the same way, with all denoising steps. When the prompt changes, or a
+cache is lost, the past is encoded anew under the current prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.video.loss import x0_from_flow
+from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.cache import KVCache
+from megatron_ext.video.model.wan.model import recache
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 
-
-class FlowNetwork(Protocol):
-    """A critic or teacher, which predicts the flow, noise - x0, of noised latents."""
-
-    def __call__(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Return the flow of ``x``.
-
-        Args:
-            x: noised latents, ``[b, t, c, h, w]``.
-            timesteps: one for each sample ``[b]`` or each frame ``[b, t]``, float32, 0 to 1000.
-            text: embeddings of prompts, ``[b, l, d]``.
-        """
-
-
-class CausalNetwork(Protocol):
-    """A generator: a flow network that sees past frames through a cache."""
-
-    def __call__(
-        self,
-        *,
-        x: Tensor,
-        timesteps: Tensor,
-        text: Tensor,
-        cache: Any = None,
-        first_frame: int = 0,
-        update_cache: bool = True,
-    ) -> Tensor:
-        """Return the flow of whole blocks of frames; see also `FlowNetwork`.
-
-        Args:
-            x: noised latents, ``[b, t, c, h, w]``.
-            timesteps: one for each frame, ``[b, t]``.
-            text: embeddings of prompts, ``[b, l, d]``.
-            cache: keys and values of the frames before.
-            first_frame: absolute number of the first of the t frames.
-            update_cache: write these frames into the cache.
-        """
-
-
-Recache = Callable[..., None]
-"""Fills a cache anew under another prompt, as `video.model.wan.recache.recache` does."""
+Network = Callable[..., Tensor]
+"""Predicts the flow, noise - x0, by the keywords of `VideoDiT.forward`: ``x``, ``timesteps`` and
+``text``; a generator also takes ``cache``, ``first_frame`` and ``update_cache``."""
 
 BlockNoise = Callable[[int, int], Tensor]
 """Noise ``[b, block, c, h, w]`` of (first frame of a block, step); see `decisions.block_noise`."""
@@ -89,12 +55,32 @@ class ExitStep:
 
 
 @dataclass(frozen=True)
-class Generator:
-    """The trained network with its cache and its noise schedule."""
+class History:
+    """Frames of a video, as they were generated.
 
-    network: CausalNetwork
+    Attributes:
+        newest: last frames, ``[b, t, c, h, w]``.
+        length: number of frames so far; those of ``newest`` are at their end.
+        sinks: first frames, at least `num_sinks` of them if there are so many.
+    """
+
+    newest: Tensor
+    length: int
+    sinks: Tensor
+
+
+@dataclass(frozen=True)
+class Generator:
+    """The trained network with its cache and its noise schedule.
+
+    Attributes:
+        recache: fills the cache anew, see `video.model.wan.model.recache`.
+    """
+
+    network: Network
     cache: KVCache
     schedule: NoiseSchedule
+    recache: Callable[..., None] = recache
 
     def clean(self, step: ExitStep) -> Tensor:
         """Return the clean latents that a step predicts, ``[b, block, c, h, w]``.
@@ -156,38 +142,55 @@ class Generator:
                 first_frame=first_frame,
             )
 
-    def check_capacity(self, num_frames: int) -> None:
-        """Check that any block of so many new frames can be run again after the last.
+    def encode_anew(
+        self, history: History, text: Tensor, noise: BlockNoise, *, frames: int, keep_sink: bool
+    ) -> None:
+        """Fill the cache with the past as a prompt would have made it.
 
-        Raises:
-            ConfigError: the cache is too small; the message has the number that is needed.
+        Args:
+            history: has the last ``frames`` at least, if there are so many.
+            text: ``[b, l, d]``.
+            noise: the noise that the frames were written with.
+            frames: how many of the newest frames are encoded, at most.
+            keep_sink: leave the sinks as they are in the cache; else they are encoded too.
         """
-        window, given = self.cache.window, self.cache.capacity_frames
-        needed = window.window + num_frames - window.block
-        if given < needed:
-            raise ConfigError(
-                f"`capacity_frames` ({given}) must be {needed} or more to train chunks of "
-                f"{num_frames} new frames, whose first block is run again when the last has been "
-                f"written: window ({window.window}) + new frames - block ({window.block}); use "
-                f"{needed}."
-            )
+        sinks = num_sinks(self.cache.window)
+        if keep_sink and history.length <= sinks:
+            return  # nothing but sinks
+        first = max(0, history.length - frames, sinks if keep_sink else 0)
+        sink_latents = None
+        if first and not keep_sink and sinks:
+            sink_latents = self._as_context(history.sinks[:, :sinks], 0, noise)
+        newest = history.newest[:, history.newest.size(1) - (history.length - first) :]
+        self.recache(
+            self.network,
+            self.cache,
+            latents=self._as_context(newest, first, noise),
+            first_frame=first,
+            timestep=self.schedule.streaming.context_noise,
+            text=text,
+            sink_latents=sink_latents,
+            keep_sink=keep_sink,
+        )
+
+    def _as_context(self, latents: Tensor, first_frame: int, noise: BlockNoise) -> Tensor:
+        """Return frames of the past as the network sees them when they are encoded anew."""
+        sigma = self.schedule.context_sigma(recached=True)
+        if not sigma:
+            return latents
+        frames = range(first_frame, first_frame + latents.size(1), self.cache.window.block)
+        drawn = torch.cat([noise(frame, WRITE_BACK) for frame in frames], dim=1)
+        return mixed(latents, drawn, torch.tensor(sigma))
+
+
+def num_sinks(window: FrameWindow) -> int:
+    """Return how many first frames must be kept: the sinks, in whole blocks."""
+    return -(-window.sink // window.block) * window.block
 
 
 def _timesteps(value: float, x: Tensor) -> Tensor:
     """Return one timestep for all frames, ``[b, t]`` float32."""
     return torch.full(x.shape[:2], value, dtype=torch.float32, device=x.device)
-
-
-@dataclass(frozen=True)
-class TrainedBlock:
-    """A frame block whose exit step is trained.
-
-    Attributes:
-        frames: its frames in the clip.
-    """
-
-    step: ExitStep
-    frames: slice
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ class StreamClip:
         latents: X, ``[b, t, c, h, w]``; without gradient, but for one-graph generation.
         mask: frames that count in the losses, bool ``[b, t]``: new ones, made under ``text``.
         text: current prompt, which the losses take for the whole clip, ``[b, l, d]``.
-        blocks: to be run again with gradient; none if the clip was generated for the critic.
+        blocks: exit steps to be run again with gradient; none if the clip is for the critic.
         samples: numbers of the b samples in the run.
         sequence: number of the sequence in the run.
         number: number of the clip in the sequence.
@@ -210,10 +213,63 @@ class StreamClip:
     latents: Tensor
     mask: Tensor
     text: Tensor
-    blocks: tuple[TrainedBlock, ...]
+    blocks: tuple[ExitStep, ...]
     samples: range
     sequence: int
     number: int
     first_new: int
     end: int
     exit_step: int | None = None
+
+    def frames_of(self, step: ExitStep) -> slice:
+        """Return the frames of a block in the clip."""
+        place = step.first_frame - (self.end - self.latents.size(1))
+        return slice(place, place + step.x.size(1))
+
+
+def generate_blocks(
+    generator: Generator,
+    texts: Mapping[int, Tensor],
+    noise: BlockNoise,
+    *,
+    num_frames: int,
+    keep_sink: bool,
+) -> Iterator[Tensor]:
+    """Generate a batch of videos with all denoising steps, giving each block when it is made.
+
+    Memory does not grow with the length: it holds the cache, of which the window is enough
+    (``network.new_cache(b, h, w)``), and as many latent frames. Where the prompt changes, the last
+    frames that the window holds are encoded anew, as LongLive's sampling does (arXiv:2509.22622).
+    No random numbers are drawn but those of ``noise``, and no weights are changed.
+
+    Args:
+        generator: its cache is begun anew.
+        texts: embeddings ``[b, l, d]`` by the latent frame from which on they hold, the start of a
+            block; the first from frame 0 on.
+        noise: see `BlockNoise`; decides shape, dtype and device of the latents.
+        num_frames: latent frames of each video, whole blocks.
+        keep_sink: where the prompt changes, sink frames stay as the first prompt made them; else
+            they are encoded anew as well.
+
+    Yields:
+        Clean latents of the next block, ``[b, block, c, h, w]``.
+    """
+    window = generator.cache.window
+    kept = -(-window.window // window.block)
+    newest, sinks = deque[Tensor](maxlen=kept), list[Tensor]()
+    last_step = len(generator.schedule.denoising_timesteps) - 1
+    generator.cache.reset()
+    text = texts[0]
+    for frame in range(0, num_frames, window.block):
+        if frame and frame in texts:
+            text = texts[frame]
+            past = torch.cat(list(newest), dim=1)
+            history = History(past, frame, torch.cat(sinks, dim=1) if sinks else past[:, :0])
+            generator.encode_anew(
+                history, text, noise, frames=kept * window.block, keep_sink=keep_sink
+            )
+        latents, _ = generator.generate(frame, text, noise, exit_step=last_step, graph=False)
+        newest.append(latents)
+        if frame < num_sinks(window):
+            sinks.append(latents)
+        yield latents

@@ -1,39 +1,98 @@
-"""The long sequence of a replica, which grows clip by clip."""
+"""The long sequence of a replica, which grows clip by clip, and its state in checkpoints."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.video.data.randomness import sample_numbers
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.generate import History, encode_anew, num_sinks
 from megatron_ext.video.streaming.rollout import (
     BlockNoise,
+    ExitStep,
     Generator,
-    Recache,
+    History,
     StreamClip,
-    TrainedBlock,
+    num_sinks,
 )
-from megatron_ext.video.streaming.state import (
-    NEVER,
-    PromptSource,
-    SequenceState,
-    given_frames,
-    second_prompt,
-    stored_state,
-)
+
+NEVER = -1
+"""The frame of a switch that does not come."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The inputs that the samples of a sequence are made from.
+
+    Attributes:
+        text: embeddings, ``[b, l, d]``.
+        text_after: embeddings after the switch; needed where sequences switch.
+        start: clean latents of given first frames, ``[b, t, c, h, w]``; whole blocks, and fewer
+            than a clip.
+    """
+
+    text: Tensor
+    text_after: Tensor | None = None
+    start: Tensor | None = None
+
+
+PromptSource = Callable[[Sequence[int]], Prompts]
+"""Gives the prompts of samples, a function of their numbers in the run."""
 
 FirstFrame = Callable[[Tensor], Tensor]
 """Turns the newest of latent frames ``[b, t, c, h, w]`` into the latent of an image,
 ``[b, 1, c, h, w]``."""
+
+
+@dataclass
+class SequenceState:
+    """A sequence of one replica. Random numbers have no state, they follow these numbers.
+
+    Attributes:
+        sequence: its number in the run.
+        consumed_samples: number in the run of the first of its samples, over all replicas.
+        chunk: clips generated so far, by the name that checkpoints have for them.
+        current_length: frames so far, given ones among them.
+        max_length: frames after which it ends at the latest.
+        switch_frame: first frame under the second prompt, at the start of a block, or `NEVER`.
+        has_switched: the second prompt is the current one, 0 or 1.
+        previous: last frames as generated, at most a clip, ``[b, t, c, h, w]``.
+        sink: first frames as generated, ``[b, t, c, h, w]``.
+        text: current prompt, ``[b, l, d]``.
+        text_after: second prompt; empty if there is none.
+    """
+
+    sequence: int
+    consumed_samples: int
+    chunk: int
+    current_length: int
+    max_length: int
+    switch_frame: int
+    has_switched: int
+    previous: Tensor
+    sink: Tensor
+    text: Tensor
+    text_after: Tensor
+
+    def switches_before(self, frame: int) -> bool:
+        """Return whether the switch is still to come, and lies before a frame."""
+        return not self.has_switched and NEVER < self.switch_frame < frame
+
+    def first_frames(self, known: Tensor, length: int, sinks: int) -> Tensor:
+        """Return the first frames of the sequence, as far as they exist.
+
+        Args:
+            known: newest frames, up to ``length``, ``[b, t, c, h, w]``.
+            length: frames so far.
+            sinks: how many are wanted.
+        """
+        return known[:, :sinks] if known.size(1) == length else self.sink
 
 
 @dataclass(frozen=True)
@@ -61,7 +120,7 @@ class StreamingSequence:
 
     Args:
         streaming: how sequences grow and switch.
-        generator: its cache must suit ``streaming``.
+        generator: its cache suits ``streaming``.
         like: ``[0, 0, c, h, w]``, an empty tensor that gives sizes, dtype and device of latents.
         first_frame: encodes the first frame of clips anew; None leaves it as it was generated.
 
@@ -69,9 +128,6 @@ class StreamingSequence:
         state: None before the first sequence.
         first: number of the first sequence, and number in the run of the first of its samples; a
             run that goes on without a sequence begins where the old one ended.
-
-    Raises:
-        ConfigError: a cache that does not fit the flags.
     """
 
     def __init__(
@@ -79,25 +135,17 @@ class StreamingSequence:
         streaming: StreamingConfig,
         generator: Generator,
         *,
-        recache: Recache,
         prompts: PromptSource,
         replica: Replica,
         like: Tensor,
         first_frame: FirstFrame | None = None,
     ) -> None:
         self.streaming, self.generator, self.replica = streaming, generator, replica
-        self.recache, self.prompts, self.first_frame = recache, prompts, first_frame
+        self.prompts, self.first_frame = prompts, first_frame
         self.like = like.new_empty(replica.batch, 0, *like.shape[2:])
         self.state: SequenceState | None = None
         self.first = 0, 0
         self._num_sinks = num_sinks(generator.cache.window)
-        block = generator.cache.window.block
-        if block != streaming.frame_block:
-            raise ConfigError(
-                f"`block` ({streaming.frame_block}) must be that of the network ({block}); use "
-                f"{block}."
-            )
-        generator.check_capacity(streaming.chunk_frames)
 
     @property
     def coming(self) -> tuple[int, int]:
@@ -119,10 +167,8 @@ class StreamingSequence:
         """Generate the next clip to be trained, of a new sequence if the old one has ended.
 
         Args:
-            trains_generator: keep what the generator's exit steps need, see `StreamClip.blocks`.
-
-        Raises:
-            DataError: prompts that do not fit.
+            trains_generator: keep what the generator's exit steps need, see `StreamClip.blocks`;
+                they are run again before the clip after this one.
         """
         if not self.can_generate_more:
             self.begin()
@@ -132,37 +178,21 @@ class StreamingSequence:
 
     @property
     def _state(self) -> SequenceState:
-        if self.state is None:
-            raise ConfigError("no sequence was begun; call `begin` or `next_clip` first.")
+        assert self.state is not None
         return self.state
 
-    def check_newest(self, clip: StreamClip) -> None:
-        """Check that the cache is as it was when a clip had been generated.
-
-        Raises:
-            ConfigError: it is not the newest clip.
-        """
-        s = self.state
-        if s is None or (s.sequence, s.chunk - 1) != (clip.sequence, clip.number):
-            now = "nowhere" if s is None else f"at chunk {s.chunk - 1} of sequence {s.sequence}"
-            raise ConfigError(
-                f"chunk {clip.number} of sequence {clip.sequence} cannot be run again, since the "
-                f"cache is {now}; run its exit steps before the next chunk is generated."
-            )
-
     def begin(self) -> None:
-        """Begin the next sequence of the run, which knows nothing of the one before.
-
-        Raises:
-            DataError: prompts that do not fit.
-        """
+        """Begin the next sequence of the run, which knows nothing of the one before."""
         replica, streaming = self.replica, self.streaming
         block = streaming.frame_block
         sequence, consumed = self.coming
         prompts = self.prompts(self._samples(consumed))
         switch = decisions.switch_frame(streaming, replica.seed, sequence)
-        after = second_prompt(prompts, replica.batch, switches=switch is not None)
-        start = given_frames(prompts, self.like, streaming)
+        start = self.like if prompts.start is None else prompts.start.to(self.like)
+        after = prompts.text.new_empty(0)
+        if switch is not None:
+            assert prompts.text_after is not None
+            after = prompts.text_after
         self.generator.cache.reset()
         self.state = SequenceState(
             sequence=sequence,
@@ -208,10 +238,18 @@ class StreamingSequence:
         counted = max(start, s.switch_frame) if s.switches_before(end) else start
         new, blocks, exits = self._roll_out(start, end, counted if trains else end)
         s = self._state
-        latents, is_encoded_anew = self._with_first_frame(torch.cat([s.previous, new], dim=1))
+        known = torch.cat([s.previous, new], dim=1)
+        latents, is_encoded_anew = self._with_first_frame(known)
         first_counted = max(counted - (end - size), int(is_encoded_anew))
         mask = torch.arange(size, device=latents.device) >= first_counted
-        self.state = s.extended(new, kept=size, sinks=self._num_sinks)
+        known = known.detach()
+        self.state = replace(
+            s,
+            chunk=s.chunk + 1,
+            current_length=end,
+            previous=known[:, -size:].clone(),
+            sink=s.first_frames(known, end, self._num_sinks).clone(),
+        )
         return StreamClip(
             latents=latents,
             mask=mask.expand(latents.shape[:2]),
@@ -247,10 +285,10 @@ class StreamingSequence:
 
     def _roll_out(
         self, start: int, end: int, first_trained: int
-    ) -> tuple[Tensor, tuple[TrainedBlock, ...], tuple[int, ...]]:
+    ) -> tuple[Tensor, tuple[ExitStep, ...], tuple[int, ...]]:
         """Generate frames; return them, the exit steps to run again, and the numbers of all."""
-        streaming, block = self.streaming, self.streaming.frame_block
-        frames = range(start, end, block)
+        streaming = self.streaming
+        frames = range(start, end, streaming.frame_block)
         exits = decisions.exit_steps(
             streaming,
             self.replica.seed,
@@ -259,9 +297,8 @@ class StreamingSequence:
             blocks=len(frames),
             steps=len(self.generator.schedule.denoising_timesteps),
         )
-        noise, clip_start = self._noise(), end - streaming.chunk_frames
-        made: list[Tensor] = []
-        trained = []
+        noise = self._noise()
+        made, trained = list[Tensor](), list[ExitStep]()
         for frame, exit_step in zip(frames, exits, strict=True):
             if self._state.switches_before(frame + 1):
                 self._switch(frame, made)
@@ -275,8 +312,7 @@ class StreamingSequence:
             )
             made.append(x0)
             if trains and streaming.two_phase:
-                place = frame - clip_start
-                trained.append(TrainedBlock(step, slice(place, place + block)))
+                trained.append(step)
         return torch.cat(made, dim=1), tuple(trained), exits
 
     def _switch(self, frame: int, made: list[Tensor]) -> None:
@@ -297,9 +333,7 @@ class StreamingSequence:
 
     def _encode_anew(self, known: Tensor, length: int, *, keep_sink: bool) -> None:
         s = self._state
-        encode_anew(
-            self.generator,
-            self.recache,
+        self.generator.encode_anew(
             History(known, length, s.first_frames(known, length, self._num_sinks)),
             s.text,
             self._noise(),
@@ -311,21 +345,28 @@ class StreamingSequence:
         """Return the state of the sequence with its cache; empty before the first sequence."""
         if self.state is None:
             return {}
-        return {**self.state.state_dict(), "cache": dict(self.generator.cache.state_dict())}
+        state = {field.name: getattr(self.state, field.name) for field in fields(self.state)}
+        return {**state, "cache": dict(self.generator.cache.state_dict())}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Go on where `state_dict` was taken, by a run with the same sizes.
 
         Args:
             stored: without ``cache``, the cache is rebuilt, see `rebuild_cache`.
-
-        Raises:
-            CheckpointError: an entry is missing, or belongs to other sizes.
         """
-        frames = self.streaming.chunk_frames
-        self.state = stored_state(stored, self.like, frames) if stored else None
+        if not stored:
+            self.state = None
+            return
+        values = {field.name: stored[field.name] for field in fields(SequenceState)}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                dtype = self.like.dtype if name in ("previous", "sink") else value.dtype
+                values[name] = value.to(self.like.device, dtype)
+            else:
+                values[name] = int(value)
+        self.state = SequenceState(**values)
         if "cache" in stored:
             self.generator.cache.load_state_dict(stored["cache"])
-        elif stored:
+        else:
             self.generator.cache.reset()
             self.rebuild_cache()

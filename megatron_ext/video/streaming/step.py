@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,30 +17,28 @@ from torch import Tensor
 from megatron_ext.losses.contract import Report
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD
-from megatron_ext.train.step import StepResult, StepRunner
-from megatron_ext.train.totals import mean_of, reduce_reports
+from megatron_ext.train.step import StepResult, StepRunner, mean_of, reduce_reports
 from megatron_ext.video.cost.flops import flops_of_pass
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.recache import recache
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.decisions import Pass, passes
-from megatron_ext.video.streaming.loss import dmd_loss
-from megatron_ext.video.streaming.networks import TrainedNetwork, build_critic
-from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
-from megatron_ext.video.streaming.prompts import FilePrompts
-from megatron_ext.video.streaming.rollout import Generator, StreamClip
-from megatron_ext.video.streaming.scores import (
+from megatron_ext.video.streaming.loss import (
     Loss,
     NoisedClip,
     Scores,
     critic_clip_loss,
+    dmd_loss,
     generator_direction,
     generator_losses,
     noised_clip,
     sid_direction,
 )
+from megatron_ext.video.streaming.networks import TrainedNetwork, build_critic
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
+from megatron_ext.video.streaming.prompts import FilePrompts
+from megatron_ext.video.streaming.rollout import Generator, StreamClip
 from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
-from megatron_ext.video.streaming.stored import Settings, StreamingState
+from megatron_ext.video.streaming.stored import StreamingState
 from megatron_ext.video.streaming.teacher import build_teacher
 
 if TYPE_CHECKING:
@@ -91,15 +88,6 @@ class WorkCounter:
         return flops
 
 
-@dataclass(frozen=True)
-class _PassResult:
-    """The purpose of a pass, its reports, and the number of frames that counted."""
-
-    kind: Pass
-    reports: list[Report]
-    num_frames: Tensor
-
-
 class StreamingRunner(StepRunner):
     """Trains the generator in some of the steps and the critic in all, on one long sequence.
 
@@ -108,8 +96,6 @@ class StreamingRunner(StepRunner):
 
     Attributes:
         generator: the model of the run with its optimizer.
-        critic: built here.
-        teacher: frozen.
         scores: critic and teacher as the losses need them.
         sequence: the sequence of this replica.
         work: counts the operations of the steps.
@@ -134,7 +120,7 @@ class StreamingRunner(StepRunner):
         self.generator = TrainedNetwork(chunks, optimizer, scheduler, config.optimizer.clip_grad)
         self.critic = build_critic(config, context, self.device)
         self.teacher = build_teacher(config, context, self.device)
-        prompts = FilePrompts.build(config, context, self.device)
+        prompts = FilePrompts(config, context, self.device)
         self.scores = Scores(
             self.critic.network,
             self.teacher,
@@ -143,7 +129,7 @@ class StreamingRunner(StepRunner):
             sid_alpha=streaming.sid_alpha,
         )
         self.sequence = self._sequence(prompts)
-        self.extra_state = StreamingState(self.critic, self.sequence, context, Settings.of(config))
+        self.extra_state = StreamingState(self.critic, self.sequence, context, config)
         self.work = WorkCounter([self.generator.network, self.critic.network, self.teacher])
 
     @property
@@ -161,28 +147,19 @@ class StreamingRunner(StepRunner):
         return -(-steps // self.streaming.generator_interval)
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
-        streaming, training = self.streaming, self.config.training
-        micro_batch_size, _ = training.batch_sizes
+        streaming, training, layout = self.streaming, self.config.training, self.context.layout
+        batch, _ = training.batch_sizes
         height, width = streaming.latent_size
         (model,) = unwrap_model(self.chunks)
-        cache = model.new_cache(
-            micro_batch_size, height, width, chunk_frames=streaming.chunk_frames
-        )
-        first_frame = prompts.first_frame if streaming.encode_first_frame else None
-        shape = 0, 0, streaming.sizes(None).channels, height, width
+        cache = model.new_cache(batch, height, width, chunk_frames=streaming.chunk_frames)
+        shape = 0, 0, streaming.sizes().channels, height, width
         return StreamingSequence(
             streaming,
             Generator(self.generator.network, cache, self.schedule),
-            recache=recache,
             prompts=prompts,
-            replica=Replica(
-                training.seed,
-                micro_batch_size,
-                self.context.dp_rank,
-                self.context.layout.data_parallel_size,
-            ),
+            replica=Replica(training.seed, batch, self.context.dp_rank, layout.data_parallel_size),
             like=torch.empty(shape, device=self.device),
-            first_frame=first_frame,
+            first_frame=prompts.first_frame if streaming.encode_first_frame else None,
         )
 
     def train(
@@ -206,13 +183,15 @@ class StreamingRunner(StepRunner):
             network.zero_grad()
             if self.check_zeroed is not None:
                 self.check_zeroed(network.chunks)
-        done = [self._pass(kind, num_microbatches) for kind in kinds]
-        reports = {
-            kind: [report for one in done if one.kind == kind for report in one.reports]
-            for kind in trained
-        }
+        reports: dict[Pass, list[Report]] = {kind: [] for kind in trained}
+        frames: dict[Pass, list[Tensor]] = {kind: [] for kind in trained}
+        for kind in kinds:
+            found, num_frames = self._pass(kind, num_microbatches)
+            reports[kind] += found
+            frames[kind].append(num_frames)
+        per_frame = self.config.training.calculate_per_token_loss
         for kind, network in trained.items():
-            divisor = self._divisor([one for one in done if one.kind == kind])
+            divisor = torch.stack(frames[kind]).sum() if per_frame else None
             network.reduce(divisor, everywhere=self.observer is not None)
         if self.observer is not None:
             self.observer()
@@ -235,8 +214,8 @@ class StreamingRunner(StepRunner):
             # It holds the text as the weights before the update saw it.
             self.sequence.generator.cache.memo.clear()
 
-    def _pass(self, kind: Pass, accumulation: int) -> _PassResult:
-        """Add up gradients of one of the networks on the next clip."""
+    def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
+        """Add up gradients on the next clip; return reports and how many frames counted."""
         clip = self.sequence.next_clip(trains_generator=kind == "generator")
         noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
         num_frames = clip.mask.sum()
@@ -248,13 +227,7 @@ class StreamingRunner(StepRunner):
         for total, _, report in losses(clip, noised):
             torch.autograd.backward(total / share)
             reports.append(report)
-        return _PassResult(kind, reports, num_frames)
-
-    def _divisor(self, done: Sequence[_PassResult]) -> Tensor | None:
-        """Return the number of frames that counted; see `TrainedNetwork.reduce`."""
-        if not self.config.training.calculate_per_token_loss:
-            return None
-        return torch.stack([one.num_frames for one in done]).sum()
+        return reports, num_frames
 
     def _generator_losses(self, clip: StreamClip, noised: NoisedClip) -> Iterator[Loss]:
         """Give losses block by block, or of the whole clip where it was generated with gradient."""
@@ -264,7 +237,7 @@ class StreamingRunner(StepRunner):
         else:
             direction = generator_direction(clip, noised, self.scores)
         if self.streaming.two_phase:
-            yield from generator_losses(clip, direction, self.sequence, losses)
+            yield from generator_losses(clip, direction, self.sequence.generator, losses)
         else:
             yield dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,35 +29,26 @@ if TYPE_CHECKING:
 SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_progress"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Values of the flags that decide what the stored tensors mean, by the flags' spelling.
+def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the flags that decide what the stored tensors mean, by their spelling.
 
-    Attributes:
-        sequence: flags of the frames, the text and the numbers of a sequence.
-        cache: flags of the cached keys and values.
+    The first are those of the frames, the text and the numbers of a sequence, the others those of
+    the cached keys and values.
     """
-
-    sequence: Mapping[str, Any]
-    cache: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Settings:
-        """Return the settings of a run."""
-        streaming = config.section(StreamingConfig)
-        sequence = {
-            "--micro-batch-size": config.training.batch_sizes[0],
-            "--latent-size": list(streaming.latent_size),
-            "--frame-block": streaming.frame_block,
-            "--chunk-frames": streaming.chunk_frames,
-            "--text-length": config.section(TextEncoderConfig).text_length,
-        }
-        cache = {
-            "--window-frames": streaming.window_frames,
-            "--sink-frames": streaming.sink_frames,
-            "--cp-comm-type": list(config.parallel.cp_comm_type),
-        }
-        return cls(sequence, cache)
+    streaming = config.section(StreamingConfig)
+    sequence = {
+        "--micro-batch-size": config.training.batch_sizes[0],
+        "--latent-size": list(streaming.latent_size),
+        "--frame-block": streaming.frame_block,
+        "--chunk-frames": streaming.chunk_frames,
+        "--text-length": config.section(TextEncoderConfig).text_length,
+    }
+    cache = {
+        "--window-frames": streaming.window_frames,
+        "--sink-frames": streaming.sink_frames,
+        "--cp-comm-type": list(config.parallel.cp_comm_type),
+    }
+    return sequence, cache
 
 
 class StreamingState:
@@ -72,7 +62,6 @@ class StreamingState:
 
     Args:
         sequence: the sequence of this replica.
-        context: groups of this rank.
 
     Attributes:
         steps: training steps done.
@@ -83,22 +72,26 @@ class StreamingState:
         critic: TrainedNetwork,
         sequence: StreamingSequence,
         context: ParallelContext,
-        settings: Settings,
+        config: RunConfig,
     ) -> None:
         self._critic, self._sequence, self._context = critic, sequence, context
-        self._settings = settings
+        self._sequence_flags, self._cache_flags = _settings(config)
         self._left_out: list[str] = []
         self.steps = 0
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return critic, sequence and progress; see `ExtraState`."""
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
-        stands = _on_host(self._sequence.state_dict())
+        # Copies that no later pass changes, and that load on a machine with other devices.
+        stands: dict[str, Any] = tree_map_only(
+            torch.Tensor, lambda x: x.detach().to("cpu", copy=True), self._sequence.state_dict()
+        )
         cache = stands.pop("cache", None)
-        settings = {**self._settings.sequence, **self._settings.cache}
         progress = {
-            "steps": self.steps, "coming": self._sequence.coming, "settings": settings
-        }  # fmt: skip
+            "steps": self.steps,
+            "coming": self._sequence.coming,
+            "settings": {**self._sequence_flags, **self._cache_flags},
+        }
         return {**state, PROGRESS: progress, **self._objects(stands, cache)}
 
     def state_to_load(
@@ -116,10 +109,20 @@ class StreamingState:
             return found
 
         stored = gather_or_raise(names, f"{path} cannot be read")[0]
-        if self._critic.base is not None:
-            check_base(path, self._critic.base)
+        base = self._critic.base
+        if base is not None:
+            # Adapters of the critic belong to the weights that they were trained on.
+            recorded = FrozenBase.recorded(common_state_of(path)[CRITIC])
+            if recorded is not None:
+                base.check(path, recorded, "--critic-checkpoint")
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
-        self._check_critic(path, state[CRITIC])
+        # A critic with fewer blocks than the stored one is refused.
+        chunks = {
+            k: state[CRITIC][k] for k in chunk_keys(self._critic.chunks) if k in state[CRITIC]
+        }
+        what = f"{path} cannot be compared with the critic"
+        ours = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
+        self._left_out = gather_or_raise(lambda: check_unexpected(path, ours), what)[0]
         wanted = self._objects(None, None)
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
 
@@ -139,28 +142,22 @@ class StreamingState:
         self.steps = int(progress["steps"])
         first, sample = progress["coming"]
         self._sequence.first = int(first), int(sample)
-        changes = _changes(progress["settings"], self._settings.sequence)
+        changes = _changes(progress["settings"], self._sequence_flags)
         if SEQUENCE not in loaded:
             changes = ["The number of data-parallel replicas has changed"]
         if changes:
             notes.append(f"{', '.join(changes)}, so that new video sequences begin.")
             return
         stands = dict(loaded[SEQUENCE])
-        changes = _changes(progress["settings"], self._settings.cache)
+        changes = _changes(progress["settings"], self._cache_flags)
         if CACHE not in loaded:
             changes = ["The layout has changed"]
         if stands and changes:
             notes.append(f"{', '.join(changes)}, so that the cache of past frames is made anew.")
         elif stands:
-            stands["cache"] = _moved(loaded[CACHE], self._sequence.like.device)
+            device = self._sequence.like.device
+            stands["cache"] = tree_map_only(torch.Tensor, lambda x: x.to(device), loaded[CACHE])
         self._sequence.load_state_dict(stands)
-
-    def _check_critic(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Refuse a critic with fewer blocks than the stored one."""
-        chunks = {key: state[key] for key in chunk_keys(self._critic.chunks) if key in state}
-        what = f"{path} cannot be compared with the critic"
-        wanted = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
-        self._left_out = gather_or_raise(lambda: check_unexpected(path, wanted), what)[0]
 
     def _critic_state(
         self, metadata: dict[str, Any], *, with_optimizer: bool, is_loading: bool
@@ -193,19 +190,6 @@ class StreamingState:
         }
 
 
-def _moved(state: Any, device: torch.device) -> Any:
-    """Return the state with its tensors on a device."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
-
-
-def _on_host(state: Any) -> dict[str, Any]:
-    """Return copies that no later pass changes, and that load on a machine with other devices."""
-    copied: dict[str, Any] = tree_map_only(
-        torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), dict(state)
-    )
-    return copied
-
-
 def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a clause for each flag whose value differs from that in the checkpoint."""
     return [
@@ -213,14 +197,3 @@ def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for name, value in now.items()
         if stored.get(name) != value
     ]
-
-
-def check_base(path: Path, base: FrozenBase) -> None:
-    """Refuse adapters of the critic that were trained on other weights.
-
-    Raises:
-        CheckpointError: the checkpoint's base is not the critic's.
-    """
-    recorded = FrozenBase.recorded(common_state_of(path)[CRITIC])
-    if recorded is not None:
-        base.check(path, recorded, "--critic-checkpoint")

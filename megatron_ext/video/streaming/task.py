@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.train.batch_size import StepStats
-from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, no_datasets
 from megatron_ext.video.config.encoding import CodecConfig
@@ -18,60 +19,41 @@ from megatron_ext.video.config.rules import (
     resolve_streaming,
     streaming_rules,
 )
-from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.config.stored import stored_video_model
 from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.sampling.samples import SampleWhileTraining
 from megatron_ext.video.streaming.cost import STREAMING_COST
 from megatron_ext.video.streaming.decisions import passes
-from megatron_ext.video.streaming.long_videos import LongVideoSampler
-from megatron_ext.video.streaming.networks import build_generator_chunk
+from megatron_ext.video.streaming.long_videos import LongVideoSampler, NotFiniteError
+from megatron_ext.video.streaming.networks import build_network
+from megatron_ext.video.streaming.prepare import clip_tokens, prepare_streaming
 from megatron_ext.video.streaming.prompts import FilePrompts
-from megatron_ext.video.streaming.rules import clip_tokens, prepare_streaming
 from megatron_ext.video.streaming.step import StreamingRunner
-from megatron_ext.video.streaming.video_files import NotFiniteError
 
 
-class SampleWhileTraining(Callback):
-    """Samples long videos after each multiple of ``--sample-interval``."""
+def sampler_of(run: Run) -> Callable[[Path], None]:
+    """Return what samples the long videos of a run into a folder, between its steps."""
+    runner = run.runner
+    assert isinstance(runner, StreamingRunner)
+    prompts, work = runner.sequence.prompts, runner.work
+    assert isinstance(prompts, FilePrompts)
+    sampler = LongVideoSampler(
+        run,
+        prompts.encode,
+        # A VAE is large, so the one that encodes first frames is used again.
+        lambda: prompts.codec or build_codec(run.config.section(CodecConfig), run.device),
+    )
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        sample = run.config.section(SampleConfig)
-        self._interval = sample.sample_interval
-        self._root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
-        if self._interval is None:
+    def sample(folder: Path) -> None:
+        try:
+            with work.paused():
+                seen = sampler(folder)
+        except NotFiniteError:
+            run.reporters.say("the sampled videos are not finite and are not written")
             return
-        assert isinstance(run.runner, StreamingRunner)
-        self._work = run.runner.work
-        prompts = run.runner.sequence.prompts
-        assert isinstance(prompts, FilePrompts)
-        self._sampler = LongVideoSampler(
-            run,
-            prompts.encode,
-            # A VAE is large, so the one that encodes first frames is used again.
-            lambda: prompts.codec or build_codec(run.config.section(CodecConfig), run.device),
-        )
+        run.reporters.say(f"sampled {seen.videos} videos into {folder} in {seen.seconds:.1f} s")
 
-    def after_step(self) -> None:
-        """Sample after each multiple of the interval."""
-        iteration = self.run.progress.iteration
-        if due(iteration, self._interval):
-            with self._work.paused():
-                _sample(self.run, self._sampler, self._root / f"iter_{iteration:07}")
-
-
-def _sample(run: Run, sampler: LongVideoSampler, folder: Path) -> None:
-    """Sample the videos once.
-
-    Raises:
-        MegatronExtError: on all ranks, where the files cannot be written.
-    """
-    try:
-        seen = sampler(folder)
-    except NotFiniteError:
-        run.reporters.say("the sampled videos are not finite and are not written")
-        return
-    run.reporters.say(f"sampled {seen.videos} videos into {folder} in {seen.seconds:.1f} s")
+    return sample
 
 
 def no_batches(
@@ -101,10 +83,10 @@ STREAMING = Task(
     rules=streaming_rules,
     stored_model=stored_video_model,
     datasets=no_datasets,
-    model_chunk=build_generator_chunk,
+    model_chunk=build_network,
     source=no_batches,
     step_stats=streaming_step_stats,
-    callbacks=(SampleWhileTraining,),
+    callbacks=(partial(SampleWhileTraining, build=sampler_of),),
     sample_name="chunks",
     preflight=prepare_streaming,
     step_runner=StreamingRunner,

@@ -19,24 +19,25 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.rules.parallel import resolve_parallel
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import peers, secondary_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.video.model.wan.inputs import check_inputs
-from megatron_ext.video.sampling.velocity import forward_engine
+from megatron_ext.video.model.wan.blocks import check_inputs
+from megatron_ext.video.sampling.velocity import (
+    collect_outputs,
+    forward_engine,
+    from_last_stage,
+)
 from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.networks import build_network, load_weights, of_size
-from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
+from megatron_ext.video.streaming.networks import build_network, load_weights, of_role
+from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
-
-Rows = tuple[Tensor, Tensor, Tensor]
-"""Latents, timesteps and texts of samples, along the first dimension of each."""
 
 
 def build_teacher(
@@ -52,7 +53,7 @@ def build_teacher(
         context: groups of the run's networks.
 
     Returns:
-        A `video.streaming.rollout.FlowNetwork`, whose parameters are those that this rank holds.
+        A `video.streaming.rollout.Network`, whose parameters are those that this rank holds.
 
     Raises:
         CheckpointError: ``--teacher-checkpoint`` is not there, or holds another model.
@@ -89,7 +90,7 @@ def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
         )
         parallel = resolve_parallel(own, config.model, parallel.world_size)
     return dataclasses.replace(
-        of_size(config, config.section(StreamingConfig).teacher_size),
+        of_role(config, "teacher"),
         parallel=parallel,
         training=dataclasses.replace(config.training, seed=config.training.seed + 1),
         lora=LoraConfig(),
@@ -103,18 +104,17 @@ def _network(
     device: torch.device,
 ) -> torch.nn.Module:
     """Build this rank's stage, with its weights."""
-    build = partial(build_network, size=config.section(StreamingConfig).teacher_size)
+    build = partial(build_network, role="teacher")
     (bare,) = build_chunks(build, config, transformer_config, context)
     bare = bare.to(device).requires_grad_(False).eval()
     network: Any = Float16Module(transformer_config, bare) if config.precision.bf16 else bare
-    load_weights(
-        config, context, config.section(StreamingConfig).teacher_checkpoint, [network], None
-    )
+    path = config.section(StreamingConfig).teacher_checkpoint
+    load_weights(config.checkpoint, context, path, [network], None)
     return network  # type: ignore[no-any-return]
 
 
 class ParallelTeacher(torch.nn.Module):
-    """A teacher on ranks of its own; a `video.streaming.rollout.FlowNetwork`.
+    """A teacher on ranks of its own; a `video.streaming.rollout.Network`.
 
     Args:
         network: this rank's stage.
@@ -163,61 +163,30 @@ class ParallelTeacher(torch.nn.Module):
         """
         # Before any rank waits for another.
         check_inputs(self._model.sizes, x, timesteps, text)
+        own = x, timesteps, text
         if self._num_replicas > 1:
-            return self._of_all_replicas((x, timesteps, text))
-        return self._shared_out((x, timesteps, text))
-
-    def _of_all_replicas(self, own: Rows) -> Tensor:
-        """Predict the samples of all replicas of a group together; a rank keeps its replica's."""
-        x, timesteps, text = (_gathered(part, self._peers) for part in own)
-        flow = self._predicted((x, timesteps, text), self._num_replicas)
-        return flow.chunk(self._num_replicas)[self._peers.rank()]
-
-    def _shared_out(self, own: Rows) -> Tensor:
-        """Share the samples of a replica among its groups, as far as there are enough."""
-        num_parts = gcd(own[0].size(0), self._peers.size())
+            # The samples of all replicas of the group together; a rank keeps its replica's.
+            rows = tuple(_gathered(part, self._peers) for part in own)
+            flow = self._predicted(rows, self._num_replicas)
+            return flow.chunk(self._num_replicas)[self._peers.rank()]
+        # The groups of a replica share out its samples, as far as there are enough.
+        num_parts = gcd(x.size(0), self._peers.size())
         number = self._peers.rank() % num_parts
-        x, timesteps, text = (part.chunk(num_parts)[number] for part in own)
-        flow = self._predicted((x, timesteps, text), 1)
-        return _gathered(flow, self._peers)[: own[0].size(0)]
+        flow = self._predicted(tuple(part.chunk(num_parts)[number] for part in own), 1)
+        return _gathered(flow, self._peers)[: x.size(0)]
 
-    def _predicted(self, rows: Rows, num_microbatches: int) -> Tensor:
-        """Return the flow on all ranks of the group; through stages the samples go one by one."""
-        x = rows[0]
-        if self._context.layout.pipeline_model_parallel_size > 1:
-            num_microbatches = x.size(0)
-        microbatches = zip(*(part.chunk(num_microbatches) for part in rows), strict=True)
+    def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
+        """Return the flow of latents, timesteps and texts, ``[n, ...]`` each, on all ranks.
+
+        Through stages the samples go one by one.
+        """
+        x, staged = rows[0], self._context.layout.pipeline_model_parallel_size > 1
+        parts = [part.chunk(x.size(0) if staged else num_microbatches) for part in rows]
         names = "x", "timesteps", "text"
-        inputs = [dict(zip(names, parts, strict=True)) for parts in microbatches]
-        flows = self._engine.run(
-            _forward_step,
-            [iter(inputs)],
-            num_microbatches,
-            self._model.boundary_shape(**inputs[0]),
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-        return self._on_all_stages(torch.cat(flows) if flows else x)
-
-    def _on_all_stages(self, flow: Tensor) -> Tensor:
-        """Return the tensor of the last stage on all stages, which give one of its shape."""
-        context = self._context
-        if context.layout.pipeline_model_parallel_size == 1:
-            return flow.float()
-        whole = flow.float() if context.is_last_stage else torch.empty_like(flow).float()
-        group = context.pgs.pp
-        torch.distributed.broadcast(whole, group=group, group_src=context.last_stage_rank)
-        return whole
-
-
-def _forward_step(microbatches: Any, network: torch.nn.Module) -> tuple[Tensor, Any]:
-    """Run a stage on the next samples, and return their output; see `PipelineEngine.run`."""
-
-    def unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
-        assert non_loss_data
-        return output
-
-    return network(**next(microbatches)), unchanged
+        inputs = [dict(zip(names, batch, strict=True)) for batch in zip(*parts, strict=True)]
+        flows = collect_outputs(self._engine, inputs, self._model.boundary_shape(**inputs[0]))
+        flow = torch.cat(flows).float() if flows else torch.empty_like(x).float()
+        return from_last_stage(flow, self._context) if staged else flow
 
 
 def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:

@@ -17,13 +17,13 @@ from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
-from megatron_ext.video.sampling.tool import averaged, run_sampling, stored_of
+from megatron_ext.video.sampling.tool import run_sampling
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.long_videos import LongVideoSampler, Throughput
-from megatron_ext.video.streaming.prompts import encode_captions
-from megatron_ext.video.streaming.rules import check_options, sized
+from megatron_ext.video.streaming.prepare import sized
+from megatron_ext.video.streaming.prompts import encode_captions, video_prompts
+from megatron_ext.video.streaming.rules import check_options
 from megatron_ext.video.streaming.task import STREAMING
-from megatron_ext.video.streaming.video_prompts import video_prompts
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -36,29 +36,24 @@ PROGRESS_INTERVAL = 5.0
 """Seconds between two lines about the progress, at least."""
 
 
-def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Return values of flags as the checkpoint has them; the command line wins over them.
+def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of flags as a checkpoint has them; see `run_sampling`.
 
     Raises:
-        ConfigError: see `stored_of`; or the checkpoint is of another task.
-        CheckpointError: see `read_run_config` and `_base_of`.
+        ConfigError: the checkpoint is of another task.
+        CheckpointError: see `_base_of`.
     """
-    stored, asked = stored_of(argv)
     if stored["video"].get("task") != "streaming":
         raise ConfigError(
-            f"`--load` ({asked['checkpoint']['load']}) must be a checkpoint of `--task streaming`, "
-            "but is of a flow-matching run; leave out `--streaming`."
+            f"`--load` ({given['load']}) must be a checkpoint of `--task streaming`, but is of a "
+            "flow-matching run; leave out `--streaming`."
         )
     return {
         **{name: value for section in _STORED for name, value in stored[section].items()},
-        **_base_of(stored, asked["checkpoint"]),
+        **_base_of(stored, given),
         "task": "streaming",
         "bf16": stored["precision"]["bf16"],
         "only_samples": True,
-        "skip_train": True,
-        "micro_batch_size": 1,
-        "ema_decay": None,
-        "for_sampling": averaged(stored, asked.get("sample", {})),
     }
 
 
@@ -91,12 +86,9 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
-    check_options(config.section(StreamingConfig), config.parallel.cp_comm_type[0])
-    video_prompts(
-        config.section(SampleConfig),
-        config.section(StreamingSampleConfig),
-        config.section(StreamingConfig),
-    )
+    streaming = config.section(StreamingConfig)
+    check_options(streaming)
+    video_prompts(config.section(SampleConfig), config.section(StreamingSampleConfig), streaming)
     return sized(config), None
 
 

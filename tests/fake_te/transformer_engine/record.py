@@ -1,18 +1,22 @@
-"""A record of the calls of the stand-in."""
+"""A record of the calls of the stand-in, and the arguments that the real calls take."""
 
-from __future__ import annotations
-
+import json
+from pathlib import Path
 from typing import Any
+
+FILES = json.loads((Path(__file__).parents[1] / "signatures.json").read_text(encoding="utf-8"))
+SIGNATURES = {name: words.split() for file in FILES.values() for name, words in file.items()}
 
 CALLS: list[tuple[str, dict[str, Any]]] = []
 """Name and arguments of every call, in order."""
 
 
 def record(name: str, **arguments: Any) -> None:
-    """Remember a call."""
     CALLS.append((name, arguments))
 
 
-def of(name: str) -> list[dict[str, Any]]:
-    """Return the arguments of all calls of one name."""
-    return [arguments for called, arguments in CALLS if called == name]
+def options_of(name: str, given: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Return all arguments of a call, None where nothing else is said; unknown ones are refused."""
+    if unknown := given.keys() - set(SIGNATURES[name]):
+        raise TypeError(f"{name} takes no {unknown}")
+    return {**dict.fromkeys(SIGNATURES[name]), **defaults, **given}

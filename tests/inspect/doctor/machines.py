@@ -1,7 +1,5 @@
 """Made-up machines for the doctor."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -115,7 +113,7 @@ class Machine(ThisMachine):
     def _python(self, code: str) -> Outcome:
         self.ran.append(code)
         answers: dict[str, Callable[[], Any]] = {
-            "device.rates": lambda: self.rates,
+            "device.gpus": lambda: self.rates,
             "cuDriverGetVersion": lambda: self.torch,
             "CUDAGraph": lambda: self.probes.get("graph", {"seconds": 0.0}),
             "torch.compile": lambda: self.probes.get("compile", {"seconds": 12.3}),

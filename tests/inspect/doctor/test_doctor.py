@@ -1,7 +1,5 @@
 """The doctor on made-up machines, and on this one, whatever it is."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -9,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.inspect.doctor.examine import examine, main
-from megatron_ext.inspect.doctor.findings import report
 from megatron_ext.inspect.doctor.gpus import QUESTIONS
-from megatron_ext.inspect.doctor.host import Outcome, ThisMachine, ask_python, run_python
+from megatron_ext.inspect.doctor.host import Outcome, ThisMachine, ask_python, report, run_python
 from megatron_ext.inspect.doctor.packages import is_nvidia_apex
 from tests.inspect.doctor.machines import H200, NO_CUDA, Machine
 
@@ -57,7 +54,7 @@ def test_without_a_gpu_it_says_what_it_cannot_know() -> None:
     assert "TFLOP/s" not in text and "TB/s" not in text
     assert "compute capability 8.9 or newer" in text and "fp8 recipes" not in text
     assert found.to_dict()["gpus"] == ()
-    tried = ("device.rates", "CUDAGraph", "torch.compile")
+    tried = ("device.gpus", "CUDAGraph", "torch.compile")
     assert not any(word in code for word in tried for code in machine.ran)
     names = {finding.name for finding in found.findings}
     assert not names & {"CUDA graphs", "torch.compile", "links of GPUs", "RDMA network"}
@@ -71,35 +68,30 @@ def test_an_extra_that_is_there_without_a_gpu_is_not_judged() -> None:
     assert not any("transformer_engine" in code for code in machine.ran)
 
 
+REINSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
+UNUSABLE = {**H200, "usable": False, "gpus": []}
+
+
 @pytest.mark.parametrize(
     ("torch", "environ", "detail", "install"),
     [
+        (NO_CUDA, {}, "this torch was built without CUDA.", f"{REINSTALL}cu130"),
         (
-            NO_CUDA,
+            {**UNUSABLE, "driver_cuda": 12040},
             {},
-            "The driver shows NVIDIA H200, but this torch was built without CUDA.",
-            "pip install --force-reinstall torch --index-url "
-            "https://download.pytorch.org/whl/cu130",
+            "the driver supports CUDA up to 12.4 and this torch was built for 13.0.",
+            f"{REINSTALL}cu126",
         ),
         (
-            {**H200, "usable": False, "gpus": [], "driver_cuda": 12040},
-            {},
-            "The driver shows NVIDIA H200, but the driver supports CUDA up to 12.4 and this torch "
-            "was built for 13.0.",
-            "pip install --force-reinstall torch --index-url "
-            "https://download.pytorch.org/whl/cu126",
-        ),
-        (
-            {**H200, "usable": False, "gpus": []},
+            UNUSABLE,
             {"CUDA_VISIBLE_DEVICES": ""},
-            "The driver shows NVIDIA H200, but `CUDA_VISIBLE_DEVICES` ('') hides them all.",
+            "`CUDA_VISIBLE_DEVICES` ('') hides them all.",
             "unset CUDA_VISIBLE_DEVICES",
         ),
         (
-            {**H200, "usable": False, "gpus": []},
+            UNUSABLE,
             {},
-            "The driver shows NVIDIA H200, but torch cannot use any; "
-            "`python -c 'import torch; torch.cuda.init()'` says why.",
+            "torch cannot use any; `python -c 'import torch; torch.cuda.init()'` says why.",
             "",
         ),
     ],
@@ -109,7 +101,7 @@ def test_why_torch_cannot_use_a_gpu_that_is_there(
 ) -> None:
     finding = examine(Machine(torch, environ=environ)).finding("GPU")
     assert finding.status == "broken"
-    assert finding.detail == detail
+    assert finding.detail == f"The driver shows NVIDIA H200, but {detail}"
     assert finding.install == install
     assert finding.cost == (
         "Runs compute on the CPU and talk over gloo: for tests and small models only."
@@ -223,18 +215,14 @@ def test_what_stops_every_run(machine: Machine, name: str, status: str, words: s
 
 
 def test_a_machine_without_torch() -> None:
-    found = examine(_without_torch())
+    machine = Machine(Outcome(1, errors="ModuleNotFoundError: No module named 'torch'\n"))
+    machine.versions["torch"] = None
+    found = examine(machine)
     assert found.finding("torch").install == "pip install torch"
     assert found.finding("GPU").status == "unknown"
     assert found.finding("GPU").detail == (
         "The driver shows NVIDIA H200. Torch, which would use it, does not work."
     )
-
-
-def _without_torch() -> Machine:
-    machine = Machine(Outcome(1, errors="ModuleNotFoundError: No module named 'torch'\n"))
-    machine.versions["torch"] = None
-    return machine
 
 
 @pytest.mark.parametrize(

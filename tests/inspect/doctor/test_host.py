@@ -1,7 +1,5 @@
 """The doctor on what surrounds the GPUs: the host, their links, and what is tried on them."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -71,10 +69,7 @@ def test_links_are_read_from_the_drivers_table() -> None:
 
 def test_pairs_without_nvlink_cost_tensor_parallelism() -> None:
     mixed = examine(Machine(TWO, topology=TOPOLOGY), measure=False).finding("links of GPUs")
-    assert (mixed.status, mixed.detail) == (
-        "low",
-        "NV18 between 2 pair(s), SYS between 1 pair(s).",
-    )
+    assert (mixed.status, mixed.detail) == ("low", "NV18 between 2 pair(s), SYS between 1 pair(s).")
     assert "without NVLink, GPU 0 and GPU 2 for one" in mixed.cost
     whole = examine(Machine(TWO, topology=TOPOLOGY.replace("SYS", "NV18")), measure=False)
     assert whole.finding("links of GPUs").detail == ("NVLink joins all 3: NV18 between 3 pair(s).")

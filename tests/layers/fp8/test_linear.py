@@ -1,7 +1,6 @@
 """A parallel linear layer in 8 bits: float64, every layout, and put-off weight gradients."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +10,13 @@ from torch import Tensor
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.layers.fp8 import linear
-from megatron_ext.layers.fp8.linear import fp8_linear
+from megatron_ext.layers.fp8.linear import KeptWeights, fp8_linear
 from megatron_ext.layers.fp8.matrices import Quantized, arguments, product
 from megatron_ext.layers.fp8.scaling import RECIPES, Parts, Role, Scaling
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients, LinearCall
 from tests.layers import plain
-from tests.layers.fp8.bounds import error_of_product
-from tests.layers.fp8.test_product import torch_takes
+from tests.layers.fp8.test_product import error_of_product, torch_takes
 from tests.ranks import ParallelContext, on_ranks
 
 S, B, IN, OUT = 16, 2, 32, 64
@@ -51,13 +49,11 @@ def tensors(dtype: torch.dtype = torch.float32, s: int = S) -> tuple[Tensor, Ten
 
 
 def whole_layer(scaling: Scaling, dtype: torch.dtype = torch.float32, s: int = S) -> list[Tensor]:
-    """Return output, gradient of the input and of the weight on one rank."""
     x, weight, gradient = tensors(dtype, s)
     x.requires_grad_()
     weight.requires_grad_()
     output = fp8_linear(x, weight, None, LinearCall(weight, scaling=scaling))
     output.backward(gradient)
-    assert x.grad is not None and weight.grad is not None
     return [output.detach(), x.grad, weight.grad]
 
 
@@ -74,18 +70,8 @@ def test_three_products_within_the_error_of_the_formats(recipe: str, s: int) -> 
         return scaling.columns(matrix, role, scaling.rows(matrix, role).scale)
 
     forward = flat, weight, scaling.rows(flat, Role.INPUT), scaling.rows(weight, Role.WEIGHT)
-    of_input = (
-        outer,
-        weight.t(),
-        scaling.rows(outer, Role.GRADIENT),
-        columns(weight, Role.WEIGHT),
-    )
-    of_weight = (
-        outer.t(),
-        flat.t(),
-        columns(outer, Role.GRADIENT),
-        columns(flat, Role.INPUT),
-    )
+    of_input = (outer, weight.t(), scaling.rows(outer, Role.GRADIENT), columns(weight, Role.WEIGHT))
+    of_weight = (outer.t(), flat.t(), columns(outer, Role.GRADIENT), columns(flat, Role.INPUT))
     for result, (a, b, qa, qb) in zip(got, (forward, of_input, of_weight), strict=True):
         want = a.double() @ b.double().t()
         error = (result.reshape(want.shape).double() - want).abs()
@@ -122,7 +108,6 @@ def test_put_off_weight_gradients_are_the_same(recipe: str) -> None:
         output.backward(gradient)
     assert parameter.grad is None
     queue.compute((0, 0))
-    assert x.grad is not None and parameter.grad is not None
     for got, expected in zip([output, x.grad, parameter.grad], want, strict=True):
         assert torch.equal(got, expected)
 
@@ -135,25 +120,26 @@ def test_bias_is_added_and_has_its_gradient() -> None:
     output.backward(gradient)
     without = fp8_linear(x, weight, None, call)
     assert torch.equal(output, without + bias)
-    assert bias.grad is not None
     assert torch.equal(bias.grad, gradient.flatten(0, 1).sum(0))
+
+
+def keep(saved: list[Tensor]) -> Any:
+    """Return a context that lists what waits for the backward pass."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
 
 
 def test_what_waits_for_the_backward_pass_is_in_8_bits() -> None:
     saved: list[Tensor] = []
     x, weight, _ = tensors(torch.bfloat16)
     weight.requires_grad_()
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
-    with hooks:
-        call = LinearCall(weight, scaling=scaling_of("tensorwise"))
-        fp8_linear(x, weight, None, call)
+    with keep(saved):
+        fp8_linear(x, weight, None, LinearCall(weight, scaling=scaling_of("tensorwise")))
     sizes = {tuple(t.shape): t.dtype for t in saved if t is not weight and t.dim() == 2}
     assert sizes[(S * B, IN)] == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_tokens_change_nothing(recipe: str) -> None:
-    """An expert that no token was sent to has such an input."""
     weight = torch.nn.Parameter(tensors()[1])
     scaling = scaling_of(recipe)
     x = torch.zeros(0, IN, requires_grad=True)
@@ -190,7 +176,6 @@ def test_weight_gradients_go_to_the_main_gradient_unrounded(recipe: str, puts_of
 def test_torch_takes_the_products_of_a_layer(
     recipe: str, s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's own checks for GPUs run on tensors without memory, also for odd numbers of tokens."""
     products = []
 
     def checked(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -214,13 +199,11 @@ def test_a_frozen_weight_keeps_no_input() -> None:
     saved: list[Tensor] = []
     x, weight, gradient = tensors(torch.bfloat16)
     x.requires_grad_()
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
-    call = LinearCall(weight, scaling=scaling_of("tensorwise"))
-    with hooks:
+    with keep(saved):
+        call = LinearCall(weight, scaling=scaling_of("tensorwise"))
         output = fp8_linear(x, weight, None, call)
     assert [t.shape for t in saved] == [weight.shape, torch.Size([])]
     output.backward(gradient)
-    assert x.grad is not None
     assert torch.equal(x.grad, whole_layer(scaling_of("tensorwise"), torch.bfloat16)[1])
 
 
@@ -263,30 +246,25 @@ def near(got: Tensor, want: Tensor) -> None:
 
 
 def check_layer(context: ParallelContext, kind: type, sequence_parallel: bool) -> None:
-    """Compare a layer on several ranks with the same on one."""
     tp, cp = context.pgs.tp, context.pgs.cp
     is_row = kind is RowParallelLinear
 
-    def along_sequence(t: Tensor, *, cut: bool) -> Tensor:
+    def part(t: Tensor, *, of_features: bool) -> Tensor:
         t = plain.zigzag(t, cp.rank(), cp.size()) if cp.size() > 1 else t
-        return t.chunk(tp.size())[tp.rank()] if cut and sequence_parallel else t
+        if not of_features and not sequence_parallel:
+            return t
+        return t.chunk(tp.size(), dim=-1 if of_features else 0)[tp.rank()]
 
-    def along_features(t: Tensor, *, cut: bool) -> Tensor:
-        return t.chunk(tp.size(), dim=-1)[tp.rank()] if cut else t
-
+    entering, leaving = partial(part, of_features=is_row), partial(part, of_features=not is_row)
     for recipe in RECIPES:
         output, of_input, of_weight = whole_layer(scaling_of(recipe))
         x, _, gradient = tensors()
         layer = layer_of(kind, context, recipe, sequence_parallel=sequence_parallel)
-        own = along_features(along_sequence(x, cut=not is_row), cut=is_row).clone()
-        own.requires_grad_()
+        own = entering(x).clone().requires_grad_()
         got, _ = layer(own)
-        cut = {"output": is_row, "input": not is_row}
-        near(got, along_features(along_sequence(output, cut=cut["output"]), cut=not is_row))
-        got.backward(along_features(along_sequence(gradient, cut=is_row), cut=not is_row))
-        want = along_features(along_sequence(of_input, cut=cut["input"]), cut=is_row)
-        assert own.grad is not None and layer.weight.grad is not None
-        near(own.grad, want)
+        near(got, leaving(output))
+        got.backward(leaving(gradient))
+        near(own.grad, entering(of_input))
         whole = layer.weight.grad.clone()
         torch.distributed.all_reduce(whole, group=cp)
         near(whole, of_weight.chunk(tp.size(), dim=1 if is_row else 0)[tp.rank()])
@@ -301,3 +279,44 @@ def test_layouts_compute_what_one_rank_computes(
     layout: dict[str, int], sequence_parallel: bool, kind: type
 ) -> None:
     on_ranks(check_layer, layout, kind=kind, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_casts_a_weight_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = whole_layer(scaling_of(recipe))
+    x, weight, gradient = tensors()
+    parameter = torch.nn.Parameter(weight)
+    scaling = scaling_of(recipe)
+    call = LinearCall(parameter, scaling=scaling)
+    casts: list[Role] = []
+    pair = scaling.pair
+
+    def counted(x: Tensor, role: Role, *, columns: bool) -> Any:
+        casts.append(role)
+        return pair(x, role, columns=columns)
+
+    monkeypatch.setattr(scaling, "pair", counted)
+    monkeypatch.setattr(scaling, "columns", None if recipe != "rowwise" else scaling.columns)
+    weights = KeptWeights([torch.nn.ModuleDict({"layer": scaling})])
+    with weights.kept():
+        for _ in range(3):
+            entered = x.clone().requires_grad_()
+            parameter.grad = None
+            output = fp8_linear(entered, parameter, None, call)
+            output.backward(gradient)
+            for got, expected in zip([output, entered.grad, parameter.grad], want, strict=True):
+                assert torch.equal(got, expected)
+    assert casts.count(Role.WEIGHT) == 1 and casts.count(Role.INPUT) == 3
+    assert scaling.kept_weight is None
+    with torch.no_grad():
+        parameter.mul_(2)
+        assert torch.equal(fp8_linear(x, parameter, None, call), 2 * want[0])
+
+
+def test_weights_are_let_go_after_an_error() -> None:
+    scaling = scaling_of("tensorwise")
+    with pytest.raises(RuntimeError), KeptWeights([scaling]).kept():
+        scaling.weight(tensors()[1])
+        assert scaling.kept_weight is not None
+        raise RuntimeError
+    assert scaling.kept_weight is None and not scaling.keeps_weight

@@ -1,7 +1,5 @@
 """The product of two 8-bit matrices: exact arithmetic, and torch's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from megatron_ext.layers.fp8.matrices import (
     product,
     scale_for,
 )
-from tests.layers.fp8.bounds import error_of_product
 
 ONE = torch.ones(())
 
@@ -31,7 +28,6 @@ def quantized(x: torch.Tensor, dtype: torch.dtype, *, by_rows: bool) -> Quantize
 
 
 def matrices(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(32, 64, generator=generator) * torch.logspace(-6, 2, 32)[:, None]
     return a, torch.randn(48, 64, generator=generator) * 0.02
@@ -79,31 +75,20 @@ def test_is_what_torch_multiplies(dtype: torch.dtype) -> None:
     """``torch._scaled_mm``, which GPUs run, on the CPU of versions that have it there."""
     a, b = matrices(5)
     qa, qb = quantized(a, E4M3, by_rows=False), quantized(b, E4M3, by_rows=False)
-    want = torch._scaled_mm(
-        qa.values,
-        qb.values.t(),
-        scale_a=qa.scale.reciprocal(),
-        scale_b=qb.scale.reciprocal(),
-        out_dtype=dtype,
-    )
+    scales = {"scale_a": qa.scale.reciprocal(), "scale_b": qb.scale.reciprocal()}
+    want = torch._scaled_mm(qa.values, qb.values.t(), **scales, out_dtype=dtype)
     size = qa.dequantized().abs() @ qb.dequantized().abs().t()
     tolerance = 2.0**-19 if dtype == torch.float32 else 2.0**-8
     assert ((product(qa, qb, dtype) - want).float().abs() <= tolerance * size).all()
 
 
-def test_nan_and_infinity_reach_everything() -> None:
-    a, b = matrices(6)
+def test_nan_and_infinity_reach_everything_and_zeros_give_zeros() -> None:
+    a, b = (quantized(x, E4M3, by_rows=False) for x in (matrices(7)[0] * 0, matrices(7)[1]))
+    assert not product(a, b, torch.float32).any()
     for bad in (torch.nan, torch.inf):
-        spoiled = a.clone()
+        spoiled = matrices(6)[0]
         spoiled[3, 4] = bad
-        qa, qb = quantized(spoiled, E4M3, by_rows=False), quantized(b, E4M3, by_rows=False)
-        assert product(qa, qb, torch.float32).isnan().all()
-
-
-def test_zeros_give_zeros() -> None:
-    a, b = matrices(7)
-    qa, qb = quantized(a * 0, E4M3, by_rows=False), quantized(b, E4M3, by_rows=False)
-    assert not product(qa, qb, torch.float32).any()
+        assert product(quantized(spoiled, E4M3, by_rows=False), b, torch.float32).isnan().all()
 
 
 def operands(*, by_rows: bool = False, m: int = 32, k: int = 64, n: int = 48) -> dict[str, Any]:
@@ -116,7 +101,6 @@ def operands(*, by_rows: bool = False, m: int = 32, k: int = 64, n: int = 48) ->
 @pytest.mark.parametrize("m", [1, 7, 32])
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_torch_takes_the_arguments_of_a_product(by_rows: bool, m: int) -> None:
-    """torch's own checks for GPUs run on tensors without memory."""
     given = operands(by_rows=by_rows, m=m)
     check_layout(**given)
     assert torch_takes(given)
@@ -124,19 +108,12 @@ def test_torch_takes_the_arguments_of_a_product(by_rows: bool, m: int) -> None:
 
 def torch_takes(given: dict[str, Any]) -> bool:
     with FakeTensorMode():
-        there = {
-            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-            for name, x in given.items()
-            if torch.is_tensor(x)
-        }
+        a, b, scale_a, scale_b = (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+            for x in (given["a"], given["b"], given["scale_a"], given["scale_b"])
+        )
         try:
-            torch._scaled_mm(
-                there["a"],
-                there["b"],
-                scale_a=there["scale_a"],
-                scale_b=there["scale_b"],
-                out_dtype=given["out_dtype"],
-            )
+            torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=given["out_dtype"])
         except RuntimeError:
             return False
     return True
@@ -201,3 +178,27 @@ def test_nothing_gives_zeros(m: int, k: int) -> None:
     a = Quantized(torch.ones(m, k).to(E4M3), ONE)
     result = product(a, Quantized(torch.ones(16, k).to(E4M3), ONE), torch.bfloat16)
     assert result.shape == (m, 16) and result.dtype == torch.bfloat16 and not result.any()
+
+
+ROUNDING = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
+"""Half of the distance to the next number, relative."""
+
+SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
+"""The smallest number above zero."""
+
+
+def error_of(x: Tensor, quantized: Quantized) -> Tensor:
+    """Return the most that rounding can change each number of a matrix that no scale cuts off."""
+    dtype = quantized.values.dtype
+    return ROUNDING[dtype] * x.double().abs() + SMALLEST[dtype] / 2 / quantized.scale.double()
+
+
+def error_of_product(a: Tensor, b: Tensor, qa: Quantized, qb: Quantized) -> Tensor:
+    """Return the most that rounding can change each number of ``a b^T``.
+
+    ``|a b - qa qb| <= |da| |b| + |a| |db| + |da| |db|``, and the sums in float32 of k numbers.
+    """
+    a, b = a.double().abs(), b.double().abs()
+    da, db = error_of(a, qa), error_of(b, qb)
+    sums = a.size(1) * 2.0**-23 * ((a + da) @ (b + db).t())
+    return da @ b.t() + a @ db.t() + da @ db.t() + sums

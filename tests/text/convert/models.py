@@ -1,7 +1,5 @@
 """Tiny random models of transformers, and checks of our model with their weights."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +10,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.convert.huggingface import Import, import_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
+from tests.training_runs import config_of
 
 LENGTH = 24
 SIZES: dict[str, Any] = {
@@ -97,13 +94,11 @@ def in_child(function: Callable[[], Any], scratch: Path) -> Any:
 
 
 def imported(source: Path, target: Path, **options: Any) -> list[str]:
-    """Import in a child process, and return the flags of a launch script."""
     order = Import(source, target, **options)
     return list(in_child(lambda: import_model(order), target.with_suffix(".words")))
 
 
 def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = None) -> RunConfig:
-    """Return the configuration of a run on the ranks of a context."""
     layout = context.layout
     sizes = {
         "--tensor-model-parallel-size": layout.tensor_model_parallel_size,
@@ -111,9 +106,7 @@ def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = N
     }
     flags = [str(word) for pair in sizes.items() for word in pair]
     words = [*words, *flags, *"--micro-batch-size 1 --skip-train".split()]
-    return parse_args(
-        words, TEXT, world_size=layout.world_size, device="cpu", checkpoint_config=stored
-    ).config
+    return config_of(words, ranks=layout.world_size, checkpoint_config=stored)
 
 
 def check_logits(context: Any, config: RunConfig, expected: Tensor) -> None:

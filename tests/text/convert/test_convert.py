@@ -1,7 +1,5 @@
 """Models of transformers' own classes go to our layouts and back, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from megatron_ext.checkpoint.conversion import one_rank
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.stored import read_run_config
-from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.convert import huggingface as exporting
@@ -25,7 +22,6 @@ from megatron_ext.text.convert.huggingface import (
     export_model,
     import_model,
 )
-from megatron_ext.text.task import TEXT
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import run_on_ranks
 from tests.text.convert.models import (
@@ -37,7 +33,7 @@ from tests.text.convert.models import (
     run_config,
     theirs,
 )
-from tests.training_runs import train_on_ranks
+from tests.training_runs import config_of, train
 
 TP2_PP2 = Layout(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 
@@ -74,7 +70,6 @@ def exported(load: Path, target: Path, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_the_way_back(tmp_path: Path, name: str) -> None:
-    """Check fp32 logits to 1e-5 of the largest logit."""
     source, root = make(name, tmp_path / "hf"), tmp_path / "ours"
     words = ["--pretrained-checkpoint", str(root), *imported(source, root)]
     expected = theirs(source)
@@ -133,8 +128,7 @@ def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
         "--vocab-size 200 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 "
         "--use-distributed-optimizer --num-workers 0 --eval-iters 0 --log-interval 1"
     )
-    code, _ = train_on_ranks([*words, *flags.split()], ranks=2, save=trained)
-    assert code == 0
+    train([*words, *flags.split()], trained, 2)
     notes = exported(trained, tmp_path / "back")
     assert notes == ["The padding of the vocabulary is exported too; `--vocab-size` leaves it out."]
     assert exported(trained, tmp_path / "cut", like=source, step=2) == []
@@ -144,10 +138,8 @@ def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
     run_on_ranks(by_checkpoint, TP2_PP2, {"root": trained, "expected": expected})
 
 
-# -------------------------------------------------------------------------------------- refusals
-
-
 def refusal(source: Path, target: Path) -> str:
+    """Return why an import is refused, which then writes nothing."""
     with pytest.raises(CheckpointError) as caught:
         import_model(Import(source, target))
     assert not target.exists()
@@ -265,18 +257,13 @@ def save_with_one_more(root: Path, target: Path) -> Path:
     words = ["--load", str(root), "--save", str(target), "--no-save-optim", "--no-save-rng"]
     stored = read_run_config(root)
     words += "--finetune --micro-batch-size 1 --skip-train".split()
-    config = parse_args(words, TEXT, world_size=1, device="cpu", checkpoint_config=stored).config
+    config = config_of(words, checkpoint_config=stored)
     with one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         chunk.output_layer.register_parameter("adapter", torch.nn.Parameter(torch.ones(3)))
-        return CheckpointManager(config.checkpoint, context).save(
-            7,
-            model=[chunk],
-            optimizer=None,
-            scheduler=None,
-            progress={},
-            run_config=config.to_dict(),
-        )
+        state = {"model": [chunk], "optimizer": None, "scheduler": None, "progress": {}}
+        manager = CheckpointManager(config.checkpoint, context)
+        return manager.save(7, run_config=config.to_dict(), **state)
 
 
 def test_weights_are_not_lost_in_silence(

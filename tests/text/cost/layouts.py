@@ -1,11 +1,8 @@
 """Small runs whose memory is measured, and Llama 3 8B, whose figures are known."""
 
-from __future__ import annotations
-
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.text.cost.network import GptNetwork
-from megatron_ext.text.task import TEXT
+from tests.training_runs import config_of
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
@@ -76,7 +73,6 @@ QUICK_PEAKS = ("lora", "fp8 tp2sp")
 
 
 def flags_of(name: str) -> list[str]:
-    """Return the flags of a layout."""
     return [*MODEL, *{**LAYOUTS, **MORE, **PEAKS}[name].split()]
 
 
@@ -92,8 +88,7 @@ LLAMA_8B = (
 
 def llama(more: str = "", world: int = 8) -> RunConfig:
     """Return a run of Llama 3 8B on GPUs."""
-    words = [*LLAMA_8B.split(), *more.split()]
-    return parse_args(words, TEXT, world_size=world, device="cuda").config
+    return config_of(f"{LLAMA_8B} {more}", ranks=world, device="cuda")
 
 
 def llama_network(more: str = "") -> GptNetwork:

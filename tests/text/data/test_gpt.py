@@ -1,7 +1,5 @@
 """Datasets: every token once, caches that notice a changed file, blends by their weights."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
@@ -19,14 +16,13 @@ from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.gpt import (
     KeyedGPTDataset,
     build_gpt_datasets,
+    check_gpt_data,
     check_inputs,
     dataset_config,
     split_bounds,
 )
-from megatron_ext.text.preflight import check_gpt_data
-from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers import build_tokenizer
-from tests.training_runs import TINY, train_on_ranks, training_rows
+from tests.training_runs import TINY, config_of, train_steps
 
 SEQUENCE = 8
 
@@ -40,7 +36,7 @@ def _write(prefix: str, documents: int, start: int = 0) -> None:
 def _config(*more: str) -> Any:
     words = " ".join(TINY).replace("--seq-length 64", f"--seq-length {SEQUENCE}").split()
     null = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 90".split()
-    return parse_args([*words, *null, *more], TEXT, world_size=1, device="cpu").config
+    return config_of([*words, *null, *more])
 
 
 def _dataset(prefix: str, cache: Path, samples: int | None = None) -> KeyedGPTDataset:
@@ -49,7 +45,7 @@ def _dataset(prefix: str, cache: Path, samples: int | None = None) -> KeyedGPTDa
     config = _config("--data-path", prefix, "--data-cache-path", str(cache))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     spec = read_blend(config.section(DataConfig))
-    files = check_inputs(config, spec, tokenizer, [1, 0, 0])
+    files = check_inputs(config.section(DataConfig), config.model, spec, tokenizer, [1, 0, 0])
     core = dataset_config(config, spec, tokenizer, files)
     low = KeyedGPTDataset.build_low_level_dataset(prefix, core)
     indices = np.arange(len(low.sequence_lengths), dtype=np.int32)
@@ -95,9 +91,10 @@ def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> 
     config = _config("--data-path", prefix)
     config = config.with_section(dataclasses.replace(config.section(DataConfig), split="99,1,0"))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
-    check_inputs(config, read_blend(config.section(DataConfig)), tokenizer, [4, 0, 0])
+    data = config.section(DataConfig)
+    check_inputs(data, config.model, read_blend(data), tokenizer, [4, 0, 0])
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split` 99,1"):
-        check_inputs(config, read_blend(config.section(DataConfig)), tokenizer, [4, 4, 0])
+        check_inputs(data, config.model, read_blend(data), tokenizer, [4, 4, 0])
 
 
 def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
@@ -121,12 +118,10 @@ def test_blends_whose_other_splits_hold_less_than_a_sample_train(
         words += [x for x in (weight, str(tmp_path / name)) if x]
     null = "--tokenizer-type NullTokenizer --vocab-size 90 --train-iters 2".split()
     flags = [*TINY, *null, "--data-path", *words, "--data-cache-path", str(tmp_path / "cache")]
-    code, rows = train_on_ranks(flags, ranks=2, save=tmp_path / "save")
-    assert code == 0 and len(training_rows(rows)) == 2
+    assert len(train_steps(flags, tmp_path / "save", 2)) == 2
 
 
 def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> None:
-    """They are read once; with weights they repeat."""
     for name, documents in (("docs", 20), ("short", 1)):
         _write(str(tmp_path / name), documents)
     short, docs = str(tmp_path / "short"), str(tmp_path / "docs")
@@ -138,14 +133,11 @@ def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> 
         check_inputs(*_inputs(docs, short), [4, 0, 0])
 
 
-def _inputs(*words: str) -> tuple[Any, BlendSpec, Any]:
+def _inputs(*words: str) -> tuple[DataConfig, Any, BlendSpec, Any]:
     config = _config("--data-path", *words)
-    config = config.with_section(dataclasses.replace(config.section(DataConfig), split="1,0,0"))
-    return (
-        config,
-        read_blend(config.section(DataConfig)),
-        build_tokenizer(config.section(TokenizerConfig)),
-    )
+    data = dataclasses.replace(config.section(DataConfig), split="1,0,0")
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    return data, config.model, read_blend(data), tokenizer
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Rows to conversations: three layouts, and every rule by the text of its error."""
 
-from __future__ import annotations
-
 import json
+import random
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,11 @@ import pytest
 
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import SftConfig
+from megatron_ext.text.sft import chat
+from megatron_ext.text.sft.chat import Template, find_beginnings, marked_source
 from megatron_ext.text.sft.conversation import Place, read_conversation
+from megatron_ext.text.sft.masks import tokenize_conversation
+from tests.text.sft import tiny
 
 PLACE = Place("a.jsonl", 12)
 SHAREGPT = SftConfig(sft_row_format="sharegpt")
@@ -84,9 +87,8 @@ def test_sharegpt_function_calls_are_the_assistants(several: bool) -> None:
         {"from": "gpt", "value": "two"},
     ]
     read = read_conversation({"conversations": turns}, PLACE, SHAREGPT)
-    assert [message["role"] for message in read.messages] == [
-        "user", "assistant", "tool", "assistant",
-    ]  # fmt: skip
+    roles = [message["role"] for message in read.messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
     calls = [{"type": "function", "function": call}]
     if several:
         calls.append({"type": "function", "function": {"name": "stop", "arguments": {}}})
@@ -137,23 +139,11 @@ GOOD: dict[str, Any] = {"messages": [USER, ASSISTANT]}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no column": ({"text": "x"}, "`messages` is not a column of this row (it has text); name"),
     "not a list": ({"messages": "Hi"}, "`messages` must be a list of at least one message, not st"),
-    "empty": (
-        {"messages": []},
-        "`messages` must be a list of at least one message, not an empty l",
-    ),
+    "empty": ({"messages": []}, "`messages` must be a list of at least one message, not an empty"),
     "not an object": ({"messages": ["Hi"]}, "`messages[0]` must be an object, not str."),
-    "no assistant": (
-        {"messages": [USER]},
-        "`messages` has no message of the assistant, so nothing",
-    ),
-    "role": (
-        with_message(role=3),
-        "`messages[1].role` must be a text such as user or assistant, n",
-    ),
-    "no content": (
-        with_message(content=None),
-        "`messages[1].content` is missing; only a message w",
-    ),
+    "no assistant": ({"messages": [USER]}, "`messages` has no message of the assistant, so no"),
+    "role": (with_message(role=3), "`messages[1].role` must be a text such as user or assistant"),
+    "no content": (with_message(content=None), "`messages[1].content` is missing; only a messag"),
     "content": (with_message(content=3), "`messages[1].content` must be a text or a list of parts"),
     "calls": (with_message(tool_calls="x"), "`messages[1].tool_calls` must be a list, not str."),
     "loss_mask": (with_message(loss_mask=2), "`messages[1].loss_mask` must be 0 or 1, not 2."),
@@ -194,3 +184,99 @@ def test_wrong_prompt_and_response() -> None:
         read_conversation({"question": "Hi", "answer": None}, PLACE, row_format)
     with pytest.raises(DataError, match="`question` is not a column of this row"):
         read_conversation({"answer": "Hi"}, PLACE, row_format)
+
+
+FAMILIES = sorted(path.stem for path in tiny.TEMPLATES.glob("*.jinja"))
+MARKED = ("chatml", "deepseek", "gemma", "llama2", "llama3", "mistral", "phi3")
+
+
+def talk(turns: int, *, system: bool = False) -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    said = [{"role": roles[i % 2], "content": f"  word {i}\n{{{{ x }}}} "} for i in range(turns)]
+    return [{"role": "system", "content": "Be kind."}] * system + said
+
+
+def template_of(messages: list[dict[str, Any]], family: str, source: str | None = None) -> Template:
+    conversation = read_conversation({"messages": messages}, Place("chats.jsonl", 1))
+    tokenizer = tiny.tokenizer(family, template=source)
+    return Template(tokenizer, conversation, {})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("system", [False, True])
+def test_each_beginning_is_where_templating_it_alone_ends(family: str, system: bool) -> None:
+    messages = talk(6, system=system and family != "gemma")
+    template = template_of(messages, family)
+    whole = template.text(len(messages))
+    beginning = find_beginnings(template, len(messages), whole)
+    assert (marked_source(template.source()) is not None) == (family in MARKED)
+    for turn in range(1 + system, len(messages)):
+        for prompt in (False, True):
+            text = template.text(turn, prompt=prompt)
+            expected = len(text) if whole.startswith(text) else None
+            assert beginning(turn, prompt) == expected, (turn, prompt)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ loop.length }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ loop.nextitem.role }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ messages|length }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ messages[-1].role }}{% endfor %}",
+        "{% set all = messages %}{% for m in messages %}{{ m.content }}{{ all[-1] }}{% endfor %}",
+        "{% set n = messages|length %}{% for m in messages %}{{ m.content }}{{ n }}{% endfor %}",
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m }}{% endfor %}",
+        "{% for m in messages if m.role %}{{ m.content }}{% endfor %}",
+        "{% set s = namespace(n=0) %}{% for m in messages %}{% set s.n = s.n + 1 %}"
+        "{{ m.content }}{% endfor %}{{ s.n }}",
+        "{% for m in messages %}{% set l = loop %}{{ m.content }}{{ l.last }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% for m in messages %}{% endfor %}",
+        "{% for m in messages|reverse %}{{ m.content }}{% endfor %}",
+        "{% for m in messages[2:] %}{{ m.content }}{% endfor %}",
+        "{% if 1 %}{% for m in messages %}{{ m.content }}{% endfor %}{% endif %}",
+    ],
+)
+def test_a_template_that_may_look_ahead_is_not_marked(body: str) -> None:
+    assert marked_source(body) is None
+
+
+def test_white_space_control_after_the_loop_is_kept() -> None:
+    messages = talk(4)
+    for close in ("%}", "-%}", "+%}"):
+        source = f"a\n  {{% for m in messages {close}\n  [{{{{ m.content }}}}]\n{{% endfor %}}"
+        template = template_of(messages, "chatml", source)
+        whole = template.text(4)
+        beginning = find_beginnings(template, 4, whole)
+        for turn in (1, 2, 3):
+            assert beginning(turn, False) == len(template.text(turn))
+
+
+def test_a_long_conversation_is_templated_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The square of 2,000 turns took most of a minute."""
+    tokenizer = tiny.tokenizer("chatml")
+    conversation = read_conversation({"messages": talk(2000)}, Place("chats.jsonl", 1))
+    real, templated = Template._apply, []
+
+    def count(self: Template, messages: int, **kwargs: Any) -> Any:
+        templated.append(messages)
+        return real(self, messages, **kwargs)
+
+    monkeypatch.setattr(Template, "_apply", count)
+    tokenize_conversation(tokenizer, conversation)
+    assert sorted(templated) == [1, 1, 2000, 2000]
+
+
+def test_marks_give_the_mask_of_templating_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    random.seed(3)
+    for family in MARKED:
+        tokenizer = tiny.tokenizer(family, merges=((".", "<"), ("d", "Ġ")))
+        messages = talk(random.randint(2, 9))
+        for message in messages[1::2]:
+            message["loss_mask"] = random.randint(0, 1)
+        conversation = read_conversation({"messages": messages}, Place("chats.jsonl", 1))
+        found = tokenize_conversation(tokenizer, conversation)
+        with monkeypatch.context() as patch:
+            patch.setattr(chat, "marked_source", lambda source: None)
+            assert tokenize_conversation(tokenizer, conversation) == found

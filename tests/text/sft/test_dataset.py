@@ -1,25 +1,110 @@
-"""Rows of conversations as tensors, against the conversations tokenized one by one."""
-
-from __future__ import annotations
+"""Cuts, the shift and padding; cases worked by hand."""
 
 import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
+from megatron_ext.errors import DataError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.sft.conversation import Place, read_conversation
-from megatron_ext.text.sft.dataset import SftDataset, build_splits, cost_model
-from megatron_ext.text.sft.masks import tokenize_conversation
-from megatron_ext.text.task import TEXT
+from megatron_ext.text.sft.dataset import (
+    SftDataset,
+    Truncation,
+    build_splits,
+    cost_model,
+    kept_tokens,
+    lay_out,
+)
+from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.task import Datasets
+from tests import training_runs
 from tests.text.sft import tiny
+
+PLACE = Place("chats.parquet", 3)
+EOS = 9
+TOKENS = TokenizedConversation([10, 11, 12, 20, EOS], [0, 0, 0, 1, 1])  # p0 p1 p2 r0 r1
+
+
+def test_the_response_is_trained_and_the_prompt_is_not() -> None:
+    row = lay_out({0: TOKENS}, 4, 0)
+    assert row["tokens"].tolist() == [10, 11, 12, 20]
+    assert row["labels"].tolist() == [11, 12, 20, EOS]
+    assert row["labels"][row["loss_mask"] > 0].tolist() == [20, EOS]
+    assert row["loss_mask"].dtype == np.float32
+
+
+def test_the_same_case_from_a_row() -> None:
+    tokenizer = tiny.tokenizer("chatml", template="{% for m in messages %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")  # fmt: skip
+    row = {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d"}]}
+    tokenized = tokenize_conversation(tokenizer, read_conversation(row, PLACE))
+    laid = lay_out({0: tokenized}, 4, 0)
+    assert tokenizer.decode(laid["labels"][laid["loss_mask"] > 0]) == "d<|im_end|>"
+    assert laid["loss_mask"].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", [12, 20, EOS]), ("right", [10, 11, 12])])
+def test_truncation_keeps_the_last_or_the_first_tokens(
+    truncation: Truncation, kept: list[int]
+) -> None:
+    assert TOKENS.ids[kept_tokens(3, truncation)] == kept
+    assert TOKENS.ids[kept_tokens(5, truncation)] == TOKENS.ids
+
+
+def test_padding_with_the_end_token_trains_the_end_token_once() -> None:
+    row = lay_out({3: TOKENS}, 7, pad_id=EOS)
+    assert row["tokens"].tolist() == [10, 11, 12, 20, EOS, EOS, EOS]
+    assert row["labels"].tolist() == [11, 12, 20, EOS, EOS, EOS, EOS]
+    assert row["loss_mask"].tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert row["position_ids"].tolist() == [0, 1, 2, 3, 0, 0, 0]
+    assert row["sample_ids"].tolist() == [3, 3, 3, 3, -1, -1, -1]
+
+
+def test_packed_conversations_share_no_label() -> None:
+    # A second conversation cut from the left begins with a trained token, which is never a label.
+    second = TokenizedConversation([21, 22, EOS], [1, 1, 1])
+    row = lay_out({5: TOKENS, 2: second}, 7, pad_id=0)
+    assert row["tokens"].tolist() == [10, 11, 12, 20, 21, 22, 0]
+    assert row["labels"].tolist() == [11, 12, 20, EOS, 22, EOS, 0]
+    assert row["loss_mask"].tolist() == [0, 0, 1, 1, 1, 1, 0]
+    assert row["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 0]
+    assert row["sample_ids"].tolist() == [5, 5, 5, 5, 2, 2, -1]
+
+
+def test_padded_and_packed_rows_give_the_same_summed_loss() -> None:
+    generator = np.random.default_rng(0)
+    samples: dict[int, Any] = {
+        length: (generator.integers(0, 16, length), generator.integers(0, 2, length))
+        for length in (5, 9, 2)
+    }
+    table = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def summed(rows: list[dict[str, Any]]) -> float:
+        total = 0.0
+        for row in rows:
+            logits = table[torch.from_numpy(row["tokens"])]
+            labels = torch.from_numpy(row["labels"])
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+            total += float((losses * torch.from_numpy(row["loss_mask"])).sum())
+        return total
+
+    padded = summed([lay_out({number: sample}, 8, 0) for number, sample in samples.items()])
+    packed = summed([lay_out(samples, 16, 0)])
+    assert packed == pytest.approx(padded, rel=1e-12)
+    assert packed > 0
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(DataError, match="2 conversations of 8 positions together must fit a row o"):
+        lay_out({0: TOKENS, 1: TOKENS}, 7, 0)
+
 
 ROWS = tiny.chats(40)
 BASE = (
@@ -31,7 +116,6 @@ BASE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tokenizer and two files of conversations."""
     path = tmp_path_factory.mktemp("data")
     tiny.save(path / "tokenizer")
     tiny.write_jsonl(path / "a.jsonl", ROWS[:25])
@@ -41,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, *words: str) -> RunConfig:
     tokenizer = ["--tokenizer-model", str(folder / "tokenizer")]
-    return parse_args([*BASE, *tokenizer, *words], TEXT, world_size=0, device="cpu").config
+    return training_runs.config_of([*BASE, *tokenizer, *words], ranks=0)
 
 
 def splits(folder: Path, *words: str) -> Datasets:
@@ -133,8 +217,8 @@ def test_a_preprocessed_prefix_and_its_file_are_the_same(folder: Path, train: Sf
 def test_the_cost_is_that_of_the_model(folder: Path) -> None:
     """h 8, n 2, d 4, f 20 gated, 2 layers, v 258: 2 (4 * 64 + 3 * 160) + 8 v, and 2 * 2 * 4."""
     config = config_of(folder, "--data-path", "f", "--make-vocab-size-divisible-by", "1")
-    from megatron_ext.text.preflight import with_padded_vocabulary
+    from megatron_ext.text.task import padded_to_ranks
 
-    model = cost_model(with_padded_vocabulary(config, 258).model, config.moe)
+    model = cost_model(padded_to_ranks(config.model, config.parallel, 258), config.moe)
     linear, quadratic = 2 * (4 * 64 + 3 * 160) + 8 * 258, 2 * 2 * 4
     assert model.linear * quadratic == model.quadratic * linear

@@ -1,6 +1,4 @@
-"""The trained text of ten model families' chat templates, turn by turn, is written out here."""
-
-from __future__ import annotations
+"""The trained text of ten model families' chat templates, turn by turn, stands beside it."""
 
 import json
 from typing import Any
@@ -22,6 +20,7 @@ TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "1+1?"},
     {"role": "assistant", "content": "Zwei, 二 🙂"},
 ]
+TRAINED = sorted(tiny.TEMPLATES.glob("*.trained"))
 REALIGN = SftConfig(sft_on_mismatch="realign")
 
 
@@ -43,50 +42,15 @@ def trained_text(
     return tiny.shown(tokenizer, tokenized)
 
 
-EXPECTED = {
-    "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    "<|im_start|>assistant\n[[Hello, you.<|im_end|>\n]]<|im_start|>user\n1+1?<|im_end|>\n"
-    "<|im_start|>assistant\n[[Zwei, 二 🙂<|im_end|>\n]]",
-    "chatml_generation": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    "<|im_start|>assistant\n[[Hello, you.<|im_end|>]]\n<|im_start|>user\n1+1?<|im_end|>\n"
-    "<|im_start|>assistant\n[[Zwei, 二 🙂<|im_end|>]]\n",
-    "llama2": "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST][[ Hello, you. </s>]]"
-    "<s>[INST] 1+1? [/INST][[ Zwei, 二 🙂 </s>]]",
-    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n[[Hello, you.<|eot_id|>]]"
-    "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n[[Zwei, 二 🙂<|eot_id|>]]",
-    "mistral": "<s> [INST] Be kind.\n\nHi [/INST][[ Hello, you.</s>]]"
-    " [INST] 1+1? [/INST][[ Zwei, 二 🙂</s>]]",
-    "gemma": "<bos><start_of_turn>user\nHi<end_of_turn>\n"
-    "<start_of_turn>model\n[[Hello, you.<end_of_turn>\n]]<start_of_turn>user\n1+1?<end_of_turn>\n"
-    "<start_of_turn>model\n[[Zwei, 二 🙂<end_of_turn>\n]]",
-    "phi3": "<|system|>\nBe kind.<|end|>\n<|user|>\nHi<|end|>\n"
-    "<|assistant|>\n[[Hello, you.<|end|>\n]]<|user|>\n1+1?<|end|>\n"
-    "<|assistant|>\n[[Zwei, 二 🙂<|end|>\n<|endoftext|>]]",
-    "deepseek": "<｜begin▁of▁sentence｜>Be kind.<｜User｜>Hi"
-    "<｜Assistant｜>[[Hello, you.<｜end▁of▁sentence｜>]]<｜User｜>1+1?"
-    "<｜Assistant｜>[[Zwei, 二 🙂<｜end▁of▁sentence｜>]]",
-    "zephyr": "<|system|>\nBe kind.</s>\n<|user|>\nHi</s>\n"
-    "<|assistant|>\n[[Hello, you.</s>\n]]<|user|>\n1+1?</s>\n"
-    "<|assistant|>\n[[Zwei, 二 🙂</s>\n]]",
-    "hermes": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    "<|im_start|>assistant\n[[Hello, you.<|im_end|>\n]]<|im_start|>user\n1+1?<|im_end|>\n"
-    "<|im_start|>assistant\n[[Zwei, 二 🙂<|im_end|>\n]]",
-}
+EXPECTED = {path.stem: path.read_text(encoding="utf-8") for path in TRAINED}
+"""The text of ``[SYSTEM, *TALK]`` by family, with what is trained between [[ and ]]."""
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-def test_trained_text_is_the_assistants_turns(family: str) -> None:
+def test_trained_text_is_the_assistants_turns_and_realigning_changes_nothing(family: str) -> None:
     messages = TALK if family == "gemma" else [SYSTEM, *TALK]
-    assert trained_text(family, messages) == EXPECTED[family]
-
-
-@pytest.mark.parametrize("family", EXPECTED)
-def test_realigning_changes_nothing_where_every_turn_is_exact(family: str) -> None:
-    messages = TALK if family == "gemma" else [SYSTEM, *TALK]
-    assert trained_text(family, messages, REALIGN) == EXPECTED[family]
+    for options in (None, REALIGN):
+        assert trained_text(family, messages, options) == EXPECTED[family]
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -214,10 +178,9 @@ def test_a_generation_prompt_that_the_turn_does_not_repeat() -> None:
 def test_a_system_text_that_moves_to_the_last_question() -> None:
     with pytest.raises(DataError, match=r"messages\[2\] \(assistant\) does not begin with the gen"):
         trained_text("mistral_system_last", [SYSTEM, *TALK])
-    expected = (
-        "<s>[INST] Hi[/INST][[ Hello, you.</s>]][INST] Be kind.\n\n1+1?[/INST][[ Zwei, 二 🙂</s>]]"
-    )
-    assert trained_text("mistral_system_last", [SYSTEM, *TALK], REALIGN) == expected
+    found = trained_text("mistral_system_last", [SYSTEM, *TALK], REALIGN)
+    first, last = "<s>[INST] Hi[/INST][[ Hello, you.</s>]]", "1+1?[/INST][[ Zwei, 二 🙂</s>]]"
+    assert found == f"{first}[INST] Be kind.\n\n{last}"
 
 
 def test_a_token_across_the_edge_of_a_turn() -> None:
@@ -240,10 +203,8 @@ def test_consecutive_assistant_messages_are_two_turns() -> None:
 def test_template_kwargs_reach_the_template() -> None:
     template = "{{ greeting }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     kwargs = json.dumps({"greeting": "Moin", "chat_template": template})
-    options = SftConfig(sft_template_kwargs=kwargs)
-    assert (
-        trained_text("chatml", TALK[:2], options) == "Moin<|im_start|>Hi[[<|im_start|>Hello, you.]]"
-    )
+    found = trained_text("chatml", TALK[:2], SftConfig(sft_template_kwargs=kwargs))
+    assert found == "Moin<|im_start|>Hi[[<|im_start|>Hello, you.]]"
 
 
 def test_a_conversation_that_begins_with_the_assistant() -> None:

@@ -1,9 +1,12 @@
 """Files of conversations to stores, by the command line, against tokenizing row by row."""
 
-from __future__ import annotations
-
 import gzip
 import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,15 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config import SftConfig, TokenizerConfig
+from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
 from megatron_ext.text.preprocess.cli import main
-from megatron_ext.text.preprocess.unpack import unpacked
-from megatron_ext.text.sft.chat import build_chat
+from megatron_ext.text.preprocess.inputs import unpacked
+from megatron_ext.text.sft.chat import Chat, build_chat
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
+from megatron_ext.text.sft.preprocess import ConversationEncoder, open_stores
 from megatron_ext.text.sft.store import SftStore, about_path
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.text.sft import tiny
@@ -36,7 +41,6 @@ def preprocess(folder: Path, *words: Any) -> int:
 
 
 def assert_holds(store: SftStore, rows: list[dict[str, Any]]) -> None:
-    """Check that ids and masks are those of each row by itself."""
     assert len(store) == len(rows)
     tokenizer = tiny.tokenizer("chatml")
     for number, row in enumerate(rows):
@@ -51,22 +55,18 @@ def assert_holds(store: SftStore, rows: list[dict[str, Any]]) -> None:
 def test_files_of_every_kind_keep_their_order(workers: int, folder: Path, tmp_path: Path) -> None:
     rows = tiny.chats(40)
     plain = tiny.write_jsonl(tmp_path / "a.jsonl", rows[:20])
-    packed = tmp_path / "b.jsonl.gz"
+    packed, other, table = (tmp_path / name for name in ("b.jsonl.gz", "c.jsonl.zst", "d.parquet"))
     packed.write_bytes(gzip.compress(tiny.write_jsonl(tmp_path / "b", rows[20:25]).read_bytes()))
-    other = tmp_path / "c.jsonl.zst"
     text = tiny.write_jsonl(tmp_path / "c", rows[25:30]).read_bytes()
     other.write_bytes(zstandard.compress(text))
-    table = tmp_path / "d.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows[30:]), table)
     words = ["--part-megabytes", 0.001, "--workers", workers]
     prefix = tmp_path / "out"
-    code = preprocess(
-        folder, "--input", plain, packed, other, table, "--output-prefix", prefix, *words
-    )
-    assert code == 0
+    inputs = ["--input", plain, packed, other, table]
+    assert preprocess(folder, *inputs, "--output-prefix", prefix, *words) == 0
     store = SftStore(str(prefix))
     assert_holds(store, rows)
-    sources = [Path(store.source_of(number)).name for number in (0, 19, 20, 25, 30, 39)]
+    sources = [Path(store.source_of(number)[0]).name for number in (0, 19, 20, 25, 30, 39)]
     assert sources == ["a.jsonl"] * 2 + ["b.jsonl.gz", "c.jsonl.zst"] + ["d.parquet"] * 2
     assert not list(tmp_path.glob("*.parts"))
 
@@ -149,9 +149,8 @@ def test_other_columns_and_template(folder: Path, tmp_path: Path) -> None:
     path = tiny.write_jsonl(tmp_path / "f.jsonl", [{"q": "xy", "r": "zzz"}])
     words = "--sft-row-format prompt-response --sft-prompt-key q --sft-response-key r".split()
     kwargs = ["--sft-chat-template", template, "--sft-template-kwargs", '{"mark": "!"}']
-    assert (
-        preprocess(folder, "--input", path, "--output-prefix", tmp_path / "o", *words, *kwargs) == 0
-    )
+    files = ["--input", path, "--output-prefix", tmp_path / "o"]
+    assert preprocess(folder, *files, *words, *kwargs) == 0
     ids, mask = SftStore(str(tmp_path / "o")).conversation(0)
     assert tiny.tokenizer("chatml").decode(ids.tolist()) == "uxy!azzz!"
     assert mask.tolist() == [0] * 5 + [1] * 4
@@ -249,10 +248,9 @@ def test_tokenizers_without_templates_are_refused(tmp_path: Path) -> None:
     settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
     with pytest.raises(ConfigError, match="has no chat template, so conversations cannot be tok"):
         build_chat(build_tokenizer(settings), settings, SftConfig(sft=True))
+    missing = SftConfig(sft=True, sft_chat_template="none")
     with pytest.raises(DataError, match=r"`--sft-chat-template` \(none\) cannot be read"):
-        build_chat(
-            build_tokenizer(settings), settings, SftConfig(sft=True, sft_chat_template="none")
-        )
+        build_chat(build_tokenizer(settings), settings, missing)
 
 
 def test_further_special_tokens_have_the_ids_of_the_trainer(tmp_path: Path) -> None:
@@ -268,3 +266,133 @@ def test_further_special_tokens_have_the_ids_of_the_trainer(tmp_path: Path) -> N
     ids = tokenize_conversation(chat.tokenizer, read_conversation(row, Place("f", 1))).ids
     assert tokenizer.vocab_size - 1 in ids
     assert tokenizer.tokenize("<|two|>") == [tokenizer.vocab_size - 1]
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[RunConfig, Chat]:
+    tokenizer = TokenizerConfig("HuggingFaceTokenizer", str(tiny.save(tmp_path / "tokenizer")))
+    config = RunConfig(sections=(DataConfig(), SftConfig(sft=True), tokenizer))
+    return config, build_chat(build_tokenizer(tokenizer), tokenizer, config.section(SftConfig))
+
+
+def _open(run: tuple[RunConfig, Chat], names: Sequence[Any], said: list[str]) -> list[SftStore]:
+    config, chat = run
+    return open_stores(
+        "--data-path",
+        [str(name) for name in names],
+        chat=chat,
+        cache=config.section(DataConfig).data_cache_path,
+        vocab_size=chat.vocab_size,
+        say=said.append,
+    )
+
+
+def opened(run: tuple[RunConfig, Chat], *names: Any) -> tuple[list[SftStore], list[str]]:
+    said: list[str] = []
+    return _open(run, names, said), said
+
+
+def test_files_are_tokenized_once_until_they_change(
+    run: tuple[RunConfig, Chat], tmp_path: Path
+) -> None:
+    one = tiny.write_jsonl(tmp_path / "one.jsonl", tiny.chats(3))
+    two = tiny.write_jsonl(tmp_path / "two.jsonl", tiny.chats(4))
+    stores, said = opened(run, one, two)
+    assert [len(store) for store in stores] == [3, 4]
+    cache = tmp_path / "cache"
+    assert said == [f"> tokenizing {path} into {cache}" for path in (one, two)]
+    again, said = opened(run, two, one, stores[0].prefix)
+    assert [len(store) for store in again] == [4, 3, 3]
+    assert said == []
+    tiny.write_jsonl(two, tiny.chats(5))
+    assert [len(store) for store in opened(run, two)[0]] == [5]
+    kinds = {"".join(path.suffixes[-1:]) for path in cache.iterdir()}
+    assert kinds <= {".bin", ".idx", ".json", ".lock"}
+
+
+def test_other_options_make_another_store(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(3))
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if "
+                        "add_generation_prompt %}a{% endif %}")  # fmt: skip
+    config, _ = run
+    settings = config.section(TokenizerConfig)
+    sft = SftConfig(sft=True, sft_chat_template=str(template))
+    chat = build_chat(build_tokenizer(settings), settings, sft)
+    first, second = opened(run, path)[0][0], opened((config, chat), path)[0][0]
+    assert first.prefix != second.prefix
+    assert first.num_tokens > second.num_tokens
+
+
+def test_the_cache_lies_where_it_is_asked_for(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(3))
+
+    def cached_in(folder: Path) -> SftStore:
+        config = run[0].with_section(DataConfig(data_cache_path=str(folder)))
+        (store,), _ = opened((config, run[1]), path)
+        return store
+
+    assert Path(cached_in(tmp_path / "a" / "b").prefix).parent == tmp_path / "a" / "b"
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/c\) cannot be written \(Not a directory\); give"):
+        cached_in(tmp_path / "file" / "c")
+
+
+def _open_and_count(run: tuple[RunConfig, Chat], path: Path, results: Any) -> None:
+    stores, said = opened(run, path)
+    results.put((len(stores[0]), sum(line.startswith("> tokenizing") for line in said)))
+
+
+def test_one_of_several_processes_tokenizes(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(200))
+    results = FORK.Queue()
+    processes = [FORK.Process(target=_open_and_count, args=(run, path, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    counts = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert [count for count, _ in counts] == [200] * 4
+    assert sum(worked for _, worked in counts) == 1
+
+
+def test_a_killed_run_leaves_nothing_half_valid(
+    run: tuple[RunConfig, Chat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(20))
+    real = ConversationEncoder.encode
+
+    def slow(*arguments: Any) -> int:
+        time.sleep(30)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ConversationEncoder, "encode", slow)
+        process = FORK.Process(target=_open_and_count, args=(run, path, FORK.Queue()))
+        process.start()
+        end = time.monotonic() + 30
+        while not list((tmp_path / "cache").glob("*.parts/p*")) and time.monotonic() < end:
+            time.sleep(0.02)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+    assert list((tmp_path / "cache").glob("*.parts/p*"))
+    assert not list((tmp_path / "cache").glob("*.idx"))
+    (store,), said = opened(run, path)
+    assert len(store) == 20
+    assert said[0].startswith("> tokenizing")
+    assert not list((tmp_path / "cache").glob("*.parts"))
+
+
+def test_a_bad_row_is_shown_by_the_rank_that_found_it(
+    run: tuple[RunConfig, Chat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", [*tiny.chats(3), {"text": "x"}])
+    said: list[str] = []
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(DataError, match=r"f.jsonl line 4 is refused: `messages` is not a column"):
+        _open(run, [path], said)
+    assert said[-1].startswith("error: ")
+    assert "f.jsonl line 4 is refused" in said[-1]

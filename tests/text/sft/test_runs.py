@@ -1,7 +1,5 @@
 """Fine-tuning with packed, padded and budgeted batches agrees, and resumes in an epoch."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial
@@ -11,20 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_ext.config.parser import parse_args
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.preflight import prepare_sft
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
-from megatron_ext.text.task import TEXT
+from megatron_ext.text.task import prepare_sft
 from megatron_ext.text.tokenizers import build_tokenizer
-from megatron_ext.train.preflight import preflight
+from megatron_ext.train.main import preflight
+from tests.checkpoint.tiny import whole_tensors
 from tests.host_syncs import READ, record_steps
 from tests.text.sft import tiny
-from tests.training_runs import train_on_ranks, training_rows
+from tests.training_runs import Rows, config_of, train, train_on_ranks, training_rows
 from tools.parity import main as compare
 
 MODEL = (
@@ -45,24 +40,22 @@ BATCHING = {"packed": 8, "padded": 12, "token-budget": 12}
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return flags of a tokenizer, of training and of validation conversations."""
     folder = tmp_path_factory.mktemp("sft")
-    train = tiny.write_jsonl(folder / "train.jsonl", tiny.chats(COUNT, turns=2, words=3))
+    first = tiny.write_jsonl(folder / "train.jsonl", tiny.chats(COUNT, turns=2, words=3))
     valid = tiny.write_jsonl(folder / "valid.jsonl", tiny.chats(7, turns=2, words=3, seed=1))
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
-    paths = ["--train-data-path", str(train), "--valid-data-path", str(valid)]
+    paths = ["--train-data-path", str(first), "--valid-data-path", str(valid)]
     return ["--sft", *tokenizer, str(tiny.save(folder / "tokenizer")), *paths]
 
 
-def run(data: list[str], words: str, save: Path, ranks: int = 1) -> list[dict[str, Any]]:
-    code, rows = train_on_ranks([*MODEL, *data, *words.split()], ranks=ranks, save=save)
-    assert code == 0
-    return rows
+def run(data: list[str], words: str, save: Path, ranks: int = 1) -> Rows:
+    return train([*MODEL, *data, *words.split()], save, ranks)
 
 
 def batching(kind: str) -> str:
     return f"--sft-batching {kind} --global-batch-size {BATCHING[kind]}"
 
 
-def assert_same(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+def assert_same(rows: Rows, wanted: Rows) -> None:
     assert [row["kind"] for row in rows] == [row["kind"] for row in wanted]
     for row, want in zip(rows, wanted, strict=True):
         names = [name for name in want if name.endswith("loss") or name == "grad_norm"]
@@ -71,12 +64,11 @@ def assert_same(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Non
             assert math.isclose(row[name], want[name], rel_tol=1e-5), (name, row["iteration"])
 
 
-MTP = "--mtp-num-layers 1"
+MTP, PP2 = "--mtp-num-layers 1", "--pipeline-model-parallel-size 2"
 
 
 @pytest.fixture(scope="module")
 def padded(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run two models on one rank with a conversation in each row."""
     words = f"{batching('padded')} --train-epochs 3"
     folder = tmp_path_factory.mktemp("padded")
     return {model: run(data, f"{model} {words}", folder / model) for model in ("", MTP)}
@@ -85,25 +77,14 @@ def padded(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[st
 @pytest.mark.parametrize(
     ("model", "kind", "ranks", "layout"),
     [
-        ("", "packed", 4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+        ("", "packed", 4, f"--tensor-model-parallel-size 2 {PP2}"),
         ("", "token-budget", 4, "--pipeline-model-parallel-size 4"),
         (MTP, "packed", 2, "--context-parallel-size 2"),
-        (
-            MTP,
-            "token-budget",
-            4,
-            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttmL",
-        ),
+        (MTP, "token-budget", 4, f"{PP2} --pipeline-model-parallel-layout Ett|ttmL"),
     ],
 )
 def test_packed_equals_padded(
-    model: str,
-    kind: str,
-    ranks: int,
-    layout: str,
-    data: list[str],
-    padded: dict[str, Any],
-    tmp_path: Path,
+    model: str, kind: str, ranks: int, layout: str, data: Any, padded: Any, tmp_path: Path
 ) -> None:
     """The loss over the same conversations, divided by the same count, agrees within 1e-5."""
     words = f"{model} {layout} {batching(kind)} --train-epochs 3"
@@ -146,33 +127,23 @@ def test_truncation_keeps_exact_slices(kind: str, side: str, data: list[str]) ->
 
 
 def _splits(words: list[str]) -> SftDataset:
-    config = parse_args(words, TEXT, world_size=0, device="cpu").config
-    train = build_splits(config, build_tokenizer(config.section(TokenizerConfig))).train
-    assert isinstance(train, SftDataset)
-    return train
+    config = config_of(words, ranks=0)
+    found = build_splits(config, build_tokenizer(config.section(TokenizerConfig))).train
+    assert isinstance(found, SftDataset)
+    return found
 
 
 STEPS, BREAK = 7, 4
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of the last checkpoint by name, optimizer included."""
-    path = folder / f"iter_{STEPS:07d}"
-    names = FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in names.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(state, checkpoint_id=path, no_dist=True)
-    return state
+    return whole_tensors(folder / f"iter_{STEPS:07d}", folder / "whole.pt")
 
 
 @pytest.mark.parametrize("kind", ["packed", "token-budget"])
 def test_a_run_resumes_in_the_middle_of_an_epoch(
     kind: str, data: list[str], tmp_path: Path
 ) -> None:
-    """An epoch has three steps or more; the weights after a stop agree bit for bit."""
     size = {"packed": 2, "token-budget": 4}[kind]
     words = f"--sft-batching {kind} --global-batch-size {size} --train-iters {STEPS}"
     whole = training_rows(run(data, words, tmp_path / "whole"))
@@ -223,13 +194,10 @@ def test_another_batch_size_does_not_go_on_in_an_epoch(
 
 def test_epochs_become_steps_and_validation_is_whole(data: list[str]) -> None:
     words = [*MODEL, *data, *"--global-batch-size 5 --sft-batching padded".split()]
-    config = parse_args([*words, "--train-epochs", "2"], TEXT, world_size=0, device="cpu").config
-    config, tokenizer = preflight(config, prepare_sft)
+    config, tokenizer = preflight(config_of([*words, "--train-epochs", "2"], ranks=0), prepare_sft)
     assert (config.training.train_iters, config.training.train_epochs) == (6, None)
     assert config.training.full_validation
-    off = parse_args(
-        [*words, "--train-iters", "2", "--eval-iters", "0"], TEXT, world_size=0, device="cpu"
-    ).config
+    off = config_of([*words, "--train-iters", "2", "--eval-iters", "0"], ranks=0)
     assert not preflight(off, prepare_sft)[0].training.full_validation
     assert build_splits(config, tokenizer).test is None
 
@@ -261,32 +229,21 @@ def test_validation_does_not_depend_on_the_layout(data: list[str], tmp_path: Pat
         ("--data-path 0.3 f", "`--data-path` (0.3) is a weight, but `--sft` uses every"),
         ("--data-path none.jsonl", "`--data-path` (none.jsonl) is neither a file of conversations"),
         ("", "`--sft` needs conversations to train on; name files with `--data-path`, or with"),
+        ("--data-path FILE --split 0,1,0", "train split is empty under `--split` (0,1,0); give it"),
+        (
+            "--train-data-path FILE --tokenizer-type NullTokenizer --vocab-size 99",
+            "`--tokenizer-type` (NullTokenizer) has no chat",
+        ),
     ],
 )
-def test_paths_that_cannot_be_used(words: str, sentence: str, data: list[str]) -> None:
-    flags = [*MODEL, *data[: data.index("--train-data-path")], *words.split()]
-    config = parse_args([*flags, "--train-iters", "1"], TEXT, world_size=0, device="cpu").config
+def test_data_and_tokenizers_that_cannot_be_used(
+    words: str, sentence: str, data: list[str]
+) -> None:
+    at = data.index("--train-data-path")
+    flags = [*MODEL, *data[:at], "--train-iters", "1", *words.replace("FILE", data[at + 1]).split()]
     with pytest.raises(MegatronExtError) as caught:
-        preflight(config, prepare_sft)
+        preflight(config_of(flags, ranks=0), prepare_sft)
     assert sentence in str(caught.value)
-
-
-def test_an_empty_train_split_is_an_error(data: list[str]) -> None:
-    at = data.index("--train-data-path")
-    words = [*MODEL, *data[:at], "--data-path", data[at + 1], "--split", "0,1,0"]
-    config = parse_args([*words, "--train-iters", "1"], TEXT, world_size=0, device="cpu").config
-    with pytest.raises(DataError, match=r"train split is empty under `--split` \(0,1,0\); give it"):
-        preflight(config, prepare_sft)
-
-
-def test_a_tokenizer_of_another_type_is_refused(data: list[str]) -> None:
-    at = data.index("--train-data-path")
-    null = ["--sft", "--tokenizer-type", "NullTokenizer", "--vocab-size", "99", *data[at:]]
-    config = parse_args(
-        [*MODEL, *null, "--train-iters", "1"], TEXT, world_size=0, device="cpu"
-    ).config
-    with pytest.raises(ConfigError, match=r"`--tokenizer-type` \(NullTokenizer\) has no chat"):
-        preflight(config, prepare_sft)
 
 
 PACKED = "[--sft-batching token-budget]"
@@ -299,7 +256,6 @@ LAYOUTS = f"mbs4,dp2,dp1{PACKED},cp2{PACKED},pp2dp2{PACKED},tp2sp{PACKED}"
 def test_packing_changes_no_gradient(
     reduction: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The truth is one conversation in each row on one rank; gradients agree within 1e-6."""
     chats = tiny.write_jsonl(tmp_path / "chats.jsonl", tiny.chats(24, turns=2, words=3))
     words = [
         *MODEL,
@@ -322,6 +278,5 @@ def test_a_step_asks_its_device_for_the_update_before_it_alone(tmp_path: Path) -
     words += ["--sft", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
     flags = [*MODEL, *words, "--train-data-path", str(chats), "--log-interval", "9"]
     note = tmp_path / "places.json"
-    code, _ = train_on_ranks(flags, save=tmp_path / "run", prepare=partial(record_steps, path=note))
-    assert code == 0
+    train(flags, tmp_path / "run", prepare=partial(record_steps, path=note))
     assert json.loads(note.read_text()) == [READ]

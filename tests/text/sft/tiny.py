@@ -4,8 +4,6 @@ Each byte is a token, but for a few merges and the special tokens of the family,
 its tokens and a mask can be shown in the text.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import groupby
@@ -90,7 +88,6 @@ def chats(count: int, *, turns: int = 3, words: int = 6, seed: int = 0) -> list[
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write one row per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

@@ -1,7 +1,5 @@
 """The fast engine: never other ids than the native tokenizer, and it says why it stands back."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

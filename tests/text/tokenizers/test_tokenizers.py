@@ -1,7 +1,5 @@
 """Tokenizers: ids, sizes and special ids are those of megatron-core for the same flags."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -19,6 +17,7 @@ from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
+from tests.config.runs import refusals
 from tests.text import tiny
 
 TEXTS = [text for text in tiny.HARD_TEXTS if text] + tiny.sentences()[:20]
@@ -66,6 +65,7 @@ CASES = {
 def test_equals_core(case: str) -> None:
     chosen = CASES[case]()
     ours, theirs = build_tokenizer(chosen), core(chosen)
+    assert isinstance(ours, Tokenizer)
     texts = [*TEXTS, "a <new> world", "<new><new>"]
     assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(text) for text in texts]
     assert [list(ids) for ids in ours.encode_batch(texts)] == [ours.tokenize(t) for t in texts]
@@ -200,18 +200,16 @@ def test_identity_follows_a_folders_tokenizer(tmp_path: Path) -> None:
     assert build_tokenizer(chosen).unique_identifiers != first
 
 
-@pytest.mark.parametrize(
-    ("case", "package"),
-    [
-        ("sentencepiece", "sentencepiece"),
-        ("huggingface", "tokenizers"),
-        ("tiktoken_v2", "tiktoken"),
-    ],
-)
-def test_a_missing_library_is_named(
-    monkeypatch: pytest.MonkeyPatch, case: str, package: str
-) -> None:
-    chosen = CASES[case]()
+LIBRARIES = {
+    "sentencepiece": "sentencepiece",
+    "huggingface": "tokenizers",
+    "tiktoken_v2": "tiktoken",
+}
+
+
+@pytest.mark.parametrize("case", LIBRARIES)
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    chosen, package = CASES[case](), LIBRARIES[case]
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:
         build_tokenizer(chosen)
@@ -252,67 +250,11 @@ def test_core_accepts_it_as_a_dataset_tokenizer() -> None:
     assert config.token_dtype_code == 8
 
 
-# A line names the kind of error (ConfigError or DataError), the tokenizer and its flags; the next
-# line is how the sentence begins.
-BROKEN = r"""
-C none
-    `--tokenizer-type` is missing; give one of SentencePieceTokenizer, GPT
-C SentencepieceTokenizer
-    `--tokenizer-type` (SentencepieceTokenizer) is unknown; did you mean SentencePieceTok
-C BertWordPieceCase
-    `--tokenizer-type BertWordPieceCase` is not supported here; train with HuggingFaceTok
-C SentencePieceTokenizer
-    `--tokenizer-type SentencePieceTokenizer` needs `--tokenizer-model` with the path of a Se
-D SentencePieceTokenizer --tokenizer-model /no/such.model
-    `--tokenizer-model` (/no/such.model) is not a file; give the path of a SentencePiece
-D SentencePieceTokenizer --tokenizer-model {junk}
-    `--tokenizer-model` ({junk}) is not a SentencePiece model (
-C SentencePieceTokenizer --tokenizer-model {sp} --tokenizer-special-tokens <x>
-    `--tokenizer-special-tokens` with a SentencePiece model needs `--tokenizer-sentencepiece
-C HuggingFaceTokenizer
-    `--tokenizer-type HuggingFaceTokenizer` needs `--tokenizer-model` with a folder or a hub
-D HuggingFaceTokenizer --tokenizer-model /no/such/folder
-    `--tokenizer-model` (/no/such/folder) does not exist; give a folder with tokenizer.json
-D HuggingFaceTokenizer --tokenizer-model {bad_hf}
-    {bad_hf}/tokenizer.json is not a tokenizer (
-D GPT2BPETokenizer --vocab-file {junk} --merge-file {junk}
-    {junk} is not valid JSON (
-C GPT2BPETokenizer --vocab-file {vocab}
-    `--tokenizer-type GPT2BPETokenizer` needs `--merge-file` with the path of GPT-2's merges
-D GPT2BPETokenizer --vocab-file {empty} --merge-file {junk}
-    `--vocab-file` ({empty}) has no `<|endoftext|>`, which GPT2BPETokenizer needs
-D GPT2BPETokenizer --vocab-file {vocab} --merge-file {junk}
-    `--merge-file` ({junk}) does not fit `--vocab-file` ({vocab}):
-D TikTokenizer --tokenizer-model {tik}
-    `--tokenizer-model` ({tik}) holds 300 tokens, but `--vocab-size` less `--tiktoken-num
-D TikTokenizer --tokenizer-model {empty}
-    `--tokenizer-model` ({empty}) is not a tiktoken vocabulary in JSON (
-C TikTokenizer --tokenizer-model {tik} --tiktoken-pattern v3
-    `--tiktoken-pattern` (v3) must be v1 or v2.
-C TikTokenizer --tokenizer-model {tik} --tokenizer-special-tokens <unk> <s>
-    `--tokenizer-special-tokens` lacks </s> <mask> <pad> <cls> <sep>, which TikTokenizer
-C TikTokenizer --tokenizer-model {tik} --vocab-size 900
-    `--tiktoken-num-special-tokens` (1000) must be at least the number of special tokens (7)
-C NullTokenizer
-    `--tokenizer-type NullTokenizer` needs `--vocab-size`, the number of ids.
-C ByteLevelTokenizer --vocab-size 100
-    `--vocab-size` (100) must be at least 256 for ByteLevelTokenizer; use 512.
-C NullTokenizer --vocab-size 5 --vocab-extra-ids 100
-    `--vocab-extra-ids` (100) is for T5's legacy tokenizer and has no effect on the ids
-C NullTokenizer --vocab-size 5 --tokenizer-metadata {metadata}
-    `--tokenizer-metadata` ({metadata}) names the library huggingface, but `--tokenizer-type
-D NullTokenizer --vocab-size 5 --tokenizer-metadata {junk}
-    `--tokenizer-metadata` ({junk}) is not a JSON object; fix it.
-"""
-
-
-BROKEN_LINES = BROKEN.strip().splitlines()
-
-
-@pytest.mark.parametrize(
-    ("case", "sentence"), list(zip(BROKEN_LINES[::2], BROKEN_LINES[1::2], strict=True))
-)
-def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, case: str, sentence: str) -> None:
+@pytest.mark.parametrize(("_section", "case", "sentence"), refusals("tokenizers"))
+def test_bad_settings_are_told_in_one_sentence(
+    tmp_path: Path, _section: str, case: str, sentence: str
+) -> None:
+    """A case names the kind of error (ConfigError or DataError), the tokenizer and its flags."""
     (tmp_path / "junk").write_bytes(b"\xff\x00 no model")
     (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "metadata.json").write_text('{"library": "huggingface"}')
@@ -333,11 +275,11 @@ def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, case: str, senten
     words += ["--tokenizer-type", name] if name != "none" else []
     with pytest.raises({"C": ConfigError, "D": DataError}[letter]) as caught:
         build_tokenizer(tokenizer_config(vars(parser.parse_args(words))))
-    assert str(caught.value).startswith(sentence.strip().format(**places))
+    assert str(caught.value).startswith(sentence.format(**places))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["sentencepiece", "huggingface", "tiktoken_v2"])
+@pytest.mark.parametrize("case", LIBRARIES)
 def test_building_imports_no_torch(case: str) -> None:
     script = (
         "import sys; from megatron_ext.text.tokenizers import build_tokenizer\n"
@@ -350,8 +292,3 @@ def test_building_imports_no_torch(case: str) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=tiny.ROOT, timeout=60
     )
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_every_tokenizer_is_the_same_kind_of_thing() -> None:
-    for make in CASES.values():
-        assert isinstance(build_tokenizer(make()), Tokenizer)

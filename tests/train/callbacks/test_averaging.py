@@ -1,7 +1,5 @@
 """Runs with averaged weights: closed forms, resumes, resharding, evaluation, export."""
 
-from __future__ import annotations
-
 import math
 import runpy
 import shlex
@@ -15,8 +13,9 @@ from torch import Tensor
 
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
+from tests.runs_from_inside import spoil_steps
 from tests.text.convert.models import in_child
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tests.training_runs import TINY, Rows, mock_data, train, training_rows
 
 TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
 SMALL = [
@@ -30,18 +29,19 @@ EMA = ["--ema-decay", str(DECAY)]
 FOUR = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 
 
-def _train(save: Path, *more: str, ranks: int = 1, steps: int = STEPS, **options: Any) -> Any:
-    flags = [*SMALL, "--train-iters", str(steps), *more]
-    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
-    assert code == 0
-    return rows
+def _train(save: Path, *more: str, ranks: int = 1, steps: int = STEPS, **options: Any) -> Rows:
+    return train([*SMALL, "--train-iters", str(steps), *more], save, ranks, **options)
 
 
 def _stored(save: Path, iteration: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the whole weights and averages of a checkpoint."""
     everything = whole_tensors(save / f"iter_{iteration:07d}", save / "whole.pt")
     averages = {n[len("ema.") :]: t for n, t in everything.items() if n.startswith("ema.")}
     return {name: everything[name] for name in averages}, averages
+
+
+def _equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    """Return whether tensors of the first names are the same bits in the second."""
+    return all(torch.equal(others[name], tensor) for name, tensor in some.items())
 
 
 def _assert_closed_form(save: Path, steps: list[int]) -> None:
@@ -55,18 +55,6 @@ def _assert_closed_form(save: Path, steps: list[int]) -> None:
         for index in range(1, last + 1):
             wanted += (1 - DECAY) * DECAY ** (last - index) * weights[index][name].double()
         torch.testing.assert_close(average.double(), wanted, rtol=1e-6, atol=1e-7, msg=name)
-
-
-def _spoil_step(run: Run, step: int) -> None:
-    """Let the gradients of one step be NaN."""
-
-    def spoil() -> None:
-        if run.progress.iteration + 1 == step:
-            for chunk in run.chunks:
-                for parameter in chunk.parameters():
-                    parameter.main_grad.fill_(math.nan)
-
-    run.runner.observer = spoil
 
 
 MOE = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -83,14 +71,12 @@ MOE = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-
 def test_a_run_averages_each_applied_update_once(ranks: int, more: str, tmp_path: Path) -> None:
     """Eight micro-batches and a skipped step change nothing."""
     flags = [*EMA, *more.split(), "--save-interval", "1", "--no-save-optim", "--ema-start", "3"]
-    prepare = partial(_spoil_step, step=4)
+    prepare = partial(spoil_steps, steps=(4,))
     rows = training_rows(_train(tmp_path, *flags, ranks=ranks, prepare=prepare))
     assert [row["skipped_iterations"] for row in rows] == [0, 0, 0, 1, 0, 0]
-    before, average = _stored(tmp_path, 2)
-    assert all(torch.equal(average[name], weight) for name, weight in before.items())
+    assert _equal(*_stored(tmp_path, 2))
     _assert_closed_form(tmp_path, [2, 3, 5, 6])
-    third, fourth = _stored(tmp_path, 3)[1], _stored(tmp_path, 4)[1]
-    assert all(torch.equal(fourth[name], average) for name, average in third.items())
+    assert _equal(_stored(tmp_path, 3)[1], _stored(tmp_path, 4)[1])
 
 
 def test_an_average_every_other_step_is_resumed_bit_for_bit(tmp_path: Path) -> None:
@@ -99,20 +85,17 @@ def test_an_average_every_other_step_is_resumed_bit_for_bit(tmp_path: Path) -> N
     whole = tmp_path / "whole"
     _train(whole, *flags)
     _assert_closed_form(whole, [3, 4, 6])
-    fourth, fifth = _stored(whole, 4)[1], _stored(whole, 5)[1]
-    assert all(torch.equal(fifth[name], average) for name, average in fourth.items())
+    assert _equal(_stored(whole, 4)[1], _stored(whole, 5)[1])
     _train(tmp_path / "again", *flags, "--load", str(whole), "--ckpt-step", "3", ranks=2)
     wanted, found = _stored(whole, STEPS)[1], _stored(tmp_path / "again", STEPS)[1]
     assert all(torch.allclose(found[name], wanted[name], rtol=1e-5) for name in wanted)
     _train(tmp_path / "same", *flags, "--load", str(whole), "--ckpt-step", "5")
-    found = _stored(tmp_path / "same", STEPS)[1]
-    assert all(torch.equal(found[name], average) for name, average in wanted.items())
+    assert _equal(wanted, _stored(tmp_path / "same", STEPS)[1])
 
 
 def _compare_copies(run: Run) -> None:
     """Check after each update that the averages of the tied embedding agree on its stages."""
     ema = run.ema
-    assert ema is not None
     update = ema.update
 
     def checked(step: int) -> None:
@@ -150,8 +133,7 @@ def test_a_resumed_run_averages_bit_for_bit(tmp_path: Path) -> None:
     losses = [[row["lm loss"] for row in training_rows(rows)] for rows in (whole, resumed)]
     assert losses[0] == losses[1]
     wanted, found = _stored(tmp_path / "whole", STEPS)[1], _stored(broken, STEPS)[1]
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[name], average) for name, average in wanted.items())
+    assert wanted.keys() == found.keys() and _equal(wanted, found)
 
 
 def test_one_rank_goes_on_as_tp2_pp2(tmp_path: Path) -> None:
@@ -172,17 +154,12 @@ def test_training_does_not_notice_the_average(tmp_path: Path) -> None:
     noisy = "--attention-dropout 0.1 --hidden-dropout 0.1 --eval-iters 1 --eval-interval 2".split()
     plain = _train(tmp_path / "plain", *noisy, ranks=2)
     averaging = _train(tmp_path / "ema", *noisy, *EMA, "--eval-ema", ranks=2)
+    usual = [row for row in averaging if " ema" not in row.get("split", "")]
     for kind in ("train", "evaluation"):
-        both = [
-            [row for row in rows if row["kind"] == kind and " ema" not in row.get("split", "")]
-            for rows in (plain, averaging)
-        ]
-        losses = [[row["lm loss"] for row in rows] for rows in both]
+        losses = [[r["lm loss"] for r in rows if r["kind"] == kind] for rows in (plain, usual)]
         assert losses[0] == losses[1] and losses[0]
-    assert [row["split"] for row in averaging if row["kind"] == "evaluation"][:2] == [
-        "validation",
-        "validation ema",
-    ]
+    splits = [row["split"] for row in averaging if row["kind"] == "evaluation"]
+    assert splits[:2] == ["validation", "validation ema"]
 
 
 def _tool(scratch: Path, *words: str | Path) -> Any:
@@ -196,7 +173,6 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, float]:
 def test_evaluation_is_that_of_the_exported_average(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The run, its checkpoint and the weights that the tool exports give the same loss."""
     flags = ["--eval-iters", "2", "--lr", "1e-2"]
     run, ours, theirs = tmp_path / "run", tmp_path / "ours", tmp_path / "theirs"
     inside = _evaluations(_train(run, *flags, *EMA, "--eval-ema", "--save-interval", "6", ranks=2))

@@ -1,7 +1,5 @@
 """Best checkpoints and early stopping, decided alike on every rank and kept over a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +9,18 @@ import pytest
 from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.publish import BEST_TRACKER, BestCheckpoint, expired, with_candidate
 from megatron_ext.train.callbacks import evaluation
-from megatron_ext.train.callbacks.early_stopping import mean_validation_loss
+from megatron_ext.train.callbacks.evaluation import mean_validation_loss
 from tests.training_runs import (
     LAYOUTS,
     NULL,
     TINY,
+    Rows,
     documents,
     mock_data,
     train_on_ranks,
-    training_rows,
+    train_steps,
     without,
 )
-
-Rows = list[dict[str, Any]]
 
 
 def script(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> None:
@@ -37,14 +34,12 @@ def script(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> None:
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
 
 
-def train(save: Path, words: str, layout: str = "one", data: Sequence[str] | None = None) -> Rows:
+def steps(save: Path, words: str, layout: str = "one", data: Sequence[str] | None = None) -> Rows:
     ranks, more = LAYOUTS[layout]
     flags = without(TINY, "--eval-iters", "--eval-interval", "--split")
     flags += [*(data or [*mock_data(), "--split", "90,10,0"]), "--eval-interval", "2"]
     flags += ["--resume-mode", "auto", *words.split(), *more.split()]
-    code, rows = train_on_ranks(flags, ranks=ranks, save=save)
-    assert code == 0
-    return training_rows(rows)
+    return train_steps(flags, save, ranks)
 
 
 KEEP = "--eval-iters 1 --train-iters 12 --save-interval 4 --keep-best 2 --keep-last 1"
@@ -63,7 +58,7 @@ def test_the_best_checkpoints_stay_and_those_they_supersede_go(
     for end in parts:
         coming = [losses[i] for i in range(start + 2, end + 1, 2)]
         script(monkeypatch, [*coming, *[9.0] * 2])
-        rows = train(tmp_path, f"{KEEP} --exit-interval {end}", layout)
+        rows = steps(tmp_path, f"{KEEP} --exit-interval {end}", layout)
         assert rows[-1]["iteration"] == end
         start = end
     assert published(tmp_path) == [4, 10, 12]
@@ -75,10 +70,10 @@ def test_a_best_loss_after_the_last_step_is_known_to_a_later_run(
 ) -> None:
     keep = "--eval-iters 1 --keep-best 1 --keep-last 1 --lr-decay-iters 12"
     script(monkeypatch, [3.0, 2.0, 9.0])
-    train(tmp_path, f"{keep} --train-iters 3 --override-opt-param-scheduler")
+    steps(tmp_path, f"{keep} --train-iters 3 --override-opt-param-scheduler")
     assert (tmp_path / BEST_TRACKER).read_text() == "3 2.0\n"
     script(monkeypatch, [2.5, 2.5, 9.0, 9.0])
-    train(tmp_path, f"{keep} --train-iters 6 --override-opt-param-scheduler")
+    steps(tmp_path, f"{keep} --train-iters 6 --override-opt-param-scheduler")
     assert published(tmp_path) == [3, 6]
     assert (tmp_path / BEST_TRACKER).read_text() == "3 2.0\n"
 
@@ -88,14 +83,11 @@ STOP = "--eval-iters 1 --train-iters 20 --early-stop-patience 2"
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2pp2"])
 def test_an_early_stop_saves_and_says_so_on_one_line(
-    layout: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A loss that falls by less than the least amount, and one that is no number, do not count."""
     script(monkeypatch, [5.0, 4.0, 3.95, float("nan")])
-    rows = train(tmp_path, f"{STOP} --early-stop-min-delta 0.1", layout)
+    rows = steps(tmp_path, f"{STOP} --early-stop-min-delta 0.1", layout)
     assert rows[-1]["iteration"] == 8
     assert published(tmp_path) == [8]
     said = [line for line in capfd.readouterr().out.splitlines() if "early stop" in line]
@@ -109,21 +101,21 @@ def test_patience_is_kept_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script(monkeypatch, [3.0, 4.0])
-    assert train(tmp_path, f"{STOP} --exit-interval 5")[-1]["iteration"] == 5
+    assert steps(tmp_path, f"{STOP} --exit-interval 5")[-1]["iteration"] == 5
     script(monkeypatch, [4.0])
-    assert train(tmp_path, STOP)[-1]["iteration"] == 6
+    assert steps(tmp_path, STOP)[-1]["iteration"] == 6
     capfd.readouterr()
-    assert train(tmp_path, STOP)[-1]["iteration"] == 6
+    assert steps(tmp_path, STOP)[-1]["iteration"] == 6
     assert "nothing to do at iteration 6 (early stop: the validation" in capfd.readouterr().out
     script(monkeypatch, [2.0, 3.0, 4.0, 5.0])
-    assert train(tmp_path, STOP.replace("patience 2", "patience 3"))[-1]["iteration"] == 14
+    assert steps(tmp_path, STOP.replace("patience 2", "patience 3"))[-1]["iteration"] == 14
 
 
 def test_weights_that_do_not_change_stop_a_real_run(tmp_path: Path) -> None:
     """Whole-split evaluation of unchanged weights gives the same loss to the bit."""
     data = [*NULL, "--data-path", documents(tmp_path / "docs", 40), "--split", "70,30,0"]
     words = "--full-validation --eval-iters 0 --train-iters 20 --lr 0 --min-lr 0"
-    rows = train(tmp_path / "save", f"{words} --early-stop-patience 2", "dp2", data)
+    rows = steps(tmp_path / "save", f"{words} --early-stop-patience 2", "dp2", data)
     assert rows[-1]["iteration"] == 6
 
 

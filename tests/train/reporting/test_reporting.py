@@ -1,7 +1,5 @@
 """Reports have Megatron-LM's line to the character, and files that survive kills."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource
@@ -11,14 +9,16 @@ import threading
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
 
-from megatron_ext.config.parser import parse_args
-from megatron_ext.config.reporting import LoggingConfig
+from megatron_ext.config.output import LoggingConfig
 from megatron_ext.device.gpus import peak_flops
 from megatron_ext.text.cost.flops import flops_per_sample
-from megatron_ext.text.task import TEXT
+from megatron_ext.text.task import GPT
+from megatron_ext.train.main import main
 from megatron_ext.train.reporting.build import (
     Reporters,
     TensorBoard,
@@ -34,7 +34,8 @@ from megatron_ext.train.reporting.files import (
     read_metrics,
 )
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
-from tests.training_runs import TINY, mock_data
+from megatron_ext.train.reporting.start import CONFIGURATION_FILE, start_lines
+from tests.training_runs import TINY, config_of, mock_data
 
 
 def _record(iteration: int = 12, **values: object) -> IterationRecord:
@@ -56,22 +57,31 @@ def _record(iteration: int = 12, **values: object) -> IterationRecord:
     return IterationRecord(**{**fields, **values})  # type: ignore[arg-type]
 
 
-class _FullDisk:
-    """A sink on a disk that is full for a while."""
+def _written(
+    folder: Path, *records: IterationRecord | EvaluationRecord, resumed_at: int = 0
+) -> list[dict[str, Any]]:
+    metrics = MetricsFile(folder, resumed_at)
+    for record in records:
+        evaluates = isinstance(record, EvaluationRecord)
+        (metrics.on_evaluation if evaluates else metrics.on_iteration)(record)
+    metrics.close()
+    return read_metrics(metrics.path)
 
+
+FULL = OSError(28, "No space left on device")
+
+
+class _FullDisk:
     def __init__(self) -> None:
         self.full, self.written = True, 0
 
     def on_iteration(self, record: IterationRecord) -> None:
         if self.full:
-            raise OSError(28, "No space left on device")
+            raise FULL
         self.written += 1
 
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        raise OSError(28, "No space left on device")
-
     def close(self) -> None:
-        raise OSError(28, "No space left on device")
+        raise FULL
 
 
 def test_a_full_disk_is_warned_of_once_and_training_goes_on(
@@ -94,11 +104,10 @@ def test_a_full_disk_is_warned_of_once_and_training_goes_on(
 def test_a_full_disk_of_tensorboard_prints_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorBoard's thread meets the error, and the next report tells of it."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise FULL
 
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     board = TensorBoard(str(tmp_path), LoggingConfig(tensorboard_queue_size=1))
@@ -113,7 +122,6 @@ def test_a_full_disk_of_tensorboard_prints_no_traceback(
 
 
 def test_the_metrics_file_has_whole_lines_after_a_full_disk(tmp_path: Path) -> None:
-    """A row that did not fit is written when there is space again."""
     metrics = MetricsFile(tmp_path, 0)
     metrics.on_iteration(_record(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -166,17 +174,11 @@ def test_evaluation_lines_are_framed() -> None:
 
 
 def test_a_resumed_run_rewrites_what_it_does_again(tmp_path: Path) -> None:
-    first = MetricsFile(tmp_path, resumed_at=0)
-    for iteration in range(1, 6):
-        first.on_iteration(_record(iteration))
-    first.on_evaluation(EvaluationRecord("validation", 5, {"lm loss": 1.0}, final=True))
-    first.close()
+    last = EvaluationRecord("validation", 5, {"lm loss": 1.0}, final=True)
+    _written(tmp_path, *map(_record, range(1, 6)), last)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "iterat')  # a kill in the middle of a line
-    second = MetricsFile(tmp_path, resumed_at=3)
-    second.on_iteration(_record(4))
-    second.close()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = _written(tmp_path, _record(4), resumed_at=3)
     assert [row["iteration"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
 
 
@@ -187,12 +189,12 @@ def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     path = tmp_path / "metrics.jsonl"
-    norms = [math.nan, math.inf, 0.5]
-    for resumed_at in (0, 3):
-        metrics = MetricsFile(tmp_path, resumed_at=resumed_at)
-        for iteration, norm in enumerate(norms if resumed_at == 0 else (), start=1):
-            metrics.on_iteration(_record(iteration, grad_norm=norm, skipped=1, total_skipped=7))
-        metrics.close()
+    bad = [
+        _record(iteration, grad_norm=norm, skipped=1, total_skipped=7)
+        for iteration, norm in enumerate((math.nan, math.inf, 0.5), start=1)
+    ]
+    for records, resumed_at in ((bad, 0), ([], 3)):
+        _written(tmp_path, *records, resumed_at=resumed_at)
         rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
         assert [row["grad_norm"] for row in rows[:3]] == ["NaN", "Infinity", 0.5]
     rows = read_metrics(path)
@@ -204,26 +206,18 @@ def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, resumed_at=0)
-    for iteration in range(1, 30):
-        metrics.on_iteration(_record(iteration, losses={"lm loss": 8 - iteration / 10}))
-    metrics.on_evaluation(EvaluationRecord("validation", 29, {"lm loss": 5.0}))
-    metrics.close()
-    plot_metrics(read_metrics(tmp_path / "metrics.jsonl"), tmp_path / "loss.png")
+    steps = [_record(i, losses={"lm loss": 8 - i / 10}) for i in range(1, 30)]
+    rows = _written(tmp_path, *steps, EvaluationRecord("validation", 29, {"lm loss": 5.0}))
+    plot_metrics(rows, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tags_are_megatron_lms() -> None:
     config = LoggingConfig(log_validation_ppl_to_tensorboard=True, log_throughput=True)
     scalars = iteration_scalars(_record(), config)
-    assert set(scalars) == {
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "grad-norm",
-        "loss-scale",
-        "throughput",
-    }
+    assert sorted(scalars) == sorted(
+        ["learning-rate", "batch-size", "lm loss", "grad-norm", "loss-scale", "throughput"]
+    )
     record = EvaluationRecord("validation", 1, {"lm loss": 1.0, "kept tokens": 0.5})
     assert evaluation_scalars(record, config) == {
         "lm loss validation": 1.0,
@@ -243,11 +237,7 @@ VALIDATION = EvaluationRecord("validation", 12, {"lm loss": 3.5, "mtp_1 loss": 4
 
 
 def test_common_names_stand_beside_megatron_lms_in_the_file(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, resumed_at=0)
-    metrics.on_iteration(_record(total_skipped=2))
-    metrics.on_evaluation(VALIDATION)
-    metrics.close()
-    row, evaluation = read_metrics(tmp_path / "metrics.jsonl")
+    row, evaluation = _written(tmp_path, _record(total_skipped=2), VALIDATION)
     assert evaluation["val/loss"] == evaluation["lm loss"] == 3.5
     assert {name: row[name] for name in COMMON} == COMMON
     assert (row["lm loss"], row["learning_rate"]) == (7.422465, 0.0009140577)
@@ -293,17 +283,15 @@ def test_only_validation_splits_have_a_common_name(split: str, names: list[str])
     assert list(EvaluationRecord(split, 1, {"lm loss": 1.0}).common) == names
 
 
+FLAGS = [*TINY, *mock_data(), "--train-iters", "2"]
+
+
 def test_flops_of_a_llama_layer_by_hand() -> None:
-    config = parse_args(
-        [*TINY, *mock_data(), "--train-iters", "1", "--padded-vocab-size", "2048"],
-        TEXT,
-        world_size=1,
-        device="cpu",
-    ).config
+    config = config_of([*FLAGS, "--padded-vocab-size", "2048"])
     h, s, ffn, layers, vocab, kv = 64, 64, 172, 4, 2048, 32
     attention = h * (h + 2 * kv) + h * s + h * h  # QKV, scores and values (causal), output
     per_token = layers * (attention + 3 * h * ffn) + h * vocab
-    assert flops_per_sample(config) == 3 * 2 * s * per_token
+    assert flops_per_sample(config.model, config.moe) == 3 * 2 * s * per_token
 
 
 @pytest.mark.parametrize(
@@ -311,3 +299,41 @@ def test_flops_of_a_llama_layer_by_hand() -> None:
 )
 def test_peaks_of_known_gpus(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
+
+
+def test_sizes_layout_and_what_is_not_a_default_fill_less_than_a_screen() -> None:
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    config = config_of([*FLAGS, *layout, "--save", "out"], ranks=8)
+    lines = start_lines(config, {"num_layers", "swiglu"})
+    assert lines[:3] == [
+        "> starting 8 ranks (cpu): tensor 2 × pipeline 2 × context 1 × data 2, schedule 1f1b",
+        "> 2 iterations; 16 samples in a step: 4 micro-batches × micro-batch size 2 × "
+        "data-parallel size 2",
+        "> model: layers 4, hidden size 64, feed-forward 172, heads 4, sequence length 64",
+    ]
+    assert lines[3:5] == ["> given on the command line:", ">   model: --num-layers 4 --swiglu"]
+    rest = " ".join(lines[6:])
+    assert lines[5] == "> derived, or from a file, a checkpoint or the task:"
+    for flag in ("--pipeline-schedule 1f1b", "--kv-channels 16", "--split 90,5,5", "--lr 0.001"):
+        assert flag in rest
+    assert lines[-1] == f"> the whole configuration is in out/{CONFIGURATION_FILE}"
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_whole_configuration_is_kept_and_read_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--nproc-per-node", "1", "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert main(GPT, [*FLAGS, *more, "--exit-interval", "1"]) == 0
+    shown = capfd.readouterr().out
+    # By hand: 2 x 2048 x 64 of the vocabulary, 4 layers, and the last norm.
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 172 + 2 * 64
+    total = 2 * 2048 * 64 + 4 * layer + 64
+    assert f"> parameters: {total:,}; at most {total:,} on one rank\n" in shown
+    assert main(GPT, [*FLAGS, *more]) == 0
+    kept = yaml.safe_load((tmp_path / CONFIGURATION_FILE).read_text())
+    assert (kept["training"]["exit_interval"], kept["model"]["padded_vocab_size"]) == (None, 2048)
+    words = ["--config", str(tmp_path / CONFIGURATION_FILE)]
+    kept["model"]["unpadded_vocab_size"] = None  # The tokenizer gives it anew.
+    assert config_of(words).to_dict() == kept

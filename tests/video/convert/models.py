@@ -13,20 +13,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
+from megatron_ext.video.convert.config import config_json
 from megatron_ext.video.convert.export import WanExport, export_wan
+from megatron_ext.video.convert.names import Naming
 from megatron_ext.video.convert.wan import WanImport, import_wan
+from megatron_ext.video.model.wan.attention import VideoDiTOptions
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions
 from tests.text.convert.models import in_child
 
 STEM = "diffusion_pytorch_model"
 TINY = SIZES["tiny"]
 TEXT_ROWS = 512
-"""Wan pads captions to so many rows of zeros, and masks none."""
+"""The rows to which Wan pads captions with zeros, none of which it masks."""
 OUTER = (
     "patch_embedding text_embedding.0 text_embedding.2 time_embedding.0 time_embedding.2 "
     "time_projection.1 head.head"
@@ -39,7 +41,6 @@ NORMS = "self_attn.norm_q self_attn.norm_k cross_attn.norm_q cross_attn.norm_k".
 
 
 def original_names(num_blocks: int) -> dict[str, str]:
-    """Map diffusers' names to those of Wan2.1's repository, by diffusers' own converter."""
     names = ["head.modulation"]
     names += [f"{module}.{kind}" for module in OUTER for kind in ("weight", "bias")]
     for number in range(num_blocks):
@@ -50,16 +51,11 @@ def original_names(num_blocks: int) -> dict[str, str]:
 
 
 def options_of(sizes: VideoDiTSizes) -> dict[str, int]:
-    """Return the arguments of diffusers' class."""
     return {
-        "num_attention_heads": sizes.num_heads,
-        "attention_head_dim": sizes.head_dim,
-        "in_channels": sizes.channels,
-        "out_channels": sizes.channels,
-        "text_dim": sizes.text_width,
-        "ffn_dim": sizes.ffn_size,
-        "num_layers": sizes.num_blocks,
-    }
+        "num_attention_heads": sizes.num_heads, "attention_head_dim": sizes.head_dim,
+        "in_channels": sizes.channels, "out_channels": sizes.channels,
+        "text_dim": sizes.text_width, "ffn_dim": sizes.ffn_size, "num_layers": sizes.num_blocks,
+    }  # fmt: skip
 
 
 def network(sizes: VideoDiTSizes = TINY) -> WanTransformer3DModel:
@@ -76,7 +72,6 @@ def network(sizes: VideoDiTSizes = TINY) -> WanTransformer3DModel:
 
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
-    """Save a model as diffusers saves it."""
     network().to(dtype).save_pretrained(folder, **save)
     return folder
 
@@ -96,25 +91,11 @@ def original_tensors(folder: Path) -> dict[str, Tensor]:
     return {names[name]: tensor for name, tensor in found.items()}
 
 
-def make_original(folder: Path, diffusers: Path, **changed: Any) -> Path:
+def make_original(folder: Path, diffusers: Path) -> Path:
     """Write a model as Wan2.1's repository publishes it, in two files."""
     folder.mkdir()
-    config = {
-        "_class_name": "WanModel",
-        "_diffusers_version": "0.30.0",
-        "dim": TINY.hidden_size,
-        "eps": 1e-06,
-        "ffn_dim": TINY.ffn_size,
-        "freq_dim": 256,
-        "in_dim": TINY.channels,
-        "model_type": "t2v",
-        "num_heads": TINY.num_heads,
-        "num_layers": TINY.num_blocks,
-        "out_dim": TINY.channels,
-        "text_len": 512,
-        "text_dim": TINY.text_width,
-    }
-    (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    config = {**config_json(TINY, Naming.ORIGINAL), "text_dim": TINY.text_width}
+    (folder / "config.json").write_text(json.dumps(config))
     tensors = sorted(original_tensors(diffusers).items())
     files: dict[str, str] = {}
     for number in range(2):
@@ -125,6 +106,30 @@ def make_original(folder: Path, diffusers: Path, **changed: Any) -> Path:
     index = {"metadata": {}, "weight_map": files}
     (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def bare(
+    context: ParallelContext, sizes: VideoDiTSizes, *, sequence_parallel: bool = False
+) -> VideoDiT:
+    layout = context.layout
+    config = StepTransformerConfig(
+        **sizes.transformer_fields(),
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        sequence_parallel=sequence_parallel,
+    )
+    return VideoDiT.build(sizes, VideoDiTOptions(), config, context)
+
+
+def imported(source: Path, target: Path, **options: Any) -> tuple[str, str]:
+    order = WanImport(source, target, **options)
+    size, dtype = in_child(lambda: import_wan(order), target.with_suffix(".result"))
+    return size, dtype
+
+
+def exported(load: Path, target: Path, **options: Any) -> Path:
+    export_wan(WanExport(load, target, **options))
+    return target
 
 
 def inputs(sizes: VideoDiTSizes = TINY, *, per_frame: bool = False) -> dict[str, Tensor]:
@@ -142,8 +147,7 @@ def inputs(sizes: VideoDiTSizes = TINY, *, per_frame: bool = False) -> dict[str,
 def theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
     """Return the flow ``[b, t, c, h, w]`` of diffusers' class; tokens have their frame's timestep.
 
-    Diffusers computes the sinusoid of timesteps in float32, whose angles near 1000 are wrong by up
-    to 1e-4, Wan's repository and ours in float64; that is a difference of 5e-6 in the flow.
+    Diffusers' sinusoids are float32, ours and Wan's float64: a difference of 5e-6 in the flow.
     """
     timesteps = given["timesteps"]
     if timesteps.dim() == 2:
@@ -153,35 +157,8 @@ def theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
     return flow.transpose(1, 2)
 
 
-def bare(
-    context: ParallelContext, sizes: VideoDiTSizes, *, sequence_parallel: bool = False
-) -> VideoDiT:
-    """Return our model on the ranks of a context, with arbitrary weights."""
-    layout = context.layout
-    config = StepTransformerConfig(
-        **sizes.transformer_fields(),
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
-        sequence_parallel=sequence_parallel,
-    )
-    return VideoDiT.build(sizes, VideoDiTOptions(), config, context)
-
-
 def load_ours(context: ParallelContext, root: Path, **how: bool) -> VideoDiT:
-    """Return our tiny model on the ranks of a context, loaded as a run loads it."""
     chunk = bare(context, TINY, **how)
     asked = CheckpointConfig(pretrained_checkpoint=str(root))
     CheckpointManager(asked, context).load(model=[chunk], optimizer=None, scheduler=None)
     return chunk
-
-
-def imported(source: Path, target: Path, **options: Any) -> tuple[str, str]:
-    """Import in a child process, and return named size and dtype."""
-    order = WanImport(source, target, **options)
-    size, dtype = in_child(lambda: import_wan(order), target.with_suffix(".result"))
-    return size, dtype
-
-
-def exported(load: Path, target: Path, **options: Any) -> Path:
-    export_wan(WanExport(load, target, **options))
-    return target

@@ -1,15 +1,19 @@
-"""Published config.json files give named sizes; other models are refused in a sentence."""
+"""Published configurations, names and shapes are understood; other models are refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from diffusers import WanTransformer3DModel
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES
 from megatron_ext.video.convert.config import (
     WanModel,
@@ -18,67 +22,37 @@ from megatron_ext.video.convert.config import (
     understand,
     understand_shapes,
 )
-from megatron_ext.video.convert.names import Naming, shapes, wan_names
-from tests.video.convert.models import TINY, network
+from megatron_ext.video.convert.names import Naming, from_wan, shapes, to_wan, wan_names
+from tests.ranks import ranks
+from tests.video.convert.models import TINY, bare, network, options_of, original_names
+from tests.video.model.wan.plain import num_parameters
 
 PATH = Path("config.json")
 ORIGINAL: dict[str, Any] = {
-    "_class_name": "WanModel",
-    "_diffusers_version": "0.30.0",
-    "dim": 1536,
-    "eps": 1e-06,
-    "ffn_dim": 8960,
-    "freq_dim": 256,
-    "in_dim": 16,
-    "model_type": "t2v",
-    "num_heads": 12,
-    "num_layers": 30,
-    "out_dim": 16,
-    "text_len": 512,
-}
+    "_class_name": "WanModel", "_diffusers_version": "0.30.0", "dim": 1536, "eps": 1e-06,
+    "ffn_dim": 8960, "freq_dim": 256, "in_dim": 16, "model_type": "t2v", "num_heads": 12,
+    "num_layers": 30, "out_dim": 16, "text_len": 512,
+}  # fmt: skip
 """The config.json of Wan-AI/Wan2.1-T2V-1.3B."""
 DIFFUSERS: dict[str, Any] = {
-    "_class_name": "WanTransformer3DModel",
-    "_diffusers_version": "0.33.0.dev0",
-    "added_kv_proj_dim": None,
-    "attention_head_dim": 128,
-    "cross_attn_norm": True,
-    "eps": 1e-06,
-    "ffn_dim": 13824,
-    "freq_dim": 256,
-    "image_dim": None,
-    "in_channels": 16,
-    "num_attention_heads": 40,
-    "num_layers": 40,
-    "out_channels": 16,
-    "patch_size": [1, 2, 2],
-    "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 1024,
-    "text_dim": 4096,
-}
+    "_class_name": "WanTransformer3DModel", "_diffusers_version": "0.33.0.dev0",
+    "added_kv_proj_dim": None, "attention_head_dim": 128, "cross_attn_norm": True, "eps": 1e-06,
+    "ffn_dim": 13824, "freq_dim": 256, "image_dim": None, "in_channels": 16,
+    "num_attention_heads": 40, "num_layers": 40, "out_channels": 16, "patch_size": [1, 2, 2],
+    "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 1024, "text_dim": 4096,
+}  # fmt: skip
 """The config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
 
 
-def test_published_models_have_names() -> None:
+def test_published_models_have_names_and_are_written_alike() -> None:
     small = WanModel("1.3b", SIZES["1.3b"], Naming.ORIGINAL)
     assert understand(ORIGINAL, PATH) == small
     assert understand({**ORIGINAL, "_class_name": "CausalWanModel"}, PATH) == small
     assert understand(DIFFUSERS, PATH) == WanModel("14b", SIZES["14b"], Naming.DIFFUSERS)
-
-
-def test_defaults_are_those_of_diffusers_class() -> None:
-    bare = {"_class_name": "WanTransformer3DModel"}
-    assert understand(bare, PATH) == understand(DIFFUSERS, PATH)
-
-
-@pytest.mark.parametrize("naming", Naming)
-@pytest.mark.parametrize("name", SIZES)
-def test_what_is_written_is_understood(name: str, naming: Naming) -> None:
-    written = json.loads(json.dumps(config_json(SIZES[name], naming)))
-    assert understand(written, PATH) == WanModel(name, SIZES[name], naming)
-
-
-def test_what_is_written_is_what_they_write() -> None:
+    # Defaults are those of diffusers' class, and the width of the text is free.
+    assert understand({"_class_name": CLASS}, PATH) == understand(DIFFUSERS, PATH)
+    found = understand({**DIFFUSERS, "text_dim": 48}, PATH)
+    assert (found.size, found.sizes) == ("14b", dataclasses.replace(SIZES["14b"], text_width=48))
     assert config_json(SIZES["1.3b"], Naming.ORIGINAL) == {
         name: value for name, value in ORIGINAL.items() if name != "_diffusers_version"
     }
@@ -88,6 +62,13 @@ def test_what_is_written_is_what_they_write() -> None:
 
 
 CLASS = "WanTransformer3DModel"
+
+
+@pytest.mark.parametrize("naming", Naming)
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_written_is_understood(name: str, naming: Naming) -> None:
+    written = json.loads(json.dumps(config_json(SIZES[name], naming)))
+    assert understand(written, PATH) == WanModel(name, SIZES[name], naming)
 
 
 @pytest.mark.parametrize("naming", Naming)
@@ -135,11 +116,6 @@ def test_other_models_of_the_original_are_refused() -> None:
             understand({**ORIGINAL, **changed}, PATH)
 
 
-def test_the_width_of_the_text_is_free() -> None:
-    found = understand({**DIFFUSERS, "text_dim": 48}, PATH)
-    assert (found.size, found.sizes) == ("14b", dataclasses.replace(SIZES["14b"], text_width=48))
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read .*; give the folder of the model"):
         read_json(tmp_path)
@@ -153,3 +129,28 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_json(pipeline)
     with pytest.raises(CheckpointError, match=r"no `patch_embedding.weight` of 5 dimensions"):
         understand_shapes({"patch_embedding.weight": (3, 4)}, Naming.ORIGINAL, PATH)
+
+
+@ranks()
+def test_shapes_are_those_of_the_model(context: ParallelContext) -> None:
+    built = {name: tuple(p.shape) for name, p in bare(context, TINY).named_parameters()}
+    assert built == shapes(TINY)
+    for name, shape in built.items():
+        tensor = torch.randn(shape)
+        assert torch.equal(from_wan(name, to_wan(name, tensor, TINY), TINY), tensor), name
+
+
+@pytest.mark.parametrize("name", ["tiny", "1.3b", "14b"])
+def test_names_and_shapes_are_those_of_diffusers(name: str) -> None:
+    sizes = SIZES[name]
+    with torch.device("meta"):
+        state = WanTransformer3DModel(**options_of(sizes)).state_dict()
+    original = original_names(sizes.num_blocks)
+    found: dict[str, tuple[int, ...]] = {}
+    for ours, shape in shapes(sizes).items():
+        names = wan_names(ours, Naming.DIFFUSERS)
+        assert wan_names(ours, Naming.ORIGINAL) == tuple(original[name] for name in names)
+        parts = to_wan(ours, torch.empty(shape, device="meta"), sizes)
+        found |= {name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}
+    assert found == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert sum(map(math.prod, found.values())) == num_parameters(sizes)

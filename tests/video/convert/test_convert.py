@@ -1,26 +1,36 @@
-"""Weights of Wan go to a checkpoint and back, bit for bit; sources that do not fit are refused."""
+"""Weights of Wan go to a checkpoint and back and compute the same; what does not fit is refused."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.run import Run
+from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.convert.names import Naming
-from megatron_ext.video.convert.wan import WanImport, import_wan
+from megatron_ext.video.convert.wan import WanImport, check_tensors, fill, import_wan
 from tests.checkpoint.tiny import whole_tensors
+from tests.ranks import on_ranks, run_on_ranks
 from tests.video.convert.models import (
     STEM,
+    bare,
     exported,
     imported,
     inputs,
+    load_ours,
     make,
     make_original,
     network,
@@ -28,6 +38,8 @@ from tests.video.convert.models import (
     tensors_of,
     theirs,
 )
+from tests.video.networks import check_weights
+from tests.video.streaming.runs import run, runner_of
 
 TWO_FILES = "300KB"
 
@@ -78,9 +90,6 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert_same(back, rounded)
 
 
-# ------------------------------------------------------------------------- files of torch.save
-
-
 def save_pt(path: Path, diffusers: Path) -> Path:
     """Save as LongLive and Self-Forcing do: a wrapped network, and averages with names of FSDP."""
     tensors = original_tensors(diffusers)
@@ -114,6 +123,15 @@ def test_files_of_torch_with_one_entry_or_none(tmp_path: Path) -> None:
         assert_same(tensors_of(exported(root, tmp_path / f"{name} back")), tensors_of(source))
 
 
+def refusal(source: Path, **options: Any) -> str:
+    target = source.parent / "refused"
+    with pytest.raises(CheckpointError) as caught:
+        import_wan(WanImport(source, target, **options))
+    assert not target.exists()
+    (sentence,) = caught.value.messages
+    return str(sentence)
+
+
 def test_files_of_torch_that_are_refused(tmp_path: Path) -> None:
     path = save_pt(tmp_path / "a.pt", make(tmp_path / "diffusers"))
     assert "those that do are: generator, generator_ema; choose by `--entry`" in refusal(path)
@@ -132,20 +150,7 @@ def test_files_of_torch_that_are_refused(tmp_path: Path) -> None:
     assert "must hold names and tensors" in refusal(path)
 
 
-# ------------------------------------------------------------------------------------- refusals
-
-
-def refusal(source: Path, **options: Any) -> str:
-    target = source.parent / "refused"
-    with pytest.raises(CheckpointError) as caught:
-        import_wan(WanImport(source, target, **options))
-    assert not target.exists()
-    (sentence,) = caught.value.messages
-    return str(sentence)
-
-
 def change(folder: Path, **changed: Tensor | None) -> None:
-    """Replace tensors of a model in one file, or take them out."""
     path = folder / f"{STEM}.safetensors"
     tensors = {**load_file(path), **{k.replace("__", "."): v for k, v in changed.items()}}
     save_file({k: v for k, v in tensors.items() if v is not None}, path)
@@ -176,3 +181,119 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     assert "no named size, the nearest being `tiny` (num_blocks 3 instead of 2)" in refusal(source)
     (source / "config.json").unlink()
     assert f"{source / 'config.json'} cannot be read" in refusal(source)
+
+
+TOLERANCE = 1e-5
+"""The largest difference in fp32, as a share of the largest number that diffusers gives."""
+
+
+def check_flow(ours: Tensor, expected: Tensor) -> None:
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE * scale)
+
+
+@torch.no_grad()
+def check_loaded(
+    context: ParallelContext, root: Path, expected: dict[bool, Tensor], sequence_parallel: bool
+) -> None:
+    chunk = load_ours(context, root, sequence_parallel=sequence_parallel)
+    for per_frame, flow in expected.items():
+        check_flow(chunk(**inputs(per_frame=per_frame)), flow)
+
+
+@pytest.mark.parametrize("naming", Naming)
+def test_imported_weights_compute_what_diffusers_does(tmp_path: Path, naming: Naming) -> None:
+    """Check a timestep for each sample, and one for each frame as in Wan 2.2, in four layouts."""
+    source, root = make(tmp_path / "diffusers"), tmp_path / "ours"
+    expected = {p: theirs(network(), inputs(per_frame=p)) for p in (False, True)}
+    assert not torch.allclose(expected[False], expected[True], atol=1e-2)
+    if naming is Naming.ORIGINAL:
+        source = make_original(tmp_path / "original", source)
+    assert imported(source, root) == ("tiny", "float32")
+    layouts = [({}, False), ({"tp": 2}, False), ({"tp": 2}, True), ({"cp": 2}, False)]
+    for sizes, parallel in layouts if naming is Naming.DIFFUSERS else layouts[:1]:
+        on_ranks(check_loaded, sizes, root=root, expected=expected, sequence_parallel=parallel)
+
+
+@torch.no_grad()
+def check_filled(
+    context: ParallelContext, sizes: VideoDiTSizes, source: Path, expected: Tensor
+) -> None:
+    chunk = bare(context, sizes)
+    with TensorFolder(source, STEM) as tensors:
+        check_tensors(sizes, Naming.DIFFUSERS, tensors)
+        fill(chunk, Naming.DIFFUSERS, tensors)
+    check_flow(chunk(**inputs(sizes)), expected)
+
+
+def test_heads_of_wan_rotate_alike(tmp_path: Path) -> None:
+    """Check heads of 128, whose axes have 44, 42 and 42 features, and 16 channels."""
+    sizes = VideoDiTSizes(256, 2, 320, 1, text_width=24)
+    assert sizes.axes_dim == (44, 42, 42)
+    model = network(sizes)
+    expected = theirs(model, inputs(sizes))
+    model.save_pretrained(tmp_path)
+    given = {"sizes": sizes, "source": tmp_path, "expected": expected}
+    run_on_ranks(check_filled, Layout(1), given)
+
+
+STEPS = 3
+"""The training steps; the first and the last train the generator, averages begin after two."""
+
+
+def whole(root: Path, step: int = STEPS) -> dict[str, Tensor]:
+    folder = root / f"iter_{step:07d}"
+    return whole_tensors(folder, root.with_suffix(f".{step}.pt"))
+
+
+def starts_from_them(run: Run, wanted: dict[str, Tensor]) -> None:
+    runner = runner_of(run)
+    check_weights(unwrap_model([*runner.chunks, *runner.critic.chunks, runner.teacher]), wanted)
+
+
+def test_a_run_starts_from_imported_weights_and_is_exported(tmp_path: Path) -> None:
+    """Train on two tensor-parallel ranks; exported weights are imported again as the same."""
+    source, root = make(tmp_path / "diffusers", torch.bfloat16), tmp_path / "ours"
+    imported(source, root)
+    wanted = whole(root, 0)
+    words = f"--train-iters {STEPS} --tensor-model-parallel-size 2 --bf16 " + " ".join(
+        f"--{flag}-checkpoint {root}" for flag in ("pretrained", "critic", "teacher")
+    )
+    run(tmp_path, words, ranks=2, prepare=partial(starts_from_them, wanted=wanted))
+    trained = whole(tmp_path / "save")
+    orders: dict[str, dict[str, Any]] = {
+        "": {},
+        "ema.": {"ema": True, "dtype": "float32"},
+        "critic.": {"network": "critic", "naming": Naming.ORIGINAL},
+    }
+    for prefix, options in orders.items():
+        target = exported(tmp_path / "save", tmp_path / f"exported {prefix}", **options)
+        imported(target, tmp_path / f"again {prefix}")
+        again = whole(tmp_path / f"again {prefix}", 0)
+        assert again.keys() == wanted.keys()
+        for name, tensor in again.items():
+            assert torch.equal(tensor, trained[prefix + name]), name
+            assert not torch.equal(tensor, wanted[name].to(tensor)), name
+    assert WanTransformer3DModel.from_pretrained(tmp_path / "exported ").config.num_layers == 2
+
+
+def test_what_is_not_there_or_damaged_is_not_exported(tmp_path: Path) -> None:
+    root, sentences = tmp_path / "ours", "holds no `{}.head.modulation.weight`"
+    imported(make(tmp_path / "diffusers"), root)
+    only = "; only a training run saves a critic"
+    both = "`--ema` is for the generator, but `--network` is critic"
+    for sentence, options in (
+        (sentences.format("ema") + only, {"ema": True}),
+        (sentences.format("critic"), {"network": "critic"}),
+        (both, {"ema": True, "network": "critic"}),
+        ("holds no checkpoint of iteration 4|iter_0000004 does not exist", {"step": 4}),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            exported(root, tmp_path / "back", **options)
+    (path, *_) = (root / "iter_0000000").glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        exported(root, tmp_path / "back")
+    assert not (tmp_path / "back").exists()

@@ -1,4 +1,4 @@
-"""Clips of a moving bar, as files of every kind, and datasets of them."""
+"""Clips of a moving bar, as files of every kind, datasets of them, and tiny models that encode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAN = parse_plan({"32px": {"1": [1, 2], "5": [1, 2]}})
 
 
 def pictures(count: int, height: int = 32, width: int = 32, first: int = 0) -> np.ndarray:
-    """A red bar that moves right by two pixels a frame, ``[count, height, width, 3]``."""
+    """Return a red bar that moves right by two pixels a frame, ``[count, height, width, 3]``."""
     made = np.full((count, height, width, 3), 30, np.uint8)
     for i in range(count):
         made[i, :, 2 * (first + i) : 2 * (first + i) + 8] = (220, 40, 60)
@@ -61,7 +61,7 @@ def write_folder(path: Path, made: np.ndarray, name: str = "{:03}.png") -> Path:
 
 
 def lay_on_its_side(path: Path) -> None:
-    """Makes an mp4 that players turn by 90 degrees clockwise, as phones write them."""
+    """Make an mp4 that players turn by 90 degrees clockwise, as phones write them."""
     data = bytearray(path.read_bytes())
     matrix = data.index(b"tkhd") + 44
     data[matrix : matrix + 36] = struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
@@ -69,7 +69,7 @@ def lay_on_its_side(path: Path) -> None:
 
 
 def hide_the_beginning(source: Path, target: Path, frames: int) -> Path:
-    """An mp4 whose edit list leaves out the first frames, as tools that cut without encoding do."""
+    """Make an mp4 whose edit list leaves out the first frames, as cuts without encoding do."""
     disabled = {"avoid_negative_ts": "disabled"}
     with av.open(str(source)) as given, av.open(str(target), "w", options=disabled) as made:
         stream = given.streams.video[0]
@@ -92,7 +92,6 @@ def planned(source: Path, encode: EncodeConfig | None = None) -> list[PlannedCli
 
 
 def write_vaes(root: Path) -> dict[str, Path]:
-    """A tiny VAE of each kind, as diffusers saves it."""
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
     made = {
@@ -108,3 +107,29 @@ def write_vaes(root: Path) -> dict[str, Path]:
     for name, vae in made.items():
         vae.save_pretrained(root / name)
     return {name: root / name for name in made}
+
+
+UMT5_WIDTH = 16
+UMT5_WORDS = "a red green square circle moves left right &".split()
+
+
+def write_umt5(root: Path, *, tokenizer: str = "tokenizer") -> Path:
+    """Write ``text_encoder`` and a folder of its tokenizer of whole words; return the former."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *UMT5_WORDS])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    # White space counts as a word, as it may do to a sentencepiece model, unless it is one space.
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "removed")
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(root / tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        sizes = {"d_model": UMT5_WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        config = transformers.UMT5Config(vocab_size=len(vocabulary), **sizes)
+        transformers.UMT5EncoderModel(config).save_pretrained(root / "text_encoder")
+    return root / "text_encoder"

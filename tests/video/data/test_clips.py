@@ -1,7 +1,10 @@
+"""Files of clips of every kind, lists of them, and the sentences about bad ones."""
+
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,15 +43,14 @@ def test_videos(tmp_path: Path, name: str, codec: str) -> None:
     assert (pixels - as_pixels(made[[0, 3, 6, 9]])).abs().mean() > 0.06
 
 
-def test_gif_is_exact(tmp_path: Path) -> None:
+def test_gifs_images_and_folders_of_images_are_exact(tmp_path: Path) -> None:
     made = pictures(6)
     clip = Clip(str(write_gif(tmp_path / "a.gif", made)), "x")
     assert probe(clip) == ClipShape(6, 32, 32, 10.0)
     torch.testing.assert_close(decode(clip, 0, 1, 6, (32, 32)), as_pixels(made), atol=1e-6, rtol=0)
     assert probe(Clip(clip.path, "x", fps=5.0)).fps == 5.0
-
-
-def test_images_and_folders_of_images(tmp_path: Path) -> None:
+    still = Clip(str(write_gif(tmp_path / "b.gif", pictures(1))), "x")
+    assert probe(still) == ClipShape(1, 32, 32, 0.0)
     made = pictures(12)
     folder = write_folder(tmp_path / "v1.0", made, "f_{}.png")
     (folder / "._f_0.png").write_bytes(b"what macOS leaves")
@@ -62,12 +64,7 @@ def test_images_and_folders_of_images(tmp_path: Path) -> None:
     torch.testing.assert_close(decode(still, 0, 1, 1, (32, 32)), as_pixels(made[3:4]))
 
 
-def test_a_video_of_one_frame_is_an_image(tmp_path: Path) -> None:
-    clip = Clip(str(write_gif(tmp_path / "a.gif", pictures(1))), "x")
-    assert probe(clip) == ClipShape(1, 32, 32, 0.0)
-
-
-def test_clips_of_phones_stand_upright(tmp_path: Path) -> None:
+def test_clips_that_are_turned_or_cut_by_an_edit_stand_as_players_show_them(tmp_path: Path) -> None:
     made = np.full((3, 32, 64, 3), 20, np.uint8)
     made[:, :16, :16] = 240
     path = write_video(tmp_path / "phone.mp4", made)
@@ -78,9 +75,6 @@ def test_clips_of_phones_stand_upright(tmp_path: Path) -> None:
     # Turned clockwise, the upper left corner becomes the upper right one.
     wanted = as_pixels(np.stack([np.rot90(picture, -1) for picture in made]))
     assert (pixels - wanted).abs().mean() < 0.05
-
-
-def test_frames_that_an_edit_hides_are_not_counted(tmp_path: Path) -> None:
     made = pictures(11)
     whole = write_video(tmp_path / "whole.mp4", made)
     clip = Clip(str(hide_the_beginning(whole, tmp_path / "cut.mp4", 4)), "x")
@@ -103,21 +97,18 @@ def test_fit_covers_and_cuts_the_middle() -> None:
 
 
 def damage(kind: str, folder: Path) -> Path:
-    whole = write_video(folder / "whole.mp4", pictures(30, 64, 64), crf="0")
-    path = folder / kind
-    if kind == "empty.mp4":
-        path.write_bytes(b"")
-    elif kind == "cut.mp4":
-        path.write_bytes(whole.read_bytes()[:2000])
-    elif kind == "noise.webm":
-        path.write_bytes(np.random.default_rng(0).bytes(3000))
-    elif kind == "cut.png":
-        Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(path)
-        path.write_bytes(path.read_bytes()[:60])
-    elif kind == "text.jpg":
-        path.write_text("no image")
-    elif kind == "folder":
+    path, noise = folder / kind, np.random.default_rng(0)
+    if kind == "folder":
         path.mkdir()
+    elif kind == "cut.mp4":
+        whole = write_video(folder / "whole.mp4", pictures(30, 64, 64), crf="0")
+        path.write_bytes(whole.read_bytes()[:2000])
+    elif kind == "cut.png":
+        Image.fromarray(noise.integers(0, 255, (64, 64, 3), np.uint8)).save(path)
+        path.write_bytes(path.read_bytes()[:60])
+    elif not kind.startswith("missing"):
+        content = {"empty.mp4": b"", "noise.webm": noise.bytes(3000), "text.jpg": b"no image"}
+        path.write_bytes(content[kind])
     return path
 
 
@@ -152,12 +143,9 @@ def test_damage_that_headers_do_not_show(tmp_path: Path) -> None:
         decode(Clip(str(folder), "x"), 0, 1, 3, (32, 32))
 
 
-@pytest.mark.parametrize("kind", ["mp4", "folder"])
-def test_clips_that_end_early(tmp_path: Path, kind: str) -> None:
-    if kind == "mp4":
-        path = write_video(tmp_path / "a.mp4", pictures(4))
-    else:
-        path = write_folder(tmp_path / "a", pictures(4))
+@pytest.mark.parametrize("write", [write_video, write_folder])
+def test_clips_that_end_early(tmp_path: Path, write: Any) -> None:
+    path = write(tmp_path / "a.mp4", pictures(4))
     with pytest.raises(DataError, match=r"only 2 of 3 frames could be decoded"):
         decode(Clip(str(path), "x"), 0, 2, 3, (32, 32))
 
@@ -173,7 +161,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_lists(tmp_path: Path) -> None:
+def test_lists_and_folders_of_clips_beside_captions(tmp_path: Path) -> None:
     rows = [
         {"path": "a.mp4", "text": " a cat "},
         {"path": "/b.mp4", "caption": "a dog", "fps": 12, "motion_score": "3.5"},
@@ -192,19 +180,13 @@ def test_lists(tmp_path: Path) -> None:
         '\ufeffpath,text,fps,motion_score\na.mp4, a cat ,,\n/b.mp4,a dog,12,3.5\n\nc.mp4,"a fox"'
     )
     assert read_list(write(tmp_path / "l.CSV", table)) == wanted[:3]
-
-
-def test_folder_of_clips_beside_captions(tmp_path: Path) -> None:
-    write_folder(tmp_path / "v1.5", pictures(2))
-    write(tmp_path / "v1.5.txt", "a bar\n")
-    write(tmp_path / "a.b.mp4", "")
-    write(tmp_path / "a.b.txt", "a cat")
-    write(tmp_path / "c.mp4", "")
-    assert [(Path(c.path).name, c.caption) for c in read_list(tmp_path)] == [
-        ("a.b.mp4", "a cat"),
-        ("c.mp4", ""),
-        ("v1.5", "a bar"),
-    ]
+    folder = tmp_path / "folder"
+    write_folder(folder / "v1.5", pictures(2))
+    captions = {"v1.5.txt": "a bar\n", "a.b.mp4": "", "a.b.txt": "a cat", "c.mp4": ""}
+    for name, text in captions.items():
+        write(folder / name, text)
+    found = [(Path(c.path).name, c.caption) for c in read_list(folder)]
+    assert found == [("a.b.mp4", "a cat"), ("c.mp4", ""), ("v1.5", "a bar")]
 
 
 @pytest.mark.parametrize(

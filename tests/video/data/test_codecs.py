@@ -1,44 +1,70 @@
-"""The patch codec, and latents decoded part by part, against decoding them at once."""
+"""The patch codec, VAEs of diffusers, and latents decoded part by part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.encoding import CodecConfig
-from megatron_ext.video.data.codec import PatchCodec, cosine_basis, rotation
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
+from megatron_ext.video.data.codec import (
+    DiffusersCodec,
+    PatchCodec,
+    VideoCodec,
+    cosine_basis,
+    rotation,
+)
 from megatron_ext.video.data.codecs import (
     FeatureCacheDecoder,
     OverlapDecoder,
     block_decoder,
     build_codec,
+    codec_from_manifest,
 )
-from tests.video.data.making import CODEC, write_vaes
+from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos
+from megatron_ext.video.data.encode import ClipEncoder
+from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.randomness import generator
+from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
+from tests.video.data.making import PLAN, pictures, planned, write_gif, write_vaes
+
+CODECS = [
+    CodecConfig(),
+    CodecConfig(codec_spatial=2, codec_shift=-0.5, codec_scale=0.7),
+    *(
+        CodecConfig(codec_temporal=temporal, codec_spatial=spatial)
+        for temporal, spatial in ((1, 2), (2, 4), (4, 2), (8, 2))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "config", [CodecConfig(), CodecConfig(codec_spatial=2, codec_shift=-0.5, codec_scale=0.7)]
-)
-def test_all_channels_are_inverted(config: CodecConfig) -> None:
-    codec = build_codec(config)
-    pixels = torch.rand(2, 3, 9, 16, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+@pytest.mark.parametrize("config", CODECS)
+def test_all_channels_are_inverted_and_no_later_frame_leaks(config: CodecConfig) -> None:
+    codec, temporal = build_codec(config), config.codec_temporal
+    size = (1, 3, 2 * temporal + 1, 16, 32)
+    pixels = torch.rand(size, generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = codec.encode(pixels)
-    assert latents.shape == (2, *codec.latent_shape(9, 16, 32))
+    assert latents.shape == (1, *codec.latent_shape(*size[2:]))
     torch.testing.assert_close(codec.decode(latents), pixels, atol=1e-5, rtol=0)
-
-
-def test_first_frame_alone_and_later_frames_do_not_leak() -> None:
-    codec = build_codec(CodecConfig(codec_spatial=4, codec_channels=20))
-    pixels = torch.rand(1, 3, 9, 16, 16, generator=torch.Generator().manual_seed(0))
-    latents = codec.encode(pixels)
-    torch.testing.assert_close(codec.encode(pixels[:, :, :1]), latents[:, :, :1])
-    torch.testing.assert_close(codec.encode(pixels[:, :, :5]), latents[:, :, :2])
+    changed = pixels.clone()
+    changed[:, :, 1:] += 1
+    assert torch.equal(codec.encode(changed)[:, :, :1], latents[:, :, :1])
+    for frames in (1, temporal + 1):
+        part = codec.encode(pixels[:, :, :frames])
+        torch.testing.assert_close(part, latents[:, :, : part.size(2)])
+    if config.codec_scale == 1:
+        # The transform keeps the energy of all frames, the first counted repeatedly.
+        energy = pixels.square().sum() + (temporal - 1) * pixels[:, :, 0].square().sum()
+        torch.testing.assert_close(latents.square().sum(), energy)
 
 
 def test_fewer_channels_keep_constant_pictures_and_are_a_projection() -> None:
@@ -51,45 +77,6 @@ def test_fewer_channels_keep_constant_pictures_and_are_a_projection() -> None:
     torch.testing.assert_close(again, once, atol=1e-5, rtol=1e-5)
 
 
-def test_matrices_are_orthogonal() -> None:
-    for matrix in (cosine_basis(4, 2), rotation(48)):
-        torch.testing.assert_close(matrix @ matrix.T, torch.eye(48, dtype=torch.float64))
-
-
-def test_sizes_that_do_not_divide_are_refused() -> None:
-    codec = build_codec(CodecConfig())
-    with pytest.raises(ConfigError, match=r"frames \(16\) must be .* choose 13"):
-        codec.latent_shape(16, 16, 16)
-    with pytest.raises(ConfigError, match=r"width \(20\) must be a multiple .* \(8\)"):
-        codec.latent_shape(17, 16, 20)
-    with pytest.raises(DataError, match=r"have 5 channels, but the codec has 768"):
-        codec.decode(torch.zeros(1, 5, 1, 2, 2))
-    with pytest.raises(ConfigError, match=r"`codec_channels` \(769\) must lie between 1 and"):
-        CodecConfig(codec_channels=769)
-    with pytest.raises(ConfigError, match=r"must be `patch` or a local folder"):
-        build_codec(CodecConfig(codec="/nowhere"))
-
-
-@pytest.mark.parametrize(("temporal", "spatial"), [(1, 2), (2, 4), (4, 2), (8, 2)])
-def test_inverse_and_causality_of_other_patches(temporal: int, spatial: int) -> None:
-    codec = build_codec(CodecConfig(codec_temporal=temporal, codec_spatial=spatial))
-    pixels = torch.rand(1, 3, 2 * temporal + 1, 8, 12, generator=torch.Generator().manual_seed(0))
-    latents = codec.encode(pixels)
-    assert latents.shape == (1, 3 * temporal * spatial**2, 3, 8 // spatial, 12 // spatial)
-    torch.testing.assert_close(codec.decode(latents), pixels, atol=1e-5, rtol=0)
-    changed = pixels.clone()
-    changed[:, :, 1:] += 1
-    assert torch.equal(codec.encode(changed)[:, :, :1], latents[:, :, :1])
-    # The transform is orthogonal: it keeps the energy of all frames, the first counted repeatedly.
-    energy = pixels.square().sum() + (temporal - 1) * pixels[:, :, 0].square().sum()
-    torch.testing.assert_close(latents.square().sum(), energy)
-
-
-def test_what_was_encoded_before_can_be_decoded_for_ever() -> None:
-    """The rotation is fixed: other numbers would make every stored latent useless."""
-    assert rotation(3).tolist() == [pytest.approx(row, abs=1e-12) for row in ROTATION_OF_THREE]
-
-
 ROTATION_OF_THREE = [
     [0.908295984389481, 0.418197189555119, -0.010464960111879],
     [-0.033019571207838, 0.046733290007737, -0.998361511438769],
@@ -97,11 +84,15 @@ ROTATION_OF_THREE = [
 ]
 
 
-def test_rows_of_a_basis_by_themselves() -> None:
+def test_matrices_are_orthogonal_and_made_row_by_row() -> None:
+    for matrix in (cosine_basis(4, 2), rotation(48)):
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(48, dtype=torch.float64))
     rows = torch.tensor([5, 0, 47])
     assert torch.equal(cosine_basis(4, 2, rows), cosine_basis(4, 2)[rows])
     colours = cosine_basis(1, 1)
     assert torch.allclose(colours[0], torch.full((3,), 3**-0.5, dtype=torch.float64))
+    # The rotation is fixed: other numbers would make every stored latent useless.
+    assert rotation(3).tolist() == [pytest.approx(row, abs=1e-12) for row in ROTATION_OF_THREE]
 
 
 @pytest.mark.parametrize(
@@ -111,11 +102,24 @@ def test_rows_of_a_basis_by_themselves() -> None:
         ({"codec_scale": 0.0}, r"`codec_scale` \(0.0\) must differ from 0; use 1 /"),
         ({"codec_scale": float("nan")}, r"`--codec-scale` \(nan\) must be a finite number"),
         ({"codec_shift": float("inf")}, r"`--codec-shift` \(inf\) must be a finite number"),
+        ({"codec_channels": 769}, r"`codec_channels` \(769\) must lie between 1 and"),
+        ({"codec": "/nowhere"}, r"must be `patch` or a local folder"),
     ],
 )
-def test_options_of_no_use(wrong: dict[str, float], sentence: str) -> None:
+def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        CodecConfig(**wrong)  # type: ignore[arg-type]
+        build_codec(CodecConfig(**wrong))
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    codec = build_codec(CodecConfig())
+    with pytest.raises(ConfigError, match=r"frames \(16\) must be .* choose 13"):
+        codec.latent_shape(16, 16, 16)
+    with pytest.raises(ConfigError, match=r"width \(20\) must be a multiple .* \(8\)"):
+        codec.latent_shape(17, 16, 20)
+    for decode in (codec.decode, block_decoder(codec)):
+        with pytest.raises(DataError, match=r"have 5 channels, but the codec has 768"):
+            decode(torch.zeros(1, 5, 1, 2, 2))
 
 
 STRETCHES = (3, 3, 1, 5)
@@ -131,17 +135,19 @@ def latents_of(codec: Any, frames: int = sum(STRETCHES)) -> Tensor:
     return torch.randn(2, codec.channels, frames, 4, 6, generator=generator)
 
 
-def in_stretches(decoder: Any, latents: Tensor, stretches: Sequence[int]) -> list[Tensor]:
-    return [decoder(part) for part in latents.split(list(stretches), dim=2)]
-
-
 @pytest.mark.parametrize("temporal", [1, 4])
 def test_the_patch_codec_is_exact(temporal: int) -> None:
     codec = PatchCodec(CodecConfig(codec_spatial=4, codec_temporal=temporal, codec_channels=24))
     latents = latents_of(codec)
-    parts = in_stretches(block_decoder(codec), latents, STRETCHES)
+    parts = in_stretches(block_decoder(codec), latents)
     assert [x.size(2) for x in parts] == [2 * temporal + 1, 3 * temporal, temporal, 5 * temporal]
     torch.testing.assert_close(torch.cat(parts, dim=2), codec.decode(latents), atol=1e-6, rtol=0)
+
+
+def in_stretches(
+    decoder: Any, latents: Tensor, stretches: Sequence[int] = STRETCHES
+) -> list[Tensor]:
+    return [decoder(part) for part in latents.split(list(stretches), dim=2)]
 
 
 def test_the_vae_of_wan_is_exact_whatever_else_it_does(folders: dict[str, Path]) -> None:
@@ -174,9 +180,10 @@ def test_the_vae_of_wan_2_2_is_exact_too(tmp_path: Path) -> None:
 
 
 class ReachingCodec:
-    """Each frame is a sum over its latent frame and those before, as far as it reaches."""
+    """Decodes each frame as a sum over its latent frame and those before that it reaches."""
 
     channels, spatial, temporal = 3, 1, 2
+    check_channels = VideoCodec.check_channels
 
     def __init__(self, reach: int) -> None:
         self.reach = reach
@@ -188,27 +195,200 @@ class ReachingCodec:
         return shifted.sum(-1).repeat_interleave(2, dim=2)[:, :, 1:]
 
 
-def test_other_codecs_are_exact_where_the_overlap_is_what_they_look_back_at() -> None:
+def test_other_codecs_are_decoded_with_an_overlap_and_exact_where_it_is_long_enough(
+    folders: dict[str, Path],
+) -> None:
     codec: Any = ReachingCodec(reach=4)
     latents = latents_of(codec)
     want, errors = codec.decode(latents), []
     for overlap in (1, 3, 4, 20):
-        parts = in_stretches(OverlapDecoder(codec, overlap), latents, STRETCHES)
+        parts = in_stretches(OverlapDecoder(codec, overlap), latents)
         assert [x.size(2) for x in parts] == [5, 6, 2, 10]
         errors.append(float((torch.cat(parts, dim=2) - want).abs().max()))
     assert errors[0] > 1 and errors[1] > 1 and max(errors[2:]) < 1e-5
-
-
-def test_a_vae_that_is_not_quite_causal_is_decoded_with_overlap(folders: dict[str, Path]) -> None:
-    """HunyuanVideo's normalizes over all frames that it is given."""
     codec = build_codec(CodecConfig(str(folders["AutoencoderKLHunyuanVideo"])))
     decoder = block_decoder(codec)
     assert isinstance(decoder, OverlapDecoder)
-    parts = in_stretches(decoder, latents_of(codec), STRETCHES)
+    parts = in_stretches(decoder, latents_of(codec))
     assert [x.size(2) for x in parts] == [9, 12, 4, 20]
 
 
-def test_latents_of_another_codec_are_refused() -> None:
-    decoder = block_decoder(PatchCodec(CODEC))
-    with pytest.raises(DataError, match=r"have 5 channels, but the codec has 24"):
-        decoder(torch.zeros(1, 5, 3, 2, 2))
+KINDS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLWan")
+
+
+def pixels(frames: int = 9) -> torch.Tensor:
+    return torch.rand(1, 3, frames, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+
+def load(folder: Path, seed: int = 3) -> Any:
+    return build_codec(CodecConfig(str(folder)), seed=seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_and_sizes(folders: dict[str, Path], kind: str) -> None:
+    codec = load(folders[kind])
+    assert (codec.channels, codec.spatial, codec.temporal) == (4, 8, 4)
+    assert codec.latent_shape(9, 32, 48) == (4, 3, 4, 6)
+    latents = codec.encode(pixels())
+    assert latents.shape == (1, 4, 3, 4, 6) and latents.dtype == torch.float32
+    assert codec.decode(latents).shape == (1, 3, 9, 32, 48)
+    assert codec.encode(pixels(1)).shape == (1, 4, 1, 4, 6)
+    with pytest.raises(DataError, match=r"have 5 channels, but the codec has 4"):
+        codec.decode(torch.zeros(1, 5, 1, 2, 2))
+    with pytest.raises(ConfigError, match=r"frames \(8\) must be a multiple"):
+        codec.encode(pixels(8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_are_normalized_posterior_samples(folders: dict[str, Path], kind: str) -> None:
+    codec = load(folders[kind])
+    diffusers = pytest.importorskip("diffusers")
+    vae = getattr(diffusers, kind).from_pretrained(folders[kind])
+    with torch.no_grad():
+        posterior = vae.encode(pixels()).latent_dist
+        noise = generator(3, 7, "posterior head1").standard_normal((1, 4, 3, 4, 6), np.float32)
+        z = posterior.mean + posterior.std * torch.from_numpy(noise)
+        decoded = vae.decode(z).sample
+    if kind == "AutoencoderKLHunyuanVideo":
+        wanted = 0.476986 * z
+    else:
+        mean = torch.tensor([0.1, -0.2, 0.3, 0.0]).view(4, 1, 1, 1)
+        wanted = (z - mean) / torch.tensor([1.0, 2.0, 0.5, 3.0]).view(4, 1, 1, 1)
+    latents = codec.encode(pixels(), number=7, piece="head1")
+    torch.testing.assert_close(latents, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(codec.decode(latents), decoded, atol=1e-5, rtol=1e-5)
+
+
+def test_samples_depend_on_the_clip_and_not_on_the_order(folders: dict[str, Path]) -> None:
+    codec, other = load(folders[KINDS[0]]), load(folders[KINDS[0]])
+    first, second = (codec.encode(pixels(), number=n) for n in (1, 2))
+    assert torch.equal(other.encode(pixels(), number=2), second)
+    assert torch.equal(other.encode(pixels(), number=1), first)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, codec.encode(pixels(), number=1, piece="tail1"))
+    assert not torch.equal(first, load(folders[KINDS[0]], seed=4).encode(pixels(), number=1))
+
+
+def resaved(folder: Path, copy: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """Copy the folder of a VAE and change its configuration in place."""
+    shutil.copytree(folder, copy)
+    settings = json.loads((copy / "config.json").read_text())
+    change(settings)
+    (copy / "config.json").write_text(json.dumps(settings))
+    return copy
+
+
+def test_settings_of_a_vae_are_taken_as_diffusers_takes_them(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Take missing defaults from the class, and ignore what a newer diffusers notes."""
+    wan = folders["AutoencoderKLWan"]
+    names = ("scale_factor_spatial", "scale_factor_temporal")
+    codec = load(resaved(wan, tmp_path / "old", lambda x: [x.pop(name) for name in names]))
+    assert (codec.spatial, codec.temporal) == (8, 4)
+    newer = {"_diffusers_version": "99.0", "_name_or_path": "/elsewhere"}
+    folder = resaved(wan, tmp_path / "new", lambda x: x.update(newer))
+    codec_from_manifest({"codec": load(wan).identity}, str(folder))
+    # As diffusers does for Mochi and LTX: (z - mean) * scaling_factor / std.
+    codec = load(wan)
+    codec.vae.register_to_config(scaling_factor=0.5)
+    mean, std = codec._statistics()
+    torch.testing.assert_close(mean.flatten(), torch.tensor([0.1, -0.2, 0.3, 0.0]))
+    torch.testing.assert_close(std.flatten(), torch.tensor([2.0, 4.0, 1.0, 6.0]))
+
+
+def test_from_a_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = folders["AutoencoderKLHunyuanVideo"]
+    made = load(folder)
+    # As a manifest keeps it.
+    manifest = json.loads(json.dumps({"codec": made.identity}))
+    again = codec_from_manifest(manifest, str(folder), seed=3)
+    assert isinstance(again, DiffusersCodec)
+    assert torch.equal(again.encode(pixels()), made.encode(pixels()))
+    with pytest.raises(ConfigError, match=r"made with the VAE AutoencoderKLHunyuanVideo, so"):
+        codec_from_manifest(manifest)
+    with pytest.raises(DataError, match=r"not made with the VAE .*: `codec` was 'Autoenc"):
+        codec_from_manifest(manifest, str(folders["AutoencoderKLWan"]))
+    manifest["codec"]["config"]["scaling_factor"] = 0.7
+    with pytest.raises(DataError, match=r"`scaling_factor` was 0.7, but is 0.476986; give the fol"):
+        codec_from_manifest(manifest, str(folder))
+
+
+def test_folders_of_no_use(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "vae"
+    shutil.copytree(folders["AutoencoderKLWan"], folder)
+    weights = folder / "diffusion_pytorch_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    with pytest.raises(ConfigError, match=r"holds an AutoencoderKLWan whose weights cannot be"):
+        load(folder)
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"whose weights cannot be loaded .*; copy the whole"):
+        load(folder)
+    safetensors = pytest.importorskip("safetensors.torch")
+    kept = safetensors.load(whole)
+    kept.pop("quant_conv.weight")
+    safetensors.save_file(kept, weights)
+    with pytest.raises(ConfigError, match=r"lacks the weights quant_conv.weight; copy the whole"):
+        load(folder)
+    for name in ("AutoencoderKLNobody", "DiffusionPipeline"):
+        (folder / "config.json").write_text(json.dumps({"_class_name": name}))
+        with pytest.raises(ConfigError, match=rf"of the class {name}, which is no VAE of the inst"):
+            load(folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"a local folder with a diffusers VAE, but .*KeyError"):
+        load(folder)
+    codec = load(folders["AutoencoderKLWan"])
+    codec.temporal = 2
+    with pytest.raises(ConfigError, match=r"gives latents of shape .* but a causal VAE gives"):
+        codec.encode(pixels())
+    diffusers = pytest.importorskip("diffusers")
+    diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"neither of spatial_compression_ratio, scale_factor_sp"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKLWan"}))
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(ConfigError, match=r"needs the package diffusers, which is not installed"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=r"`codec_spatial` \(4\) must be left out with `codec`"):
+        CodecConfig(str(tmp_path), codec_spatial=4)
+
+
+def test_shards_of_a_vae_hold_what_online_encoding_gives(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Read in any order, since a clip's posterior sample depends on its number alone."""
+    vae = str(folders["AutoencoderKLHunyuanVideo"])
+    for i in range(3):
+        write_gif(tmp_path / f"{i}.gif", pictures(5, first=i))
+        (tmp_path / f"{i}.txt").write_text(f"bar {i}")
+    output = tmp_path.with_name("out_of_a_vae")
+    plan = ["--buckets", '{"32px": {"5": 1.0}}', "--text-length=6", "--codec", vae]
+    assert main(["--input", str(tmp_path), "--output", str(output), *plan]) == 0
+    sharded = ShardedVideos(output)
+    codec = codec_from_manifest(sharded.manifest, vae, seed=EncodeConfig().clip_seed)
+    text_encoder = text_encoder_from_manifest(sharded.manifest)
+    online = OnlineVideos(planned(tmp_path), ClipEncoder(EncodeConfig(), codec, text_encoder), PLAN)
+    for number in (2, 0, 1):
+        assert torch.equal(online[number].latents, sharded[number].latents)
+        for name, piece in sharded[number].references.items():
+            assert torch.equal(online[number].references[name], piece)
+        assert torch.equal(online[number].text, sharded[number].text)
+    assert codec.decode(sharded[0].latents[None]).shape == (1, 3, 5, 32, 32)
+
+
+def test_patch_codec_from_a_manifest() -> None:
+    config = CodecConfig(codec_spatial=4, codec_channels=20, codec_shift=-0.5, codec_scale=0.7)
+    made = build_codec(config)
+    manifest = json.loads(json.dumps({"codec": made.identity}))
+    assert torch.equal(codec_from_manifest(manifest).encode(pixels()), made.encode(pixels()))
+    with pytest.raises(ConfigError, match=r"`codec_folder` \(/vae\) has no effect: .* leave it ou"):
+        codec_from_manifest(manifest, "/vae")
+    for wrong in ({}, {"codec": None}, {"codec": {"config": {}}}):
+        with pytest.raises(DataError, match=r"The manifest must name its codec, but holds"):
+            codec_from_manifest(wrong)
+    for change in ({"codec_spatial": 0}, {"codec_colour": 3}):
+        with pytest.raises(DataError, match=r"The manifest's codec \(.*\) cannot be used \("):
+            codec_from_manifest({"codec": manifest["codec"] | change})

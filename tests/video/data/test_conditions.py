@@ -1,4 +1,4 @@
-"""Modes, their frames and tokens, against the table of Open-Sora written out; dropped captions."""
+"""Modes, their frames and tokens, dropped captions, and the numbers that decide about them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.run import MODES, ConditionConfig, TextDropoutConfig
 from megatron_ext.video.data.conditions import (
     Section,
@@ -18,13 +19,21 @@ from megatron_ext.video.data.conditions import (
     condition,
     draw_modes,
     drop_text,
-    fit_length,
     frame_masks,
     loss_mask,
+    null_like,
     place_references,
     sections,
 )
-from megatron_ext.video.data.randomness import draw_uniforms
+from megatron_ext.video.data.randomness import (
+    Randomness,
+    draw_microbatch,
+    draw_noise,
+    draw_normals,
+    draw_uniforms,
+    sample_numbers,
+)
+from tests.ranks import on_ranks
 
 SHORT_V2V = ConditionConfig(v2v_frames=2, v2v_easy_frames=3)
 
@@ -33,20 +42,15 @@ def modes(*names: str) -> Tensor:
     return torch.tensor([MODES.index(name) for name in names])
 
 
-@pytest.mark.parametrize(
-    ("mode", "frames"),
-    [
-        ("t2v", []),
-        ("i2v_head", [0]),
-        ("i2v_tail", [4]),
-        ("i2v_loop", [0, 4]),
-        ("v2v_head", [0, 1]),
-        ("v2v_tail", [3, 4]),
-        ("v2v_head_easy", [0, 1, 2]),
-        ("v2v_tail_easy", [2, 3, 4]),
-    ],
-)
-def test_each_mode_gives_its_frames(mode: str, frames: list[int]) -> None:
+FRAMES = {
+    "t2v": [], "i2v_head": [0], "i2v_tail": [4], "i2v_loop": [0, 4], "v2v_head": [0, 1],
+    "v2v_tail": [3, 4], "v2v_head_easy": [0, 1, 2], "v2v_tail_easy": [2, 3, 4],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", FRAMES)
+def test_each_mode_gives_its_frames(mode: str) -> None:
+    frames = FRAMES[mode]
     masks = frame_masks(modes(mode, "t2v"), 5, SHORT_V2V)
     assert masks[0].nonzero().flatten().tolist() == frames
     assert not masks[1].any()
@@ -54,22 +58,6 @@ def test_each_mode_gives_its_frames(mode: str, frames: list[int]) -> None:
     assert left_out.shape == (2, 30)
     for token in range(30):
         assert left_out[0, token] == (0.0 if token // 6 in frames else 1.0)
-
-
-def test_long_references_have_their_lengths() -> None:
-    config = ConditionConfig()
-    assert sections("v2v_head", 33, config) == (Section(0, 9),)
-    assert sections("v2v_tail", 33, config) == (Section(24, 9),)
-    assert sections("v2v_tail_easy", 33, config) == (Section(16, 17),)
-    assert sections("i2v_loop", 33, config) == (Section(0, 1), Section(32, 1))
-
-
-def test_images_have_a_condition_of_zeros() -> None:
-    config = ConditionConfig(t2v_weight=0)
-    drawn = draw_modes(config, 1, torch.linspace(0, 0.999, 50))
-    assert set(drawn.tolist()) == {MODES.index("t2v")}
-    given = condition(torch.randn(50, 4, 1, 8, 8), frame_masks(drawn, 1, config))
-    assert given.shape == (50, 5, 1, 8, 8) and not given.any()
 
 
 def test_draws_follow_the_weights() -> None:
@@ -81,6 +69,10 @@ def test_draws_follow_the_weights() -> None:
     sigma = (8000 * want * (1 - want)).sqrt()
     assert ((found - 8000 * want).abs() <= 3 * sigma).all()
     assert dataclasses.asdict(config) == before
+    config = ConditionConfig(t2v_weight=0, i2v_head_weight=3, i2v_tail_weight=0, i2v_loop_weight=7)
+    ends = torch.tensor([0.0, 0.3 - 1e-12, 0.3 + 1e-12, 1 - 2**-53], dtype=torch.float64)
+    drawn = [MODES[i] for i in draw_modes(config, 3, ends).tolist()]
+    assert drawn == ["i2v_head", "i2v_head", "i2v_loop", "i2v_loop"]
 
 
 def test_a_short_clip_does_not_take_modes_from_later_ones() -> None:
@@ -97,14 +89,7 @@ def test_a_short_clip_does_not_take_modes_from_later_ones() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_modes_without_weight_are_never_drawn() -> None:
-    config = ConditionConfig(t2v_weight=0, i2v_head_weight=3, i2v_tail_weight=0, i2v_loop_weight=7)
-    ends = torch.tensor([0.0, 0.3 - 1e-12, 0.3 + 1e-12, 1 - 2**-53], dtype=torch.float64)
-    drawn = [MODES[i] for i in draw_modes(config, 3, ends).tolist()]
-    assert drawn == ["i2v_head", "i2v_head", "i2v_loop", "i2v_loop"]
-
-
-def test_the_condition_is_the_mask_and_then_the_given_latents() -> None:
+def test_conditions_are_the_mask_and_the_given_latents_and_zeros_for_images() -> None:
     references = torch.full((2, 4, 5, 2, 2), torch.nan)
     references[0, :, 0], references[0, :, 4] = 2.0, 3.0
     given = condition(references, frame_masks(modes("i2v_loop", "t2v"), 5, ConditionConfig()))
@@ -113,6 +98,16 @@ def test_the_condition_is_the_mask_and_then_the_given_latents() -> None:
     want[0, 1:, 0], want[0, 1:, 4] = 2.0, 3.0
     assert torch.equal(given, want)
     assert condition(references.bfloat16(), torch.zeros(2, 5).bool()).dtype == torch.bfloat16
+    config = ConditionConfig()
+    assert sections("v2v_head", 33, config) == (Section(0, 9),)
+    assert sections("v2v_tail", 33, config) == (Section(24, 9),)
+    assert sections("v2v_tail_easy", 33, config) == (Section(16, 17),)
+    assert sections("i2v_loop", 33, config) == (Section(0, 1), Section(32, 1))
+    config = ConditionConfig(t2v_weight=0)
+    drawn = draw_modes(config, 1, torch.linspace(0, 0.999, 50))
+    assert set(drawn.tolist()) == {MODES.index("t2v")}
+    given = condition(torch.randn(50, 4, 1, 8, 8), frame_masks(drawn, 1, config))
+    assert given.shape == (50, 5, 1, 8, 8) and not given.any()
 
 
 @pytest.mark.parametrize(
@@ -138,13 +133,12 @@ def test_references_stand_where_the_mode_has_them() -> None:
     placed = place_references(pieces, (4, 5, 2, 2), torch.float32)
     assert torch.equal(placed[:, :1], head) and torch.equal(placed[:, 3:], tail)
     assert not placed[:, 1:3].any()
-    with pytest.raises(DataError, match=r"frames 4 to 5 have shape \(4, 2, 2, 2\), but"):
-        place_references([(Section(4, 2), tail)], (4, 5, 2, 2), torch.float32)
-    with pytest.raises(DataError, match=r"frames 3 to 4 have shape \(4, 1, 2, 2\), but"):
-        place_references([(Section(3, 2), head)], (4, 5, 2, 2), torch.float32)
+    for start, frames, piece in ((4, "4 to 5", tail), (3, "3 to 4", head)):
+        with pytest.raises(DataError, match=rf"frames {frames} have shape \(4, \d, 2, 2\), but"):
+            place_references([(Section(start, 2), piece)], (4, 5, 2, 2), torch.float32)
 
 
-def test_clips_that_no_mode_fits_are_refused() -> None:
+def test_modes_that_cannot_be_are_refused() -> None:
     only = ConditionConfig(
         t2v_weight=0, i2v_head_weight=0, i2v_tail_weight=0, i2v_loop_weight=0, v2v_head_weight=1
     )
@@ -155,15 +149,8 @@ def test_clips_that_no_mode_fits_are_refused() -> None:
         frame_masks(modes("v2v_head"), 9, ConditionConfig())
     with pytest.raises(DataError, match=r"condition mode \(i2v_haed\) must be one of t2v"):
         sections("i2v_haed", 9, ConditionConfig())
-
-
-def test_weights_that_cannot_be_are_refused_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        ConditionConfig(
-            i2v_head_weight=-1,
-            v2v_frames=0,
-            reference_loss="some",
-        )
+        ConditionConfig(i2v_head_weight=-1, v2v_frames=0, reference_loss="some")
     first, second, third = caught.value.messages
     assert first.startswith("`--i2v-head-weight` (-1) must be at least 0")
     assert second.startswith("`--v2v-frames` (0) must be at least 1")
@@ -192,38 +179,93 @@ def test_only_what_is_dropped_is_replaced() -> None:
             want = torch.stack([NULL.sequence[0, min(k, 2)] for k in range(8)])
         assert torch.equal(kept.sequence[i], want)
         assert torch.equal(kept.pooled[i], NULL.pooled[0] if pooled[i] else text.pooled[i])
-
-
-def test_with_probability_1_the_prompt_does_not_matter() -> None:
-    model = torch.nn.Linear(4 + 6, 3)
-
-    def output(text: Text) -> torch.Tensor:
-        config = TextDropoutConfig(text_dropout=1.0, pooled_dropout=1.0)
-        dropped = drop_text(
-            text,
-            NULL,
-            draw_uniforms(1, range(5), "text dropout") < config.text_dropout,
-            draw_uniforms(1, range(5), "pooled dropout") < config.pooled_dropout,
-        )
-        seen: torch.Tensor = model(torch.cat([dropped.sequence.mean(1), dropped.pooled], dim=1))
-        return seen
-
-    assert torch.equal(output(captions(1)), output(captions(2)))
-
-
-def test_captions_keep_their_type() -> None:
-    text = Text(torch.randn(1, 3, 4).bfloat16(), torch.randn(1, 6).bfloat16())
-    kept = drop_text(text, NULL, torch.tensor([True]), torch.tensor([True]))
+    half = Text(text.sequence.bfloat16(), text.pooled.bfloat16())
+    kept = drop_text(half, NULL, sequence, pooled)
     assert kept.sequence.dtype == kept.pooled.dtype == torch.bfloat16
-
-
-def test_an_empty_caption_that_is_too_long_is_refused() -> None:
     with pytest.raises(DataError, match="has 3 tokens, but the captions of the batch have 2"):
-        fit_length(NULL.sequence, 2)
+        null_like(NULL, Text(NULL.sequence[:, :2], NULL.pooled))
 
 
-def test_probabilities_are_checked() -> None:
-    assert TextDropoutConfig().text_dropout == pytest.approx(0.31622777)
+def test_captions_are_dropped_as_often_as_the_flags_say() -> None:
+    config = TextDropoutConfig()
+    assert config.text_dropout == pytest.approx(0.31622777)
+    text = draw_uniforms(5, range(MANY), "text dropout") < config.text_dropout
+    pooled = draw_uniforms(5, range(MANY), "pooled dropout") < config.pooled_dropout
+    assert float(text.double().mean()) == pytest.approx(0.316, abs=0.015)
+    assert float(pooled.double().mean()) == pytest.approx(0.316, abs=0.015)
+    assert float((text & pooled).double().mean()) == pytest.approx(0.10, abs=0.01)
+    drawn = draws(range(100), seed=5)
+    assert torch.equal(drawn.drop_text, text[:100])
+    assert torch.equal(drawn.drop_pooled, pooled[:100])
+    always = draws(range(100), text_dropout=1.0, pooled_dropout=1.0)
+    assert always.drop_text.all() and always.drop_pooled.all()
     for value in (-0.1, 1.5, math.nan):
         with pytest.raises(ConfigError, match=r"`--pooled-dropout` .* at least 0 and at most 1"):
             TextDropoutConfig(pooled_dropout=value)
+
+
+SHAPE, MANY = (4, 3, 8, 8), 10_000
+
+
+def draws(samples: range, seed: int = 7, **dropout: float) -> Randomness:
+    return draw_microbatch(seed, samples, SHAPE, ConditionConfig(), TextDropoutConfig(**dropout))
+
+
+def flat(drawn: Randomness) -> Tensor:
+    fields = [getattr(drawn, field.name) for field in dataclasses.fields(drawn)]
+    return torch.cat([x.reshape(len(x), -1).double() for x in fields], dim=1)
+
+
+def drawn_in_step(dp_rank: int, dp_size: int, num_microbatches: int, consumed: int = 24) -> Tensor:
+    """Return what a rank draws in one step, ``[m, b, -1]``, two samples in a micro-batch."""
+    numbers = [sample_numbers(consumed, m, 2, dp_rank, dp_size) for m in range(num_microbatches)]
+    return torch.stack([flat(draws(samples)) for samples in numbers])
+
+
+def check_ranks(context: ParallelContext) -> None:
+    """Check that a replica's ranks draw alike, and all replicas together what one would."""
+    size = context.layout.data_parallel_size
+    mine = drawn_in_step(context.dp_rank, size, 4 // size)
+    everyone = [torch.empty_like(mine) for _ in range(context.layout.world_size)]
+    torch.distributed.all_gather(everyone, mine)
+    replicas: list[int] = [0] * len(everyone)
+    torch.distributed.all_gather_object(replicas, context.dp_rank)
+    whole = drawn_in_step(0, 1, 4)
+    for drawn, replica in zip(everyone, replicas, strict=True):
+        assert torch.equal(drawn, whole[replica::size])
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "dp": 2}, {"cp": 2, "pp": 2}])
+def test_ranks_of_a_replica_draw_alike_and_replicas_do_not(sizes: dict[str, int]) -> None:
+    on_ranks(check_ranks, sizes)
+
+
+def test_draws_differ_by_sample_purpose_and_seed_alone() -> None:
+    drawn = draws(range(400))
+    noise = drawn.noise.flatten(1)
+    assert len(torch.unique(noise, dim=0)) == 400
+    # Correlations of 768 numbers have a standard deviation of 0.036.
+    correlation = torch.corrcoef(noise[:50]).fill_diagonal_(0)
+    assert float(correlation.abs().max()) < 0.2
+    assert len(torch.unique(drawn.normals)) == 400
+    for x in (drawn.modes, drawn.drop_text, drawn.drop_pooled):
+        assert len(torch.unique(x)) > 1
+    one = draw_noise(7, [3], SHAPE)
+    assert not torch.equal(one, draw_noise(7, [3], SHAPE, "sampling noise"))
+    assert not torch.equal(one, draw_noise(8, [3], SHAPE))
+    # torch's generator on the CPU would take these two seeds for one.
+    assert not torch.equal(one, draw_noise(7 + 2**32, [3], SHAPE))
+    assert not torch.equal(draw_uniforms(7, [3], "a"), draw_uniforms(7, [3], "b"))
+    whole = drawn_in_step(0, 1, 4)
+    torch.rand(5)
+    assert torch.equal(drawn_in_step(0, 1, 2, consumed=28), whole[2:])
+    assert torch.equal(flat(draws(range(5, 9)))[2], flat(draws(range(7, 8)))[0])
+
+
+def test_numbers_are_standard_normal() -> None:
+    for x in (draw_noise(1, range(4), (4, 5, 50, 50)), draw_normals(1, range(MANY), "timestep")):
+        assert x.dtype == torch.float32
+        x, sigma = x.double().flatten(), 1 / math.sqrt(x.numel())
+        assert abs(float(x.mean())) < 4 * sigma
+        assert float(x.var()) == pytest.approx(1, abs=4 * math.sqrt(2) * sigma)
+        assert float((x < 1).double().mean()) == pytest.approx(0.8413, abs=2 * sigma)

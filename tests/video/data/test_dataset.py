@@ -1,3 +1,5 @@
+"""Datasets of shards and of clips encoded online, their batches, and the steps of buckets."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import EncodeConfig
 from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos, collate, pad_text
 from megatron_ext.video.data.encode import VideoSample
@@ -23,7 +25,6 @@ VIDEO, IMAGE = Bucket("32px", 5, 32, 32), Bucket("32px", 1, 32, 32)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six videos longer than their bucket and three images, in turn."""
     folder = tmp_path_factory.mktemp("clips")
     rows = []
     for i in range(9):
@@ -103,7 +104,7 @@ def test_loader_processes_read_both_alike(source: Path, tmp_path: Path) -> None:
             found.append(list(loader))
         for one, other in zip(*found, strict=True):
             assert torch.equal(one.latents, other.latents) and one.latents.size(0) == 2
-            assert torch.equal(one.numbers, other.numbers)
+            assert torch.equal(one.latents, other.latents)
 
 
 def test_damaged_clips_give_their_place_to_the_next_of_their_bucket(
@@ -140,43 +141,35 @@ def test_text_is_padded_until_the_sequence_divides(multiple: int) -> None:
         assert torch.equal(batch.text[i, 8:], one.text[-1:].expand(batch.text.size(1) - 8, 5))
 
 
-def test_pad_text_of_one_caption() -> None:
+def test_batches_of_clips_and_captions_by_themselves() -> None:
+    samples = [sample(fps=8, number=5), sample(fps=12, number=2)]
+    batch = collate(samples, patch=1)
+    assert torch.equal(batch.latents, torch.stack([s.latents for s in samples]))
+    assert torch.equal(batch.pooled, torch.stack([s.pooled for s in samples]))
+    assert batch.references["head1"].shape == (2, 4, 1, 4, 6)
     text = torch.arange(6.0).reshape(3, 2)
     assert pad_text(text, 5, 4) is not None and pad_text(text, 5, 4).shape == (3, 2)
     padded = pad_text(text, 4, 5)
     assert padded.shape == (6, 2) and torch.equal(padded[3:], text[2:].expand(3, 2))
 
 
-def test_batches() -> None:
-    samples = [sample(fps=8, number=5), sample(fps=12, number=2)]
-    batch = collate(samples, patch=1)
-    assert torch.equal(batch.latents, torch.stack([s.latents for s in samples]))
-    assert torch.equal(batch.pooled, torch.stack([s.pooled for s in samples]))
-    assert batch.references["head1"].shape == (2, 4, 1, 4, 6)
-    assert batch.fps.tolist() == [8, 12] and batch.numbers.tolist() == [5, 2]
-
-
 @pytest.mark.parametrize(
-    ("samples", "patch", "sentence"),
+    ("change", "patch", "sentence"),
     [
         (
-            [sample(3), sample(5)],
+            {"latents": torch.zeros(4, 5, 4, 6)},
             2,
-            r"have the shapes \[\(4, 3, 4, 6\), \(4, 5, 4, 6\)\], but must",
+            r"shapes \[\(4, 3, 4, 6\), \(4, 5, 4, 6\)\], but must",
         ),
-        ([sample()], 4, r"Latents of 4 × 6 do not divide into patches of 4 × 4; choose another"),
-        (
-            [sample(), sample(references={})],
-            2,
-            r"the same references, but have .*head1.* and \[\];",
-        ),
-        ([sample(), sample(text=torch.zeros(7, 5))], 2, r"the same text embeddings, .*\(7, 5\)"),
-        ([sample(), sample(pooled=torch.zeros(2))], 2, r"the same text embeddings, .*\(2,\)"),
+        ({}, 4, r"Latents of 4 × 6 do not divide into patches of 4 × 4; choose another"),
+        ({"references": {}}, 2, r"the same references, but have .*head1.* and \[\];"),
+        ({"text": torch.zeros(7, 5)}, 2, r"the same text embeddings, .*\(7, 5\)"),
+        ({"pooled": torch.zeros(2)}, 2, r"the same text embeddings, .*\(2,\)"),
     ],
 )
-def test_clips_that_make_no_batch(samples: list[VideoSample], patch: int, sentence: str) -> None:
+def test_clips_that_make_no_batch(change: dict[str, Any], patch: int, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
-        collate(samples, patch=patch)
+        collate([sample(), sample(**change)], patch=patch)
 
 
 def test_crops_of_another_seed_differ(source: Path) -> None:
@@ -186,3 +179,86 @@ def test_crops_of_another_seed_differ(source: Path) -> None:
     ]
     differing = [not torch.equal(videos[0][i].latents, videos[1][i].latents) for i in (0, 1, 3, 4)]
     assert any(differing) and torch.equal(videos[0][2].latents, videos[1][2].latents)
+
+
+SMALL, LONG = Bucket("256px", 1, 256, 256), Bucket("256px", 17, 192, 336)
+
+
+def steps(mixed: bool = False, pipeline_size: int = 1) -> BucketSteps:
+    members = {SMALL: Members(range(50), 4), LONG: Members(range(50, 77), 2)}
+    return BucketSteps(members, 2, 3, 7, mixed, pipeline_size)
+
+
+def test_one_bucket_for_each_global_step_and_the_rest_is_counted() -> None:
+    plan = steps()
+    assert plan.microbatches(0, 0) != plan.microbatches(plan.steps_per_epoch, 0)
+    for step in range(2 * plan.steps_per_epoch):
+        assert len({b for r in (0, 1) for b, _ in plan.microbatches(step, r)}) == 1
+    assert plan.steps_per_epoch == 50 // 24 + 27 // 12
+    assert plan.left_out == {SMALL: 2, LONG: 3}
+    assert {plan.num_samples(step) for step in range(plan.steps_per_epoch)} == {24, 12}
+    sizes = {b: {len(c)} for step in range(9) for b, c in plan.microbatches(step, 0)}
+    assert sizes == {SMALL: {4}, LONG: {2}}
+    mixed = [steps(mixed=True).microbatches(step, rank) for step in range(3) for rank in (0, 1)]
+    assert {b: {len(c)} for rank in mixed for b, c in rank} == {SMALL: {4}, LONG: {2}}
+    assert len({b for b, _ in mixed[0] + mixed[1]}) == 2
+    assert all(plan.num_samples(step) in (24, 12) for step in range(9))
+
+
+def test_mixed_refuses_pipeline_stages_and_too_few_clips_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Mixed buckets need .* 1, but it is 2"):
+        steps(mixed=True, pipeline_size=2)
+    with pytest.raises(DataError, match=r"No bucket holds the clips of one step"):
+        BucketSteps({SMALL: Members(range(5), 4)}, 2, 1, 0)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (1, 3), (2, 2), (4, 1)])
+def test_an_epoch_sees_every_clip_once_but_those_left_out(
+    num_ranks: int, num_microbatches: int, mixed: bool
+) -> None:
+    members = {SMALL: Members(range(50), 4), LONG: Members(range(50, 77), 2)}
+    plan = BucketSteps(members, num_ranks, num_microbatches, 3, mixed)
+    for epoch in range(3):
+        seen: list[int] = []
+        for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
+            for rank in range(num_ranks):
+                microbatches = plan.microbatches(step, rank)
+                assert len(microbatches) == num_microbatches
+                for bucket, clips in microbatches:
+                    assert len(clips) == members[bucket].micro_batch_size
+                    assert set(clips) <= set(members[bucket].clips)
+                    seen += clips
+        assert len(set(seen)) == len(seen)
+        # Mixed steps also leave out whole micro-batches that fill no step.
+        whole_left_out = 77 - len(seen) - sum(plan.left_out.values())
+        assert 0 <= whole_left_out < (num_ranks * num_microbatches * 4 if mixed else 1)
+
+
+def test_epochs_leave_out_other_clips_and_seeds_and_order_of_buckets_differ() -> None:
+    plan = BucketSteps({SMALL: Members(range(10), 4)}, 1, 1, 3)
+    left = set()
+    for epoch in range(20):
+        ((_, first),), ((_, second),) = (plan.microbatches(2 * epoch + i, 0) for i in (0, 1))
+        left |= set(range(10)) - {*first, *second}
+    assert plan.left_out == {SMALL: 2} and left == set(range(10))
+    members = {SMALL: Members(range(400), 2), LONG: Members(range(400, 800), 2)}
+    plan, other = (BucketSteps(members, 2, 1, seed) for seed in (1, 2))
+    assert plan.microbatches(0, 0) != other.microbatches(0, 0)
+    kinds = [plan.microbatches(step, 0)[0][0] for step in range(plan.steps_per_epoch)]
+    assert len(kinds) == 200 and kinds.count(SMALL) == 100
+    changes = sum(a != b for a, b in zip(kinds, kinds[1:], strict=False))
+    # A shuffle of 100 of each changes about 100 times, with a standard deviation of 7.
+    assert 70 < changes < 130
+    members = {SMALL: Members(range(50), 4), LONG: Members(range(50, 77), 2)}
+    turned = BucketSteps(dict(reversed(members.items())), 2, 3, 7)
+    assert all(turned.microbatches(s, 0) == steps().microbatches(s, 0) for s in range(10))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("first", [0, 1, 3, 4, 9, 25])
+def test_resumes_at_any_step_in_a_new_process(first: int, mixed: bool) -> None:
+    """Draw on from the number of steps alone, also in the middle of a later epoch."""
+    whole = [steps(mixed).microbatches(step, 1) for step in range(30)]
+    fresh = steps(mixed)
+    assert [fresh.microbatches(step, 1) for step in range(first, 30)] == whole[first:]

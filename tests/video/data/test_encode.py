@@ -1,4 +1,4 @@
-"""Clips planned from their headers, and encoded with their references and captions."""
+"""Sizes and buckets of clips, and clips encoded with their references and captions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
-from megatron_ext.video.data.clips import Clip, read_list
+from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.encode import (
-    ClipEncoder,
     PlannedClip,
     VideoSample,
     check_codec,
@@ -23,12 +22,21 @@ from megatron_ext.video.data.encode import (
     reference_names,
     report,
 )
-from megatron_ext.video.data.geometry import Bucket, ClipShape, Drop, parse_plan
+from megatron_ext.video.data.geometry import (
+    Bucket,
+    BucketRule,
+    ClipShape,
+    Drop,
+    assign,
+    first_frame,
+    parse_plan,
+    sizes,
+    subsampling,
+)
 from tests.video.data.making import PLAN, encoder, pictures, write_folder, write_gif, write_video
 
 
 def make_clips(folder: Path) -> list[Clip]:
-    """One clip for each bucket and for each reason to drop one."""
     write_folder(folder / "pictures", pictures(6))
     write_gif(folder / "still.gif", pictures(1))
     write_video(folder / "short.mp4", pictures(3))
@@ -41,18 +49,10 @@ def make_clips(folder: Path) -> list[Clip]:
 def test_every_clip_is_planned_or_dropped_with_its_reason(tmp_path: Path) -> None:
     clips, seen = make_clips(tmp_path), []
     planned, dropped = plan_clips(clips, PLAN, EncodeConfig(), workers=3, tick=seen.append)
-    assert [(p.number, str(p.bucket)) for p in planned] == [
-        (0, "32px 5x32x32"),
-        (1, "32px 1x32x32"),
-    ]
-    assert [(d.number, d.reason) for d in dropped] == [
-        (2, Drop.TOO_SHORT),
-        (3, Drop.TOO_SMALL),
-        (4, Drop.UNREADABLE),
-        (5, Drop.UNREADABLE),
-        (6, Drop.NO_CAPTION),
-    ]
-    assert sorted([*(p.number for p in planned), *(d.number for d in dropped)]) == list(range(7))
+    buckets = [(p.number, str(p.bucket)) for p in planned]
+    assert buckets == [(0, "32px 5x32x32"), (1, "32px 1x32x32")]
+    reasons = [Drop.TOO_SHORT, Drop.TOO_SMALL, *[Drop.UNREADABLE] * 2, Drop.NO_CAPTION]
+    assert [(d.number, d.reason) for d in dropped] == list(enumerate(reasons, 2))
     assert seen == list(range(1, 8))
     lines = report(dropped, len(clips))
     assert lines[0].startswith("2 of 7 clips dropped: the clip cannot be read. First: The clip ")
@@ -60,62 +60,11 @@ def test_every_clip_is_planned_or_dropped_with_its_reason(tmp_path: Path) -> Non
     assert f"has no caption. First: {clips[6].path}" in "\n".join(lines)
     assert sum(int(line.split()[0]) for line in lines) == len(dropped)
     assert report([], 7) == []
-
-
-def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
-    clips = make_clips(tmp_path)
-    assert plan_clips(clips, PLAN, EncodeConfig(), workers=1) == plan_clips(
-        clips, PLAN, EncodeConfig(), workers=4
-    )
-
-
-def test_no_clip_in_any_bucket_is_explained(tmp_path: Path) -> None:
-    clips = make_clips(tmp_path)
+    assert plan_clips(clips, PLAN, EncodeConfig(), workers=1) == (planned, dropped)
     with pytest.raises(DataError, match=r"^None of the 7 clips has a bucket in the plan") as error:
         plan_clips(clips, parse_plan({"512px": {"5": 1}}), EncodeConfig())
     assert len(error.value.messages) == 4
     assert "4 of 7 clips dropped: the clip has too few pixels for ev" in error.value.messages[1]
-
-
-def test_plans_that_the_codec_cannot_encode() -> None:
-    codec = build_codec(CodecConfig(codec_spatial=4))
-    check_codec(PLAN, codec, (1,))
-    with pytest.raises(ConfigError, match=r"frames \(6\) must be a multiple .* choose 5"):
-        check_codec(parse_plan({"32px": {"1": 1, "6": 1}}), codec)
-    # A bucket that is closed needs no codec.
-    check_codec(parse_plan({"32px": {"1": 1, "6": 0}}), codec)
-    with pytest.raises(ConfigError, match=r"height \(32\) must be a multiple .* \(24\)"):
-        check_codec(PLAN, build_codec(CodecConfig(codec_spatial=24, codec_channels=8)))
-
-
-def test_references_that_no_bucket_has_are_refused() -> None:
-    codec = build_codec(CodecConfig(codec_spatial=4))
-    check_codec(parse_plan({"32px": {"1": 1}}), codec, (1,))
-    check_codec(parse_plan({"32px": {"37": 1}}), codec, (1, 9))
-    with pytest.raises(ConfigError, match=r"`reference_lengths` \(9\) .* \(9\), .* least 37 fra"):
-        check_codec(parse_plan({"32px": {"33": 1}}), codec, (1, 9))
-
-
-def test_lists_feed_the_plan(tmp_path: Path) -> None:
-    make_clips(tmp_path)
-    rows = [{"path": "pictures", "text": "a bar", "fps": 48}, {"path": "still.gif", "text": "b"}]
-    (tmp_path / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    planned, dropped = plan_clips(read_list(tmp_path / "l.jsonl"), PLAN, EncodeConfig())
-    # At 48 frames per second every other frame is left out, and 3 of 6 fill no bucket.
-    assert [d.reason for d in dropped] == [Drop.TOO_SHORT] and planned[0].number == 1
-
-
-def planned(folder: Path, frames: int = 13, files: int | None = None) -> PlannedClip:
-    """A folder of images at 8 frames per second as the clip of number 4."""
-    shape = ClipShape(files or frames, 32, 32, 8.0)
-    clip = Clip(str(folder), "a bar", 8.0, 3.6)
-    return PlannedClip(4, clip, shape, Bucket("32px", frames, 32, 32))
-
-
-def encoded(folder: Path, made: np.ndarray, lengths: tuple[int, ...] = (1, 2)) -> VideoSample:
-    write_folder(folder, made)
-    config = EncodeConfig(temporal_crop="start", reference_lengths=lengths)
-    return encoder(config).sample(planned(folder, len(made)))
 
 
 def test_no_later_frame_leaks_into_a_head_and_no_earlier_one_into_a_tail(tmp_path: Path) -> None:
@@ -124,20 +73,16 @@ def test_no_later_frame_leaks_into_a_head_and_no_earlier_one_into_a_tail(tmp_pat
     first, changed_late, changed_early = (
         encoded(tmp_path / str(i), made) for i, made in enumerate((one, late, early))
     )
-    for name in ("head1", "head2"):
-        assert torch.equal(first.references[name], changed_late.references[name])
-        assert not torch.equal(first.references[name], changed_early.references[name])
-    for name in ("tail1", "tail2"):
-        assert torch.equal(first.references[name], changed_early.references[name])
-        assert not torch.equal(first.references[name], changed_late.references[name])
+    for name, piece in first.references.items():
+        assert torch.equal(piece, changed_late.references[name]) == name.startswith("head")
+        assert torch.equal(piece, changed_early.references[name]) == name.startswith("tail")
     assert torch.equal(first.latents[:, :2], changed_late.latents[:, :2])
 
 
 def test_references_are_pieces_encoded_by_themselves(tmp_path: Path) -> None:
     made = pictures(13)
     sample = encoded(tmp_path / "a", made)
-    codec = encoder().codec
-    pixels = (torch.from_numpy(made).permute(3, 0, 1, 2) / 127.5 - 1)[None]
+    codec, pixels = encoder().codec, pixels_of(made)
     assert sorted(sample.references) == sorted(reference_names((1, 2)))
     for name, piece in {
         "head1": pixels[:, :, :1], "head2": pixels[:, :, :5],
@@ -149,12 +94,7 @@ def test_references_are_pieces_encoded_by_themselves(tmp_path: Path) -> None:
     torch.testing.assert_close(sample.latents, codec.encode(pixels)[0])
 
 
-def test_clips_too_short_for_a_reference_have_none(tmp_path: Path) -> None:
-    assert set(encoded(tmp_path / "a", pictures(5)).references) == {"head1", "tail1"}
-    assert not encoded(tmp_path / "b", pictures(1)).references
-
-
-def test_what_a_sample_says(tmp_path: Path) -> None:
+def test_what_a_sample_says_and_when_it_has_no_references(tmp_path: Path) -> None:
     sample = encoded(tmp_path / "a", pictures(5))
     assert (sample.number, sample.fps) == (4, 8)
     assert sample.caption == "a bar 8 FPS, 4 motion score."
@@ -162,18 +102,25 @@ def test_what_a_sample_says(tmp_path: Path) -> None:
     assert torch.equal(sample.text, text[0]) and torch.equal(sample.pooled, pooled[0])
     still = encoded(tmp_path / "b", pictures(1))
     assert (still.fps, still.caption) == (0, "a bar")
+    assert set(sample.references) == {"head1", "tail1"} and not still.references
+    assert with_suffix("a cat", 24, 3.6) == "a cat 24 FPS, 4 motion score."
+    assert with_suffix("a cat", 8) == "a cat 8 FPS."
+    assert with_suffix("", None, 4) == " 4 motion score."
+    assert with_suffix("a cat", 0) == "a cat"
 
 
 def test_crops_begin_within_the_clip_and_repeat_by_epoch(tmp_path: Path) -> None:
     write_folder(tmp_path / "a", pictures(12))
-    clip = planned(tmp_path / "a", 5, 12)
+    clip = planned_folder(tmp_path / "a", 5, 12)
     made = encoder(EncodeConfig(clip_seed=3))
     epochs = [made.sample(clip, epoch).latents for epoch in range(6)]
     assert torch.equal(epochs[0], made.sample(clip).latents)
     assert any(not torch.equal(epochs[0], other) for other in epochs[1:])
     start = encoder(EncodeConfig(temporal_crop="start")).sample(clip).latents
-    pixels = torch.from_numpy(pictures(5)).permute(3, 0, 1, 2) / 127.5 - 1
-    torch.testing.assert_close(start, made.codec.encode(pixels[None])[0])
+    torch.testing.assert_close(start, made.codec.encode(pixels_of(pictures(5)))[0])
+    shape = ClipShape(200, 256, 256, 24)
+    starts = {first_frame(shape, 17, i, seed=1, epoch=0, fps_cap=24) for i in range(50)}
+    assert len(starts) > 30 and max(starts) <= 183
 
 
 def test_fast_clips_lose_frames(tmp_path: Path) -> None:
@@ -186,38 +133,57 @@ def test_fast_clips_lose_frames(tmp_path: Path) -> None:
     made = encoder(EncodeConfig(fps_cap=24, temporal_crop="start"))
     sample = made.sample(fast)
     assert (sample.fps, sample.caption) == (15, "a bar 15 FPS.")
-    pixels = torch.from_numpy(pictures(9)[::2]).permute(3, 0, 1, 2) / 127.5 - 1
-    torch.testing.assert_close(sample.latents, made.codec.encode(pixels[None])[0])
+    torch.testing.assert_close(sample.latents, made.codec.encode(pixels_of(pictures(9)[::2]))[0])
 
 
-class Random:
-    """A codec that tells what it was asked."""
-
-    channels, spatial, temporal = 1, 4, 4
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, str, int]] = []
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {}
-
-    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        return 1, (num_frames - 1) // 4 + 1, height // 4, width // 4
-
-    def encode(self, pixels: torch.Tensor, *, number: int = 0, piece: str = "clip") -> torch.Tensor:
-        self.asked.append((number, piece, pixels.size(2)))
-        return torch.zeros(1, *self.latent_shape(*pixels.shape[2:]))
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        raise AssertionError
+def pixels_of(made: np.ndarray) -> torch.Tensor:
+    return (torch.from_numpy(made).permute(3, 0, 1, 2) / 127.5 - 1)[None]
 
 
-def test_random_codecs_are_told_the_clip_and_the_piece(tmp_path: Path) -> None:
+def test_plans_that_the_codec_cannot_encode_are_refused() -> None:
+    codec = build_codec(CodecConfig(codec_spatial=4))
+    for plan, lengths in (
+        (PLAN, (1,)),
+        (parse_plan({"32px": {"1": 1, "6": 0}}), ()),  # a bucket that is closed needs no codec
+        (parse_plan({"32px": {"1": 1}}), (1,)),
+        (parse_plan({"32px": {"37": 1}}), (1, 9)),
+    ):
+        check_codec(plan, codec, lengths)
+    with pytest.raises(ConfigError, match=r"frames \(6\) must be a multiple .* choose 5"):
+        check_codec(parse_plan({"32px": {"1": 1, "6": 1}}), codec)
+    with pytest.raises(ConfigError, match=r"height \(32\) must be a multiple .* \(24\)"):
+        check_codec(PLAN, build_codec(CodecConfig(codec_spatial=24, codec_channels=8)))
+    with pytest.raises(ConfigError, match=r"`reference_lengths` \(9\) .* \(9\), .* least 37 fra"):
+        check_codec(parse_plan({"32px": {"33": 1}}), codec, (1, 9))
+
+
+def planned_folder(folder: Path, frames: int = 13, files: int | None = None) -> PlannedClip:
+    """Return a folder of images at 8 frames per second as the clip of number 4."""
+    shape = ClipShape(files or frames, 32, 32, 8.0)
+    clip = Clip(str(folder), "a bar", 8.0, 3.6)
+    return PlannedClip(4, clip, shape, Bucket("32px", frames, 32, 32))
+
+
+def encoded(folder: Path, made: np.ndarray, lengths: tuple[int, ...] = (1, 2)) -> VideoSample:
+    write_folder(folder, made)
+    config = EncodeConfig(temporal_crop="start", reference_lengths=lengths)
+    return encoder(config).sample(planned_folder(folder, len(made)))
+
+
+def test_random_codecs_are_told_the_clip_and_the_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_folder(tmp_path / "a", pictures(5))
-    codec = Random()
-    ClipEncoder(EncodeConfig(), codec, encoder().text_encoder).sample(planned(tmp_path / "a", 5))
-    assert codec.asked == [(4, "clip", 5), (4, "head1", 1), (4, "tail1", 1)]
+    made = encoder()
+    asked, encode = [], type(made.codec).encode
+
+    def noted(codec: Any, pixels: torch.Tensor, **which: Any) -> torch.Tensor:
+        asked.append((which["number"], which.get("piece", "clip"), pixels.size(2)))
+        return encode(codec, pixels, **which)
+
+    monkeypatch.setattr(type(made.codec), "encode", noted)
+    made.sample(planned_folder(tmp_path / "a", 5))
+    assert asked == [(4, "clip", 5), (4, "head1", 1), (4, "tail1", 1)]
 
 
 @pytest.mark.parametrize(
@@ -233,3 +199,82 @@ def test_random_codecs_are_told_the_clip_and_the_piece(tmp_path: Path) -> None:
 def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         EncodeConfig(**wrong)
+
+
+def test_longest_bucket_that_a_clip_fills() -> None:
+    clip = ClipShape(20, 240, 426, 24.0)
+    assert assign(clip, TWO_SIZES, 3, seed=1) == Bucket("256px", 17, 192, 336)
+    fast = ClipShape(20, 426, 240, 60.0)
+    assert subsampling(60.0, 24) == (3, 20)
+    assert assign(fast, TWO_SIZES, 3, seed=1) == Bucket("256px", 5, 336, 192)
+    big = [assign(ClipShape(20, 800, 800, 24), TWO_SIZES, i, seed=1) for i in range(200)]
+    assert {b.resolution for b in big if isinstance(b, Bucket)} == {"256px", "768px"}
+    assert not any(isinstance(b, Drop) for b in big)
+
+
+def test_clips_without_a_bucket_have_a_reason() -> None:
+    assert assign(ClipShape(20, 100, 100, 24), TWO_SIZES, 0, seed=1) is Drop.TOO_SMALL
+    assert assign(ClipShape(4, 256, 256, 24), TWO_SIZES, 0, seed=1) is Drop.TOO_SHORT
+    rare = parse_plan({"256px": {"5": [0.2, 1]}})
+    drawn = [assign(ClipShape(9, 256, 256, 24), rare, i, seed=1) for i in range(2000)]
+    assert abs(sum(isinstance(d, Bucket) for d in drawn) / 2000 - 0.2) < 0.03
+    assert {d for d in drawn if isinstance(d, Drop)} == {Drop.NOT_DRAWN}
+    assert drawn == [assign(ClipShape(9, 256, 256, 24), rare, i, seed=1) for i in range(2000)]
+
+
+@pytest.mark.parametrize("rule", [0.5, [0.5], [0.5, None]])
+def test_rules_without_a_micro_batch_size(rule: Any) -> None:
+    for given in ({"32px": {"5": rule}}, json.dumps({"32px": {"5": rule}})):
+        plan = parse_plan(given)
+        assert plan.rules["32px"][5] == BucketRule(0.5) == BucketRule(0.5, None)
+        assert plan.as_dict() == {"32px": {"5": [0.5, None]}}
+        assert parse_plan(plan.as_json()) == plan
+
+
+TWO_SIZES = parse_plan(
+    {"256px": {"1": [1, 8], "5": [1, 4], "17": [1, 2]}, "768px": {"1": [0.5, 2], "17": [0.5, 1]}}
+)
+
+
+def test_sizes_of_resolutions() -> None:
+    table = {(256, 256), (224, 288), (208, 320), (192, 336), (176, 368), (160, 400)}
+    assert set(sizes("256px")) == table | {(w, h) for h, w in table}
+    # Without the adjustment they are those of inference.
+    assert (208, 304) in sizes("256px", adjust=False) and (208, 304) not in sizes("256px")
+    assert (576, 1024) in sizes("768px")
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        *((plan, "is empty: it must hold a bucket") for plan in ({}, {"256px": {}})),
+        ({"256px": {"17": [0, 4]}}, "is empty: it must hold a bucket"),
+        ({"256px": [1]}, "must be JSON such as"),
+        ({"256": {"1": [1, 1]}}, r"resolution \(256\) must be a number"),
+        *(
+            ({"32px": {frames: 1}}, "must have at least 1|must be JSON such as")
+            for frames in ("0", "-4", "1.5", "many")
+        ),
+        *(
+            ({"32px": {"5": rule}}, sentence)
+            for rule, sentence in (
+                ([1, 0], r"micro-batch size of a bucket \(0\) must be at least 1; set the probab"),
+                ([1.5, 2], r"probability of a bucket \(1.5\) must lie between 0 and 1; 1 takes ev"),
+                ([1, 2.5], r"\(2.5 is no whole number\); correct it"),
+                ([1, True], r"\(True is no whole number\)"),
+                ([1, float("inf")], "Infinity is no number|cannot convert float infinity"),
+                (
+                    [1, 2, 3],
+                    r"\(\[1, 2, 3\] holds more than a probability and a micro-batch size\)",
+                ),
+                ([], "must be JSON such as"),
+                ("1.0", "the probability '1.0' is no number"),
+                (None, "must be JSON such as"),
+            )
+        ),
+    ],
+)
+def test_plans_of_another_form_are_refused(plan: Any, sentence: str) -> None:
+    for given in (plan, json.dumps(plan)):
+        with pytest.raises(ConfigError, match=sentence):
+            parse_plan(given)

@@ -1,3 +1,5 @@
+"""Clips to shards by tools/preprocess_video.py, its refusals, and runs that are cut short."""
+
 from __future__ import annotations
 
 import json
@@ -22,8 +24,8 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data import preprocess as run_module
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.manifest import VideoPreprocessOptions
 from megatron_ext.video.data.preprocess import main
-from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions, parse_options
 from megatron_ext.video.data.shards import ShardWriter
 from tests.video.data.making import (
     CODEC,
@@ -61,12 +63,11 @@ def run(source: Path, output: Path, *more: str) -> int:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of a dataset, which no run may leave different."""
+    """Return all files of a dataset, which no run may leave different."""
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
 
 
 def test_clips_to_shards_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A clip of each kind, and one for each reason to drop it."""
     write_video(tmp_path / "a.mp4", pictures(9))
     write_folder(tmp_path / "folder", pictures(6))
     write_gif(tmp_path / "still.gif", pictures(1))
@@ -90,16 +91,6 @@ def test_clips_to_shards_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (first - truth).abs().mean() < 0.2
     text, pooled = videos.null_text
     assert text.shape == (6, 16) and not text.any() and not pooled.any()
-
-
-def test_plans_that_no_clip_or_codec_fits_are_refused_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = make_clips(tmp_path, 2)
-    assert run(source, tmp_path / "out", '--buckets={"512px": {"5": [1, 1]}}') == 1
-    assert "None of the 2 clips has a bucket" in capsys.readouterr().err
-    assert run(source, tmp_path / "out", '--buckets={"32px": {"4": [1, 1]}}') == 2
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_number_of_processes_and_threads_changes_no_byte(tmp_path: Path) -> None:
@@ -137,6 +128,7 @@ def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert process.returncode == -signal.SIGKILL and not (output / "manifest.json").exists()
     with pytest.raises(DataError, match=r"manifest.json does not exist, so the data is not whole"):
         ShardedVideos(output)
+    # What another killed run left behind.
     (output / "shard_00039_latents.writing.77.bin").write_bytes(b"of another killed run")
     assert run(source, output, more) == 0
     said = capsys.readouterr().err
@@ -146,23 +138,25 @@ def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert contents(output) == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "marker", "no clips"])
+def damage(kind: str, output: Path) -> None:
+    victim, marker = output / "shard_00001_tail1.bin", output / "shard_00001.json"
+    if kind == "cut":
+        victim.write_bytes(victim.read_bytes()[:-8])
+    elif kind == "no clips":
+        found = json.loads(marker.read_text())
+        marker.write_text(json.dumps({k: v for k, v in found.items() if k != "clips"}))
+    else:
+        (victim if kind == "missing" else marker).unlink()
+
+
+@pytest.mark.parametrize("kind", ["cut", "missing", "marker", "no clips"])
 def test_shards_that_are_not_whole_are_made_again(
-    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = make_clips(tmp_path), tmp_path / "out"
     assert run(source, output, "--clips-per-shard=2") == 0
     before = contents(output)
-    victim, marker = output / "shard_00001_tail1.bin", output / "shard_00001.json"
-    if damage == "cut":
-        victim.write_bytes(victim.read_bytes()[:-8])
-    elif damage == "missing":
-        victim.unlink()
-    elif damage == "marker":
-        marker.unlink()
-    else:
-        found = json.loads(marker.read_text())
-        marker.write_text(json.dumps({k: v for k, v in found.items() if k != "clips"}))
+    damage(kind, output)
     assert run(source, output, "--clips-per-shard=2") == 0
     assert "2 of 3 shards were finished before." in capsys.readouterr().err
     assert contents(output) == before
@@ -184,21 +178,13 @@ def test_finished_shards_of_other_options_are_not_overwritten(
     assert contents(output) == before
 
 
-def test_two_runs_do_not_write_one_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = make_clips(tmp_path, 1), tmp_path / "out"
     output.mkdir()
     with FileLock(output / ".lock"):
         assert run(source, output) == 1
     assert "is being written by another run; wait for it, or give anot" in capsys.readouterr().err
     assert run(source, output) == 0
-
-
-def test_an_output_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = make_clips(tmp_path, 1)
     (tmp_path / "file").write_text("in the way")
     assert run(source, tmp_path / "file") == 1
     assert re.search(r"`--output` \(.*file\) cannot be written \(", capsys.readouterr().err)
@@ -234,7 +220,9 @@ def test_clips_that_turn_out_to_be_damaged_are_counted_and_explained(
     assert "cut cannot be read (" in dropped[0]["detail"]
 
 
-def test_nothing_that_can_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_nothing_that_can_be_decoded_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cut_png(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("noise")
     assert run(tmp_path, tmp_path.with_name("out")) == 1
@@ -245,6 +233,10 @@ def test_nothing_that_can_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path.with_name("out") / "manifest.json").exists()
 
 
+def _die(*given: Any) -> None:
+    os._exit(9)
+
+
 def test_a_worker_that_is_killed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,16 +245,11 @@ def test_a_worker_that_is_killed_is_named(
     fork = SimpleNamespace(get_context=lambda kind: multiprocessing.get_context("fork"))
     monkeypatch.setattr(run_module, "multiprocessing", fork)
     assert run(make_clips(tmp_path, 2), tmp_path / "out", "--clips-per-shard=1", "--workers=2") == 1
-    assert (
-        "A worker process ended (out of memory, or killed); finished sh" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "A worker process ended (out of memory, or killed); finished sh" in said
 
 
-def _die(*given: Any) -> None:
-    os._exit(9)
-
-
-def test_interrupted(
+def test_an_interrupted_run_keeps_finished_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output, add = make_clips(tmp_path), tmp_path / "out", ShardWriter.add
@@ -283,7 +270,8 @@ def test_interrupted(
 
 def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:
     source, output = make_clips(tmp_path), tmp_path / "out"
-    plan = '--buckets={"32px": {"5": 1.0}}'
+    (tmp_path / "plan.json").write_text('{"32px": {"5": 1.0}}')
+    plan = f"--buckets={tmp_path / 'plan.json'}"
     assert run(source, output, plan, "--reference-lengths", "1", "--storage=bfloat16") == 0
     videos = ShardedVideos(output)
     manifest = videos.manifest
@@ -308,6 +296,8 @@ def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:
         (["--reference-lengths", "0"], r"`--reference-lengths` \(0\) must be at least 1"),
         (["--colour"], r"Unrecognized arguments: --colour; see --help"),
         (["--workers=many"], r"Argument --workers: invalid int value: 'many'; see --help"),
+        (['--buckets={"32px": {"4": [1, 1]}}'], r"frames \(4\) must be a multiple"),
+        (['--buckets={"512px": {"5": [1, 1]}}'], "None of the 1 clips has a bucket"),
         (["--reference-lengths", "9"], r"`reference_lengths` \(9\) must be less than the latent"),
     ],
 )
@@ -315,15 +305,9 @@ def test_bad_flags_end_before_anything_is_written(
     more: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_clips(tmp_path, 1)
-    assert run(source, tmp_path / "out", *more) == 2
+    assert run(source, tmp_path / "out", *more) == (1 if "None of" in sentence else 2)
     assert re.search(sentence, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_plan_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text('{"32px": {"5": 0.5}}')
-    options = parse_options(flags(tmp_path, tmp_path, "--buckets", str(tmp_path / "plan.json")))
-    assert options.plan.as_dict() == {"32px": {"5": [0.5, None]}}
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

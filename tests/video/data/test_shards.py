@@ -1,3 +1,5 @@
+"""Shards and manifests: what is written is read, and what is not whole is refused."""
+
 from __future__ import annotations
 
 import copy
@@ -13,6 +15,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.geometry import Bucket
@@ -80,40 +83,29 @@ def test_round_trip(tmp_path: Path, storage: str, dtype: torch.dtype) -> None:
     bytes_each = {"float32": 4, "bfloat16": 2}[storage]
     latents = sum(one.latents.numel() for one in SAMPLES)
     assert (tmp_path / "shard_00000_latents.bin").stat().st_size == latents * bytes_each
+    shard.sample(0).latents.zero_()  # what is read may be changed in place
+    same(shard.sample(0), SAMPLES[0], dtype)
 
 
-def test_megatron_core_reads_the_fields(tmp_path: Path) -> None:
-    written(tmp_path)
-    dataset = IndexedDataset(str(tmp_path / "shard_00000_latents"))
-    for row, one in enumerate(SAMPLES):
-        assert np.array_equal(dataset[row], one.latents.numpy().reshape(-1))
-
-
-def test_samples_may_be_changed_in_place(tmp_path: Path) -> None:
+def test_megatron_core_reads_the_fields_and_no_file_stays_open(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "shard_00000", written(tmp_path), 3)
-    shard.sample(0).latents.zero_()
-    same(shard.sample(0), SAMPLES[0], torch.float32)
-
-
-def test_no_file_stays_open(tmp_path: Path) -> None:
-    """A data set of thousands of shards would use up the open files of a process."""
-    shard = Shard(tmp_path, "shard_00000", written(tmp_path), 3)
+    # Thousands of shards would use up the open files of a process.
     kept = [shard.sample(row) for row in range(3)]
     held = [path.resolve() for path in Path("/proc/self/fd").iterdir() if path.exists()]
     maps = Path("/proc/self/maps").read_text()
     assert kept and not any(tmp_path in path.parents for path in held)
     assert str(tmp_path) not in maps
+    dataset = IndexedDataset(str(tmp_path / "shard_00000_latents"))
+    for row, one in enumerate(SAMPLES):
+        assert np.array_equal(dataset[row], one.latents.numpy().reshape(-1))
 
 
-def test_a_shard_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_shards_that_fail_leave_nothing_and_may_be_empty(tmp_path: Path) -> None:
     shard = ShardWriter(tmp_path, "shard_00000", [], "float32")
     with pytest.raises(RuntimeError, match="stop"), shard as writer:
         writer.add(SAMPLES[1], 0)
         raise RuntimeError("stop")
     assert not list(tmp_path.iterdir())
-
-
-def test_empty_shard(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, "shard_00000", MANIFEST["references"], "float32"):
         pass
     shard = Shard(tmp_path, "shard_00000", MANIFEST, 0)
@@ -148,7 +140,15 @@ def test_files_cut_while_they_are_read(tmp_path: Path) -> None:
         shard.sample(0)
 
 
-def test_files_of_others(tmp_path: Path) -> None:
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    manifest = written(tmp_path)
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"shard_00000_geometry.{suffix}").unlink()
+    with IndexedWriter(tmp_path / "shard_00000_geometry", np.dtype(np.int32)) as writer:
+        for _ in range(3):
+            writer.add_document(np.arange(5, dtype=np.int32), [5])
+    with pytest.raises(DataError, match=r"geometry.idx must give every clip 6 numbers, but does n"):
+        Shard(tmp_path, "shard_00000", manifest, 3)
     manifest = written(tmp_path)
     with pytest.raises(DataError, match=r"idx holds 3 clips, but the manifest says 4 \(latents\)"):
         Shard(tmp_path, "shard_00000", manifest, 4)
@@ -163,19 +163,6 @@ def test_files_of_others(tmp_path: Path) -> None:
         other.sample(1)
     (tmp_path / "shard_00000_text.idx").write_bytes(b"no index at all, but long enough for one")
     with pytest.raises(DataError, match=r"text.idx does not start with the index magic MMIDIDX"):
-        Shard(tmp_path, "shard_00000", manifest, 3)
-
-
-def test_geometry_of_another_width(tmp_path: Path) -> None:
-    manifest = written(tmp_path)
-    for suffix in ("bin", "idx"):
-        (tmp_path / f"shard_00000_geometry.{suffix}").unlink()
-    from megatron_ext.data.indexed_writer import IndexedWriter
-
-    with IndexedWriter(tmp_path / "shard_00000_geometry", np.dtype(np.int32)) as writer:
-        for _ in range(3):
-            writer.add_document(np.arange(5, dtype=np.int32), [5])
-    with pytest.raises(DataError, match=r"geometry.idx must give every clip 6 numbers, but does n"):
         Shard(tmp_path, "shard_00000", manifest, 3)
 
 
@@ -211,7 +198,6 @@ def test_manifests(tmp_path: Path) -> None:
 
 
 def _names(value: Any, name: str = "") -> list[str]:
-    """Every entry of a manifest, those inside of others too."""
     inside = value.items() if isinstance(value, dict) else enumerate(value[:1])
     found = []
     for key, inner in inside:

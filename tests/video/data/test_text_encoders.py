@@ -1,3 +1,5 @@
+"""Captions as vectors: hashed words, T5 with CLIP, and UMT5 as Wan's video DiTs take it."""
+
 from __future__ import annotations
 
 import json
@@ -5,15 +7,24 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import TextEncoderConfig
-from megatron_ext.video.data import text_encoders
-from megatron_ext.video.data.text_encoders import build_text_encoder, text_encoder_from_manifest
+from megatron_ext.video.data.dataset import ShardedVideos, collate
+from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.text_encoders import (
+    build_text_encoder,
+    text_encoder_from_manifest,
+    width_of,
+)
+from tests.video.data.making import PLAN, UMT5_WIDTH, pictures, write_umt5
 
 HASHED = TextEncoderConfig(text_length=5, text_width=12, pooled_width=7)
 WORDS = "a red green square circle moves left right".split()
@@ -30,15 +41,17 @@ def test_hashed_words() -> None:
     assert not rows[:, 3:].any() and not rows[3].any() and not pooled[3].any()
     assert set(rows[0, :3].unique().tolist()) == {-1.0, 1.0}
     assert len({tuple(row.tolist()) for row in rows[0, :3]}) == 3
-
-
-def test_hashed_words_are_cut_at_the_length_but_pooled_whole() -> None:
-    encoder = build_text_encoder(HASHED)
+    # Rows are cut at the length, what is pooled is not.
     rows, pooled = encoder.encode(["a b c d e f", "a b c d e"])
     assert torch.equal(rows[0], rows[1]) and not torch.equal(pooled[0], pooled[1])
 
 
-def test_hashed_words_are_the_same_in_every_process() -> None:
+def test_hashed_words_have_no_common_direction_and_are_the_same_in_every_process() -> None:
+    encoder = build_text_encoder(TextEncoderConfig(text_length=200, text_width=256))
+    rows = encoder.encode([" ".join(f"word{i}" for i in range(200))])[0][0]
+    products = (rows @ rows.T / 256).fill_diagonal_(0)
+    # Random signs: products of mean 0 and standard deviation 1/16.
+    assert abs(products.mean()) < 0.01 and abs(products.std() - 1 / 16) < 0.005
     caption = "a red square 24 FPS, 4 motion score."
     code = (
         "from megatron_ext.video.data.text_encoders import *\n"
@@ -51,17 +64,8 @@ def test_hashed_words_are_the_same_in_every_process() -> None:
     assert said.stdout.strip() == f"{rows.tolist()} {pooled.tolist()}"
 
 
-def test_words_have_no_common_direction() -> None:
-    encoder = build_text_encoder(TextEncoderConfig(text_length=200, text_width=256))
-    rows = encoder.encode([" ".join(f"word{i}" for i in range(200))])[0][0]
-    products = (rows @ rows.T / 256).fill_diagonal_(0)
-    # Random signs: products of mean 0 and standard deviation 1/16.
-    assert abs(products.mean()) < 0.01 and abs(products.std() - 1 / 16) < 0.005
-
-
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny T5 and a tiny CLIP with tokenizers of whole words."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("text")
@@ -99,7 +103,10 @@ def config(folders: tuple[Path, Path], length: int = 11) -> TextEncoderConfig:
 def test_t5_and_clip(folders: tuple[Path, Path]) -> None:
     transformers = pytest.importorskip("transformers")
     encoder = build_text_encoder(config(folders))
-    rows, pooled = encoder.encode(["a red square", "", "a " * 40])
+    rows, pooled = encoder.encode(captions := ["a red square", "", "a " * 40])
+    for i, caption in enumerate(captions):
+        for one, many in zip(encoder.encode([caption]), (rows, pooled), strict=True):
+            torch.testing.assert_close(one[0], many[i])
     assert rows.shape == (3, 11, 16) and pooled.shape == (3, 20)
     assert (encoder.length, encoder.width, encoder.pooled_width) == (11, 16, 20)
     # a red square: 4, 5, 7; end 2; T5 pads with 0 and attends to the padding.
@@ -116,14 +123,6 @@ def test_t5_and_clip(folders: tuple[Path, Path]) -> None:
         torch.testing.assert_close(row, hidden[0, -1], atol=1e-5, rtol=1e-5)
 
 
-def test_t5_and_clip_one_caption_is_as_many(folders: tuple[Path, Path]) -> None:
-    encoder = build_text_encoder(config(folders))
-    together = encoder.encode(["a red square", "a green circle moves left"])
-    for i, caption in enumerate(["a red square", "a green circle moves left"]):
-        for one, many in zip(encoder.encode([caption]), together, strict=True):
-            torch.testing.assert_close(one[0], many[i])
-
-
 def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
     made = build_text_encoder(config(folders))
     manifest = json.loads(json.dumps({"text_encoder": made.identity}))
@@ -135,9 +134,7 @@ def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`t5_path` \(/none\) must be a local folder with a con"):
         text_encoder_from_manifest(manifest, "/none", str(folders[1]))
     manifest["text_encoder"]["t5"]["d_ff"] = 64
-    with pytest.raises(
-        DataError, match=r"not encoded with the models .*: `d_ff` was 64, but is 32"
-    ):
+    with pytest.raises(DataError, match=r"not encoded with the models .*: `d_ff` was 64, but is 3"):
         text_encoder_from_manifest(manifest, str(folders[0]), str(folders[1]))
 
 
@@ -157,18 +154,13 @@ def test_hashed_words_from_a_manifest() -> None:
         text_encoder_from_manifest(manifest)
 
 
-def test_models_of_another_type_are_refused(folders: tuple[Path, Path]) -> None:
+def test_folders_of_no_use(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"holds a model of type clip_text_model, but must .* t5"):
         build_text_encoder(config((folders[1], folders[1])))
-    with pytest.raises(
-        ConfigError, match=r"`clip_path` .* type t5, but .* clip or clip_text_model"
-    ):
+    with pytest.raises(ConfigError, match=r"`clip_path` .* type t5, but .* clip or clip_text_mode"):
         build_text_encoder(config((folders[0], folders[0])))
-
-
-def test_weights_and_tokenizers_that_are_missing(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     shutil.copytree(folders[0], tmp_path / "t5")
     weights = tmp_path / "t5" / "model.safetensors"
@@ -179,9 +171,7 @@ def test_weights_and_tokenizers_that_are_missing(
     with pytest.raises(ConfigError, match=rf"`t5_path` .* lacks the weights {name}; copy"):
         build_text_encoder(config((tmp_path / "t5", folders[1])))
     weights.write_bytes(b"cut")
-    with pytest.raises(
-        ConfigError, match=r"no model and tokenizer that can be loaded \(.*copy the"
-    ):
+    with pytest.raises(ConfigError, match=r"no model and tokenizer that can be loaded .*copy the"):
         build_text_encoder(config((tmp_path / "t5", folders[1])))
     shutil.copytree(folders[1], tmp_path / "clip")
     for file in (tmp_path / "clip").glob("tokenizer*"):
@@ -191,6 +181,13 @@ def test_weights_and_tokenizers_that_are_missing(
     (tmp_path / "clip" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"`clip_path` .* has a config.json that cannot be read"):
         build_text_encoder(config((folders[0], tmp_path / "clip")))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="needs the package transformers, which is not installe"):
+        build_text_encoder(config(folders))
+
+
+WIDTHS = {"text_width": 9, "pooled_width": 9}
+UMT5 = {"text_encoder": "umt5", "t5_path": "/t5"}
 
 
 @pytest.mark.parametrize(
@@ -205,15 +202,15 @@ def test_weights_and_tokenizers_that_are_missing(
         ({"text_encoder": "t5-clip", "t5_path": "/t5"}, r"`clip_path` \(None\) must be a local f"),
         ({"text_encoder": "umt5"}, r"`t5_path` \(None\) must be .* when `text_encoder` is umt5;"),
         (
-            {"text_encoder": "umt5", "t5_path": "/t5", "clip_path": "/c"},
+            {**UMT5, "clip_path": "/c"},
             r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-clip; choose it, or",
         ),
         (
-            {"text_encoder": "umt5", "t5_path": "/t5", "text_width": 9, "pooled_width": 9},
+            {**UMT5, **WIDTHS},
             r"`text_width` \(9\) must be left out with `text_encoder` umt5: the models decide",
         ),
         (
-            {"text_encoder": "umt5", "t5_path": "/t5", "pooled_width": 9},
+            {**UMT5, "pooled_width": 9},
             r"`pooled_width` \(9\) must be left out with `text_encoder` umt5: the models decide",
         ),
         (
@@ -227,9 +224,131 @@ def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
         TextEncoderConfig(**wrong)
 
 
-def test_without_transformers(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ConfigError, match=r"needs the package transformers, which is not installed"
-    ):
-        text_encoders.build_text_encoder(config(folders))
+LENGTH = 9
+CAPTIONS = [
+    "a red square",
+    "",
+    " a\tred  circle \n &amp;amp; a green&nbsp;square ",
+    "a red green square circle moves left right a red",
+    "purple",
+]
+
+
+@pytest.fixture(scope="module")
+def umt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_umt5(tmp_path_factory.mktemp("wan"))
+
+
+def umt5_config(folder: Path) -> TextEncoderConfig:
+    return TextEncoderConfig("umt5", str(folder), text_length=LENGTH)
+
+
+def umt5_models(folder: Path) -> tuple[Any, Any]:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder.parent / "tokenizer")
+    return tokenizer, transformers.UMT5EncoderModel.from_pretrained(folder).eval()
+
+
+def by_hand(folder: Path, captions: list[str]) -> Tensor:
+    """Follow `WanPipeline._get_t5_prompt_embeds` on captions that are clean."""
+    tokenizer, model = umt5_models(folder)
+    words = tokenizer(
+        captions, padding="max_length", max_length=LENGTH, truncation=True,
+        add_special_tokens=True, return_attention_mask=True, return_tensors="pt",
+    )  # fmt: skip
+    with torch.no_grad():
+        hidden = model(words.input_ids, words.attention_mask).last_hidden_state
+    counts = words.attention_mask.gt(0).sum(dim=1)
+    pairs = zip(hidden, counts, strict=True)
+    return torch.stack([torch.cat([h[:n], h.new_zeros(LENGTH - n, UMT5_WIDTH)]) for h, n in pairs])
+
+
+def test_umt5_is_run_as_by_hand(umt5: Path) -> None:
+    encoder = build_text_encoder(umt5_config(umt5))
+    rows, pooled = encoder.encode(CAPTIONS)
+    assert (encoder.length, encoder.width, encoder.pooled_width) == (LENGTH, UMT5_WIDTH, 0)
+    assert width_of(umt5_config(umt5)) == UMT5_WIDTH
+    clean = [*CAPTIONS[:2], "a red circle & a green square", *CAPTIONS[3:]]
+    want = by_hand(umt5, clean)
+    assert pooled.shape == (5, 0) and rows.dtype == torch.float32 and not rows.requires_grad
+    torch.testing.assert_close(rows, want, atol=1e-6, rtol=0)
+    # Three words and the end; the end alone; seven and the end; cut; an unknown word and the end.
+    assert (rows != 0).any(-1).sum(1).tolist() == [4, 1, 8, LENGTH, 2]
+    assert float(rows.abs().max()) > 0.1
+    # Pad tokens are masked in the encoder.
+    longer = TextEncoderConfig("umt5", str(umt5), text_length=2 * LENGTH)
+    long = build_text_encoder(longer).encode(CAPTIONS[:1])[0]
+    torch.testing.assert_close(long[:, :LENGTH], rows[:1], atol=1e-6, rtol=0)
+
+
+def test_umt5_is_what_the_pipeline_of_diffusers_computes(
+    umt5: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wan = pytest.importorskip("diffusers.pipelines.wan.pipeline_wan")
+    monkeypatch.setattr(wan, "is_ftfy_available", lambda: False)
+    tokenizer, model = umt5_models(umt5)
+    parts = SimpleNamespace(tokenizer=tokenizer, text_encoder=model)
+    with torch.no_grad():
+        want = wan.WanPipeline._get_t5_prompt_embeds(
+            parts, CAPTIONS, max_sequence_length=LENGTH, device=torch.device("cpu")
+        )
+    rows, _ = build_text_encoder(umt5_config(umt5)).encode(CAPTIONS)
+    torch.testing.assert_close(rows, want, atol=1e-6, rtol=0)
+    own = shutil.copytree(umt5, tmp_path / "umt5")
+    shutil.copytree(umt5.parent / "tokenizer", own, dirs_exist_ok=True)
+    (tmp_path / "tokenizer").mkdir()
+    # A tokenizer beside the weights goes first.
+    assert torch.equal(build_text_encoder(umt5_config(own)).encode(CAPTIONS)[0], rows)
+
+
+def test_umt5_from_a_manifest_and_folders_of_no_use(umt5: Path, tmp_path: Path) -> None:
+    made = build_text_encoder(umt5_config(umt5))
+    manifest = json.loads(json.dumps({"text_encoder": made.identity}))
+    again = text_encoder_from_manifest(manifest, str(umt5))
+    assert torch.equal(made.encode(CAPTIONS)[0], again.encode(CAPTIONS)[0])
+    with pytest.raises(ConfigError, match=r"`clip_path` \(/c\) has an effect only with"):
+        text_encoder_from_manifest(manifest, str(umt5), "/c")
+    with pytest.raises(ConfigError, match=r"`t5_path` \(None\) must be a local folder when `text_"):
+        text_encoder_from_manifest(manifest)
+    manifest["text_encoder"]["umt5"]["d_ff"] = 64
+    changed = r"the models of `t5_path` \(\S+\): `d_ff` was 64, but is 32; give the fol"
+    with pytest.raises(DataError, match=changed):
+        text_encoder_from_manifest(manifest, str(umt5))
+    other = shutil.copytree(umt5, tmp_path / "text_encoder")
+    with pytest.raises(ConfigError, match=r"`t5_path` .* no model and tokenizer that can be loade"):
+        build_text_encoder(umt5_config(other))
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "model_type": "t5"}))
+    with pytest.raises(ConfigError, match=r"a model of type t5, but must hold one of type umt5;"):
+        build_text_encoder(umt5_config(other))
+
+
+def test_clips_are_preprocessed_without_pooled_vectors(umt5: Path, tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
+    for i, picture in enumerate(pictures(2)):
+        Image.fromarray(picture).save(tmp_path / "clips" / f"{i}.png")
+        (tmp_path / "clips" / f"{i}.txt").write_text("a red square")
+    words = (
+        f"--input {tmp_path / 'clips'} --output {tmp_path / 'out'} --codec-spatial 4 "
+        f"--codec-channels 24 --text-encoder umt5 --t5-path {umt5} --text-length {LENGTH}"
+    ).split()
+    assert main([*words, "--buckets", PLAN.as_json()]) == 0
+    videos = ShardedVideos(tmp_path / "out")
+    assert (videos.manifest["text_width"], videos.manifest["pooled_width"]) == (UMT5_WIDTH, 0)
+    encoder = text_encoder_from_manifest(videos.manifest, str(umt5))
+    want = encoder.encode(["a red square", ""])[0]
+    batch = collate([videos[0], videos[1]], patch=2, multiple=1)
+    assert batch.pooled.shape == (2, 0)
+    torch.testing.assert_close(batch.text, want[:1].expand(2, -1, -1), atol=1e-6, rtol=0)
+    null, pooled = videos.null_text
+    assert pooled.shape == (0,)
+    torch.testing.assert_close(null, want[1], atol=1e-6, rtol=0)
+
+
+def test_the_width_of_t5_is_known_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "d_model": 96}')
+    t5 = TextEncoderConfig("t5-clip", str(tmp_path), str(tmp_path))
+    assert width_of(t5) == 96 and width_of(TextEncoderConfig(text_width=7)) == 7
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ConfigError, match="whose `d_model` is None, but must be the width of T5"):
+        width_of(t5)

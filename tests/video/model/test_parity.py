@@ -7,17 +7,28 @@ holds all text.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
-from tests.ranks import run_on_ranks
+from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
+from tests.ranks import on_ranks, run_on_ranks
 from tests.video.model.mmdit.problem import Problem as MMDiTProblem
 from tests.video.model.wan.problem import BIDIRECTIONAL, CAUSAL, streaming_step
 from tests.video.model.wan.problem import Problem as WanProblem
-from tests.video.networks import Problem, Truth, Truths, check_step, layout_of, train_step
+from tests.video.networks import (
+    Problem,
+    Truth,
+    check_step,
+    layout_of,
+    train_step,
+    truth,
+    write_weights,
+)
 
 TOLERANCE = 1e-5
 DELICATE = (
@@ -31,9 +42,9 @@ RECOMPUTED = MMDiTOptions(
     cp_comm_type="a2a", recompute_double_blocks=1, recompute_single_blocks=100
 )
 LAST = {"mask": "last frame"}
-"""The first half of the ranks' tokens counts nothing: the mask sits on one rank."""
+"""Options under which the mask sits on one rank, so that the others' tokens count nothing."""
 TEXT = {"num_text": 16, "mask": "all"}
-"""A rank holds text alone."""
+"""Options under which a rank holds text alone."""
 
 
 def wan(options: Any, changes: dict[str, Any], **fields: Any) -> WanProblem:
@@ -41,17 +52,17 @@ def wan(options: Any, changes: dict[str, Any], **fields: Any) -> WanProblem:
 
 
 def streamed(changes: dict[str, Any], **fields: Any) -> WanProblem:
-    """The student: cache filled without gradient, each block again with it."""
+    """Return the student, which fills a cache and then runs each block again with gradient."""
     return wan(CAUSAL, changes, frames=18, streaming=True, **fields)
 
 
 def masked(changes: dict[str, Any], **fields: Any) -> WanProblem:
-    """The student on whole sequences, without a cache."""
+    """Return the student on whole sequences, without a cache."""
     return wan(CAUSAL, changes, frames=18, **fields)
 
 
 def twin(changes: dict[str, Any], **fields: Any) -> WanProblem:
-    """Critic and teacher."""
+    """Return the network of critic and teacher."""
     return wan(BIDIRECTIONAL, changes, frames=6, **fields)
 
 
@@ -107,10 +118,7 @@ CASES: dict[str, tuple[dict[str, int], Problem]] = {
     ),
     "wan streamed cp4": ({"cp": 4}, streamed({})),
     "wan masked cp2": ({"cp": 2}, masked({})),
-    "wan masked tp2sp cp2 recomputed": (
-        {"tp": 2, "cp": 2},
-        masked({"recompute_blocks": 1}, **SP),
-    ),
+    "wan masked tp2sp cp2 recomputed": ({"tp": 2, "cp": 2}, masked({"recompute_blocks": 1}, **SP)),
     "wan twin tp2sp": ({"tp": 2}, twin({}, **SP, **WHOLE)),
     "wan twin cp2 a2a": ({"cp": 2}, twin(WAN_A2A)),
     "wan twin dp2": ({"dp": 2}, twin({})),
@@ -123,8 +131,16 @@ CASES: dict[str, tuple[dict[str, int], Problem]] = {
 
 
 @pytest.fixture(scope="module")
-def truths(tmp_path_factory: pytest.TempPathFactory) -> Truths:
-    return Truths(tmp_path_factory.mktemp("truths"))
+def truth_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Truth]:
+    """Return a function that gives one truth for all layouts, which their ranks inherit."""
+    path = tmp_path_factory.mktemp("truths") / "weights"
+
+    @cache
+    def of(problem: Any) -> Truth:
+        on_ranks(write_weights, {}, problem=problem, path=path)
+        return truth(problem, torch.load(path))
+
+    return lambda problem: of(problem.on_one_rank())
 
 
 def check(context: ParallelContext, problem: Any, want: Truth) -> None:
@@ -133,9 +149,9 @@ def check(context: ParallelContext, problem: Any, want: Truth) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layouts_train_as_plain_torch(truths: Truths, name: str) -> None:
+def test_layouts_train_as_plain_torch(truth_of: Callable[[Any], Truth], name: str) -> None:
     sizes, problem = CASES[name]
-    want = truths.of(problem)
+    want = truth_of(problem)
     if isinstance(problem, MMDiTProblem):
         assert all(any(part in key for key in want.gradients) for part in DELICATE)
     run_on_ranks(check, layout_of(sizes, problem.schedule), {"problem": problem, "want": want})

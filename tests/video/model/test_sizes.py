@@ -1,52 +1,29 @@
-"""Sizes of the networks that fit together, their parameters, and blocks dealt to stages."""
+"""Sizes of the networks, their parameters, blocks dealt to stages, and windows of frames."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.mmdit import SIZES as MMDIT
 from megatron_ext.video.config.wan import SIZES as WAN
-from megatron_ext.video.model.mmdit.options import MMDiTOptions, stage_blocks
-from megatron_ext.video.model.wan.options import VideoDiTOptions
-from megatron_ext.video.model.wan.options import stage_blocks as wan_stage_blocks
+from megatron_ext.video.model.mmdit.blocks import MMDiTOptions, stage_blocks
+from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
+from megatron_ext.video.model.wan.attention import stage_blocks as wan_stage_blocks
 from tests.video.model.mmdit.plain import PlainMMDiT
-from tests.video.model.wan.plain import PlainVideoDiT
-
-
-def counted(model: Callable[[Any], torch.nn.Module], sizes: Any) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in model(sizes).parameters())
-
-
-@pytest.mark.parametrize("name", MMDIT)
-@pytest.mark.parametrize("switches", [{}, {"cond_embed": True, "guidance_embed": True}])
-def test_the_formula_counts_every_parameter_of_an_mmdit(
-    name: str, switches: dict[str, bool]
-) -> None:
-    sizes = dataclasses.replace(MMDIT[name], qkv_bias=not switches, **switches)
-    # The plain model's fused W1 always has a bias, also for queries, keys and values.
-    spare = 0 if sizes.qkv_bias else 3 * sizes.hidden_size * sizes.num_single_blocks
-    assert sizes.num_parameters == counted(PlainMMDiT, sizes) - spare
-
-
-@pytest.mark.parametrize("name", WAN)
-def test_the_formula_counts_every_parameter_of_wan(name: str) -> None:
-    assert WAN[name].num_parameters == counted(PlainVideoDiT, WAN[name])
+from tests.video.model.wan.plain import frame_mask, num_parameters
 
 
 def test_11b_is_open_sora_2() -> None:
-    """19 double blocks of 6.46 B in all, 38 single ones of 5.38 B, 11.89 B together."""
     sizes = MMDIT["11b"]
     with torch.device("meta"):
         model = PlainMMDiT(sizes)
-    assert sizes.num_parameters / 1e9 == pytest.approx(11.89, abs=0.005)
+    assert num_parameters(sizes) / 1e9 == pytest.approx(11.89, abs=0.005)
     for blocks, want in ((model.double_blocks, 6.46), (model.single_blocks, 5.38)):
         found = sum(p.numel() for p in blocks.parameters()) / 1e9
         assert found == pytest.approx(want, abs=0.005)
@@ -54,14 +31,13 @@ def test_11b_is_open_sora_2() -> None:
 
 
 def test_1_3b_and_14b_are_wan() -> None:
-    """Widths as published; 1,418,996,800 and 14,288,491,584 parameters."""
     small, large = WAN["1.3b"], WAN["14b"]
     assert (small.hidden_size, small.num_heads, small.num_blocks) == (1536, 12, 30)
     assert (large.hidden_size, large.num_heads, large.num_blocks) == (5120, 40, 40)
     assert small.axes_dim == large.axes_dim == (44, 42, 42)
     assert small.token_width == 64
-    assert small.num_parameters == 1_418_996_800
-    assert large.num_parameters == 14_288_491_584
+    assert num_parameters(small) == 1_418_996_800
+    assert num_parameters(large) == 14_288_491_584
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -69,15 +45,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (MMDIT, {"axes_dim": (4, 6, 8)}, r"sum is the size of a head, hidden_size / num_heads \(16\)"),
     (MMDIT, {"axes_dim": (5, 5, 6)}, r"`axes_dim` \(5, 5, 6\) must be even"),
     (MMDIT, {"axes_dim": (8, 8)}, "must be three widths"),
-    (MMDIT, {"num_heads": 0}, r"`num_heads` \(0\) must be 1 or more"),
-    (MMDIT, {"num_double_blocks": -1}, r"`num_double_blocks` \(-1\) must be 0 or more"),
     (MMDIT, {"num_double_blocks": 0, "num_single_blocks": 0}, "must be 1 or more; give blocks"),
-    (MMDIT, {"rope_theta": 0.5}, r"`rope_theta` \(0.5\) must exceed 1"),
     (WAN, {"hidden_size": 66}, r"`hidden_size` \(66\) must be divisible by `num_heads` \(4\)"),
     (WAN, {"hidden_size": 20}, r"hidden_size / num_heads \(5\), must be even and 6 or more"),
     (WAN, {"hidden_size": 16}, r"hidden_size / num_heads \(4\), must be even and 6 or more"),
     (WAN, {"num_blocks": 0}, r"`num_blocks` \(0\) must be 1 or more"),
-    (WAN, {"rope_theta": 0.5}, r"`rope_theta` \(0.5\) must exceed 1"),
 ]
 
 
@@ -126,12 +98,6 @@ def test_no_other_deal_of_an_mmdits_blocks_is_better(
     assert max(sum(costs[i] for i in stage) for stage in got) == pytest.approx(min(every))
 
 
-def test_11b_on_eight_stages() -> None:
-    sizes = MMDIT["11b"]
-    assert [len(s) for s in stage_blocks(sizes, 8, 1.0)] == [7, 7, 7, 7, 7, 7, 7, 8]
-    assert [len(s) for s in stage_blocks(sizes, 4, 2.4)] == [9, 9, 19, 20]
-
-
 @pytest.mark.parametrize(("num_blocks", "num_stages"), [(40, 8), (30, 4), (2, 2), (5, 3)])
 def test_stages_of_wan_hold_nearly_equal_numbers_of_blocks(
     num_blocks: int, num_stages: int
@@ -142,8 +108,51 @@ def test_stages_of_wan_hold_nearly_equal_numbers_of_blocks(
     assert max(counts) - min(counts) <= 1
 
 
-def test_more_stages_than_blocks_are_refused() -> None:
+def test_11b_on_four_and_eight_stages_and_more_stages_than_blocks() -> None:
+    sizes = MMDIT["11b"]
+    assert [len(s) for s in stage_blocks(sizes, 8, 1.0)] == [7, 7, 7, 7, 7, 7, 7, 8]
+    assert [len(s) for s in stage_blocks(sizes, 4, 2.4)] == [9, 9, 19, 20]
     with pytest.raises(ConfigError, match=r"5 stages, but the model only 4 blocks \(2 double"):
         stage_blocks(MMDIT["tiny"], 5, 1.0)
     with pytest.raises(ConfigError, match="3 stages, but the model only 2 blocks; use a smaller"):
         wan_stage_blocks(2, 3)
+
+
+def seen(window: FrameWindow, start: int) -> list[int]:
+    return [frame for part in window.visible(start) for frame in part]
+
+
+def test_the_window_of_the_original() -> None:
+    """See three sinks and nine local frames: six past ones and the block."""
+    window = FrameWindow(block=3, window=12, sink=3)
+    assert [window.capacity_for(n) for n in (3, 18, 21)] == [12, 27, 30]
+    assert seen(window, 0) == [0, 1, 2]
+    assert seen(window, 9) == list(range(12))
+    assert seen(window, 12) == [0, 1, 2, *range(6, 15)]
+    assert seen(window, 237) == [0, 1, 2, *range(231, 240)]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 12, 3), (3, 6, 3), (3, 6, 0), (3, 12, 0), (1, 4, 2), (2, 9, 3), (3, 14, 7)]
+)
+def test_every_block_sees_what_the_formula_says(sizes: tuple[int, int, int]) -> None:
+    window = FrameWindow(*sizes)
+    mask = frame_mask(range(42), sizes)
+    for start in window.blocks(0, 42):
+        assert seen(window, start) == mask[start].nonzero().flatten().tolist()
+        assert len(seen(window, start)) <= window.window
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block": 0}, r"`block` \(0\) must be 1 frame or more"),
+        ({"sink": -1}, r"`sink` \(-1\) must be 0 frames or more"),
+        ({"window": 5}, r"`window` \(5\) must be at least `sink` \+ `block` \(3 \+ 3 = 6\)"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FrameWindow(**settings)
+    with pytest.raises(DataError, match=r"`first_frame` \(-3\) must be a multiple"):
+        FrameWindow().blocks(-3, 3)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.layers.lora import attach_adapters, merge_adapters
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
+from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
 from tests.ranks import ranks, run_on_ranks
 from tests.video.model.mmdit.problem import Problem as MMDiTProblem
 from tests.video.model.wan.problem import CAUSAL, frames_of, new_cache, stream
@@ -61,19 +61,16 @@ def test_initial_weights_are_those_of_one_rank(
         assert torch.equal(mine[name], weight), name
 
 
-def test_weights_of_an_mmdit_are_drawn_as_torch_draws_them(
+def test_weights_are_drawn_as_torch_draws_those_of_an_mmdit_and_as_wans_are_published(
     single: dict[Problem, Tensors],
 ) -> None:
-    """Uniform within 1 / sqrt(fan_in), weights and biases; both pieces of W2 have one fan-in."""
+    """Draw within 1 / sqrt(fan_in), weights and biases; both pieces of W2 have one fan-in."""
     weights = single[MMDIT]
     fan_ins = {
-        "double_blocks.0.img.linear_qkv.weight": 64,
-        "double_blocks.1.txt.linear_fc2.bias": 256,
-        "single_blocks.0.linear_proj.weight": 320,
-        "single_blocks.1.linear_fc2.weight": 320,
-        "single_blocks.1.modulation.weight": 64,
-        "embedding.txt_in.weight": 32,
-    }
+        "double_blocks.0.img.linear_qkv.weight": 64, "double_blocks.1.txt.linear_fc2.bias": 256,
+        "single_blocks.0.linear_proj.weight": 320, "single_blocks.1.linear_fc2.weight": 320,
+        "single_blocks.1.modulation.weight": 64, "embedding.txt_in.weight": 32,
+    }  # fmt: skip
     for name, fan_in in fan_ins.items():
         bound = 1 / math.sqrt(fan_in)
         assert 0.9 * bound < float(weights[name].abs().max()) <= bound, name
@@ -81,10 +78,6 @@ def test_weights_of_an_mmdit_are_drawn_as_torch_draws_them(
     assert not torch.equal(img, txt)
     assert torch.equal(weights["single_blocks.0.norm.k_layernorm.weight"], torch.ones(16))
     assert not weights["embedding.cond_in.weight"].any()
-
-
-def test_weights_of_wan_are_drawn_as_published(single: dict[Problem, Tensors]) -> None:
-    """Each projection of a fused weight by its own widths, 64 and 64, or 64 and 128."""
     weights = single[WAN]
     bounds = {
         "blocks.0.self_attention.linear_qkv.weight": math.sqrt(6 / 128),
@@ -161,7 +154,6 @@ def adapted(problem: Problem, context: ParallelContext) -> Any:
 
 @ranks(tp=2, cp=2)
 def test_adapters_on_every_linear_layer_of_a_block_of_wan(context: ParallelContext) -> None:
-    """No effect at the start; a gradient in all of them, though blocks are recomputed; merged."""
     options = dataclasses.replace(CAUSAL, recompute_blocks=9)
     problem = WanProblem(options=options, sequence_parallel=True)
     inputs = problem.inputs()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.parallel.context import ParallelContext
@@ -16,63 +15,37 @@ from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.config.run import FlowConfig, SampleConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
 from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engine
 from tests.video.model.mmdit.problem import Problem
-from tests.video.networks import build
+from tests.video.networks import build, wrapped
 
 SHAPE = SampleShape(num_frames=9, height=32, width=32, fps=8)
 CODEC = build_codec(CodecConfig(codec_spatial=4, codec_temporal=4, codec_channels=4))
-ENCODER = build_text_encoder(
-    TextEncoderConfig(text_length=8, text_width=32, pooled_width=16),
-)
+ENCODER = build_text_encoder(TextEncoderConfig(text_length=8, text_width=32, pooled_width=16))
 FLOW = FlowConfig()
 SEED = 11
 SAMPLING = SampleConfig(
-    sample_steps=3,
-    sample_text_scale=2.0,
-    sample_image_scale=1.5,
-    sample_seed=SEED,
+    sample_steps=3, sample_text_scale=2.0, sample_image_scale=1.5, sample_seed=SEED,
     sample_batch_size=2,
-)
+)  # fmt: skip
 LATENT = (3, 8, 8)
 NUM_IMAGE, NUM_TEXT = 48, 8
-
 I2V = dataclasses.replace(SIZES["tiny"], cond_embed=True)
 
 
 def velocity_on(
-    context: ParallelContext,
-    sizes: Any = I2V,
-    *,
-    schedule: str | None = None,
-    options: MMDiTOptions | None = None,
-    sequence_parallel: bool = False,
-    guidance: float | None = None,
-    bf16: bool = False,
-) -> ParallelVelocity:
+    context: ParallelContext, sizes: Any = I2V, *, guidance: float | None = None,
+    bf16: bool = False, **settings: Any,
+) -> ParallelVelocity:  # fmt: skip
     """Return the velocity of one model on these ranks, with a condition branch that counts."""
-    problem = Problem(
-        sizes=sizes, options=options or MMDiTOptions(), sequence_parallel=sequence_parallel,
-        schedule=schedule,
-    )  # fmt: skip
-    config, chunks = build(problem, context)
+    config, chunks = build(Problem(sizes=sizes, **settings), context)
     for chunk in chunks:
         move_off_zero(chunk)
-    wrapped: list[Any] = list(chunks)
     if bf16:
         config.bf16, config.pipeline_dtype = True, torch.bfloat16
-        wrapped = [Float16Module(config, chunk) for chunk in wrapped]
-    ddp = [
-        DistributedDataParallel(
-            config=config,
-            ddp_config=DistributedDataParallelConfig(),
-            module=chunk,
-            pg_collection=context.pgs,
-        )
-        for chunk in wrapped
-    ]
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    ddp = wrapped(chunks, config, context)
     engine = forward_engine(ddp, config, context)
     return ParallelVelocity(engine, ddp, context, patch_size=2, guidance=guidance)
 
@@ -86,7 +59,6 @@ def move_off_zero(chunk: torch.nn.Module) -> None:
 
 
 def requests_with(reference: Path | None, count: int = 3) -> list[ClipRequest]:
-    """Return prompts, of which the middle one has a reference."""
     texts = ["a red square moves left", "a blue disc", "a green ring moves up", "nothing", "two"]
     asked = [ClipRequest(text) for text in texts[:count]]
     if reference is not None:

@@ -1,4 +1,4 @@
-"""Files of sampled clips, read back."""
+"""Files of sampled clips and long videos, read back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.video.sampling import clips as module
 from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST, write_clips
 from megatron_ext.video.sampling.requests import ClipRequest
+from megatron_ext.video.streaming.long_videos import LongVideoWriter, NotFiniteError
 
 ASKED = [ClipRequest("a red square moves left"), ClipRequest("Größe " * 40, "a.png", "i2v_head")]
 
@@ -31,7 +32,6 @@ def smooth(num_clips: int = 2, frames: int = 9, height: int = 32, width: int = 4
 
 
 def read(path: Path) -> tuple[np.ndarray[Any, Any], float]:
-    """Return frames ``[f, H, W, 3]`` and their rate."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         assert stream.codec_context.name == "h264"
@@ -40,7 +40,7 @@ def read(path: Path) -> tuple[np.ndarray[Any, Any], float]:
         return np.stack(frames), float(stream.average_rate)
 
 
-def test_clips_are_playable_and_show_the_pixels(tmp_path: Path) -> None:
+def test_clips_are_playable_and_the_list_says_how_they_came_about(tmp_path: Path) -> None:
     pixels = smooth()
     pixels[0, 0, 0, 0, 0] = 7.0
     write_clips(tmp_path / "out", pixels, ASKED, fps=12, seed=5, facts={"iteration": 40})
@@ -52,10 +52,6 @@ def test_clips_are_playable_and_show_the_pixels(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"sample_000.mp4", "sample_001.mp4", CONTACT_SHEET, LIST}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_the_list_says_how_each_clip_came_about(tmp_path: Path) -> None:
-    write_clips(tmp_path / "out", smooth(), ASKED, fps=12, seed=5, facts={"iteration": 40})
     rows = [json.loads(line) for line in (tmp_path / "out" / LIST).read_text("utf-8").splitlines()]
     common = {"seed": 5, "num_frames": 9, "height": 32, "width": 48, "fps": 12, "iteration": 40}
     wanted = {"path": "sample_001.mp4", "number": 1, "text": ASKED[1].text, "motion": None}
@@ -77,11 +73,9 @@ def test_the_contact_sheet_has_a_row_for_each_clip(tmp_path: Path) -> None:
     assert (sheet[row + 20 : row + 52, -52:-4] == (255, 0, 0)).all()
     for title in (sheet[:20], sheet[row : row + 20]):
         assert title.min() < 100 and (title[:, -4:] == 255).all()
-
-
-def test_large_frames_are_reduced_in_the_contact_sheet(tmp_path: Path) -> None:
-    write_clips(tmp_path / "out", smooth(1, 3, 512, 256), ASKED[:1], fps=12, seed=5)
-    with Image.open(tmp_path / "out" / CONTACT_SHEET) as picture:
+    # Large frames are reduced.
+    write_clips(tmp_path / "large", smooth(1, 3, 512, 256), ASKED[:1], fps=12, seed=5)
+    with Image.open(tmp_path / "large" / CONTACT_SHEET) as picture:
         assert picture.size == (4 + 3 * (128 + 4), 20 + 256 + 4)
 
 
@@ -106,10 +100,9 @@ def test_older_samples_are_replaced_as_a_whole(
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "contact_sheet", fails)
-        with pytest.raises(OSError, match="disk full"):
-            write_clips(out, smooth(1), ASKED[:1], fps=12, seed=5)
-        with pytest.raises(OSError, match="disk full"):
-            write_clips(tmp_path / "new", smooth(1), ASKED[:1], fps=12, seed=5)
+        for folder in (out, tmp_path / "new"):
+            with pytest.raises(OSError, match="disk full"):
+                write_clips(folder, smooth(1), ASKED[:1], fps=12, seed=5)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert len(list(out.glob("*.mp4"))) == 2
     # What a killed run left behind is cleared.
@@ -121,18 +114,49 @@ def test_older_samples_are_replaced_as_a_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
     mine = tmp_path / "thesis"
     mine.mkdir()
     (mine / "chapter.tex").write_text("all of it")
     with pytest.raises(DataError, match="holds files that are no samples and would be lost"):
         write_clips(mine, smooth(), ASKED, fps=12, seed=5)
     assert (mine / "chapter.tex").read_text() == "all of it"
-    out = tmp_path / "out"
-    with pytest.raises(DataError, match=r"shape \[1, 3, 9, 32, 48\], but must be \[2, 3, f"):
-        write_clips(out, smooth(1), ASKED, fps=12, seed=5)
-    with pytest.raises(DataError, match="not finite, so nothing was written"):
-        write_clips(out, smooth() / 0, ASKED, fps=12, seed=5)
-    with pytest.raises(ConfigError, match=r"`fps` \(0\) of sampled clips must be at least 1"):
-        write_clips(out, smooth(), ASKED, fps=0, seed=5)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
+FRAMES = 21
+STRETCHES = (9, 1, 11)
+
+
+def test_long_videos_show_the_pixels_and_keep_some_frames(tmp_path: Path) -> None:
+    pixels = smooth(2, FRAMES)
+    writer = LongVideoWriter(tmp_path, (4, 1), lambda x: x, num_frames=FRAMES, fps=12)
+    for part in pixels.transpose(1, 2).split(STRETCHES, dim=1):
+        writer.append(part)
+    assert writer.num_frames == FRAMES
+    videos = writer.finish()
+    wanted = ((pixels.permute(0, 2, 3, 4, 1).numpy() + 1) * 127.5).round()
+    for video, number, want in zip(videos, (4, 1), wanted, strict=True):
+        frames, fps = read(tmp_path / f"sample_00{number}.mp4")
+        assert frames.shape == (FRAMES, 32, 48, 3) and fps == 12
+        assert np.abs(frames - want).mean() < 4
+        assert (video.number, video.num_frames) == (number, FRAMES)
+        # 8 frames from the first to the last.
+        shown = np.linspace(0, FRAMES - 1, 8).round().astype(int)
+        assert video.shown.shape == (8, 32, 48, 3) and (video.shown == want[shown]).all()
+
+
+def test_what_is_written_can_be_played_before_the_end_and_must_be_finite(tmp_path: Path) -> None:
+    pixels = torch.cat([smooth(1, 300)] * 2, dim=2)
+    writer = LongVideoWriter(tmp_path, (0,), lambda x: x, num_frames=600, fps=12)
+    writer.append(pixels.transpose(1, 2))
+    frames, _ = read(tmp_path / "sample_000.mp4")
+    assert 200 < len(frames) < 600
+    writer.abandon()
+    writer = LongVideoWriter(tmp_path, (0,), lambda x: x, num_frames=FRAMES, fps=12)
+    pixels = smooth(1, 3)
+    writer.append(pixels.transpose(1, 2))
+    pixels[0, 1, 2, 0, 0] = torch.inf
+    with pytest.raises(NotFiniteError, match="not finite, so nothing was written; look whether"):
+        writer.append(pixels.transpose(1, 2))
+    writer.abandon()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import DataError
 from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig, SampleConfig
 from megatron_ext.video.data.conditions import Text, condition, frame_masks
 from megatron_ext.video.data.randomness import draw_noise
@@ -28,11 +27,9 @@ from megatron_ext.video.sampling.flow import (
 B, C, T, H, W = 2, 4, 3, 8, 8
 FLOW = FlowConfig()
 PLAIN = SampleConfig(
-    sample_text_scale=1.0,
-    sample_image_scale=1.0,
-    sample_oscillation=False,
+    sample_text_scale=1.0, sample_image_scale=1.0, sample_oscillation=False,
     sample_scale_by_frame=False,
-)
+)  # fmt: skip
 USUAL = SampleConfig()
 Model = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -56,23 +53,12 @@ def references(mode: str) -> References:
 
 
 def run(
-    velocity: Model,
-    sampling: SampleConfig = PLAIN,
-    num_steps: int = 6,
-    noise: Tensor = NOISE,
-    given: References | None = None,
-    prompts: Text | None = None,
-) -> Tensor:
-    return sample(
-        velocity,
-        text() if prompts is None else prompts,
-        NULL,
-        noise,
-        patch_size=2,
-        flow=FLOW,
-        sampling=dataclasses.replace(sampling, sample_steps=num_steps),
-        references=given,
-    )
+    velocity: Model, sampling: SampleConfig = PLAIN, num_steps: int = 6, noise: Tensor = NOISE,
+    given: References | None = None, prompts: Text | None = None,
+) -> Tensor:  # fmt: skip
+    sampling = dataclasses.replace(sampling, sample_steps=num_steps)
+    options = {"patch_size": 2, "flow": FLOW, "sampling": sampling, "references": given}
+    return sample(velocity, text() if prompts is None else prompts, NULL, noise, **options)
 
 
 def toy(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
@@ -111,14 +97,11 @@ def test_training_and_sampling_shift_alike(
         trained = timesteps(FLOW, u, shift_factor(FLOW, shape, patch_size))
         assert float(trained) == pytest.approx(float(sampled[i]), rel=1e-5)
     assert float(sampled[0]) == 1 and float(sampled[-1]) == 0
+    fixed = times(FlowConfig(flow_shift=3.0), 2, shape, patch_size)
+    assert fixed.tolist() == pytest.approx([1.0, 0.75, 0.0])
 
 
-def test_a_fixed_shift_is_used() -> None:
-    steps = times(FlowConfig(flow_shift=3.0), 2, (5, 24, 42), 2)
-    assert steps.tolist() == pytest.approx([1.0, 0.75, 0.0])
-
-
-def test_the_model_gets_exact_times() -> None:
+def test_the_model_gets_exact_times_and_sampling_is_reproducible() -> None:
     seen: list[Tensor] = []
 
     def watching(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
@@ -129,9 +112,6 @@ def test_the_model_gets_exact_times() -> None:
     found = run(watching, num_steps=5, noise=NOISE.bfloat16())
     assert found.dtype == torch.float32
     assert torch.equal(torch.stack([t[0] for t in seen]), times(FLOW, 5, (T, H, W), 2)[:-1])
-
-
-def test_sampling_is_seeded_and_reproducible() -> None:
     first = run(toy, USUAL)
     torch.rand(3)
     assert torch.equal(run(toy, USUAL, noise=noise_of(3, B, (C, T, H, W))), first)
@@ -169,24 +149,16 @@ def test_every_input_and_scale_counts() -> None:
     given = references("i2v_loop")
     base = SampleConfig(sample_oscillation=False, sample_scale_by_frame=False)
     first = run(toy, base, 12, given=given)
-    others = [
-        dataclasses.replace(base, **change)
-        for change in (
-            {"sample_text_scale": 5.0},
-            {"sample_image_scale": 2.0},
-            {"sample_oscillation": True},
-            {"sample_scale_by_frame": True},
-        )
-    ]
+    changes = {"text_scale": 5.0, "image_scale": 2.0, "oscillation": True, "scale_by_frame": True}
     free = ~given.masks[0]
-    for other in others:
+    for name, value in changes.items():
+        other = dataclasses.replace(base, **{f"sample_{name}": value})
         found = run(toy, other, 12, given=given)
-        assert not torch.allclose(found[:, :, free], first[:, :, free], atol=1e-4)
+        assert not torch.allclose(found[:, :, free], first[:, :, free], atol=1e-4), name
     assert not torch.allclose(run(toy, base, 12, given=given, prompts=text(1)), first)
 
 
 def test_guidance_is_by_frame_text_and_references() -> None:
-    """Compare one step with the formula of the three predictions, frame by frame."""
     given, prompts = references("i2v_head"), text()
     guidance = SampleConfig(sample_text_scale=2.0, sample_image_scale=3.0)
     tokens, n = pack(NOISE, 2), T * H * W // 4
@@ -212,47 +184,26 @@ def test_predictions_that_are_alike_are_made_once(mode: str | None, parts: int) 
     run(counting, given=None if mode is None else references(mode))
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(DataError, match=r"noise is for 1 clip\(s\), but there are 2 text"):
-        run(toy, noise=NOISE[:1])
-    given = references("i2v_head")
-    with pytest.raises(DataError, match=r"masks of \(2, 2\), but the clips are \(2, 4, 3, 8, 8\)"):
-        run(toy, given=References(given.latents, given.masks[:, :2]))
-
-
-STEADY = SampleConfig(sample_oscillation=False, sample_scale_by_frame=False)
-
-
 def test_the_three_predictions_are_joined() -> None:
     c, u, u2 = torch.randn(3, 2, 6, 4, dtype=torch.float64)
-    want = u2 + 3.0 * (u - u2) + 7.5 * (c - u)
-    assert torch.allclose(guided(c, u, u2, 7.5, 3.0), want, rtol=1e-12)
-    per_token = torch.rand(6, 1, dtype=torch.float64)
-    want = u2 + per_token * (u - u2) + 7.5 * (c - u)
-    assert torch.allclose(guided(c, u, u2, 7.5, per_token), want, rtol=1e-12)
+    for scale in (3.0, torch.rand(6, 1, dtype=torch.float64)):
+        want = u2 + scale * (u - u2) + 7.5 * (c - u)
+        assert torch.allclose(guided(c, u, u2, 7.5, scale), want, rtol=1e-12)
 
 
-def test_scales_of_1_give_the_conditional_prediction() -> None:
-    c, u, u2 = torch.randn(3, 2, 6, 4)
-    assert torch.equal(guided(c, u, u2, 1.0, 1.0), c)
-
-
-def test_odd_steps_rest_from_the_tenth_on() -> None:
-    config = SampleConfig(sample_scale_by_frame=False)
+def test_scales_rest_in_odd_steps_and_change_over_frames_and_steps() -> None:
+    steady = SampleConfig(sample_oscillation=False, sample_scale_by_frame=False)
+    resting = SampleConfig(sample_scale_by_frame=False)
     for step in range(50):
         rests = step in range(11, 50, 2)
-        assert text_scale(config, step) == (1.0 if rests else 7.5)
-        assert image_scale(config, step, 3).tolist() == [1.0 if rests else 3.0] * 3
-        assert text_scale(STEADY, step) == 7.5
-        assert image_scale(STEADY, step, 3).tolist() == [3.0] * 3
-
-
-def test_the_image_scale_rises_over_the_frames_and_falls_over_the_steps() -> None:
-    config = SampleConfig(sample_oscillation=False, sample_steps=20)
+        assert text_scale(resting, step) == (1.0 if rests else 7.5)
+        assert image_scale(resting, step, 3).tolist() == [1.0 if rests else 3.0] * 3
+        assert text_scale(steady, step) == 7.5
+        assert image_scale(steady, step, 3).tolist() == [3.0] * 3
+    changing = SampleConfig(sample_oscillation=False, sample_steps=20)
     for step in (0, 1, 7, 19):
         end = torch.linspace(3.0, 1.0, 21)[step]
         want = torch.linspace(1.0, float(end), 5)
-        assert torch.allclose(image_scale(config, step, 5), want, rtol=1e-6)
+        assert torch.allclose(image_scale(changing, step, 5), want, rtol=1e-6)
     assert image_scale(USUAL, 11, 5).tolist() == [1.0] * 5
-    below = SampleConfig(sample_image_scale=0.5)
-    assert image_scale(below, 0, 2).tolist() == [0.5, 0.5]
+    assert image_scale(SampleConfig(sample_image_scale=0.5), 0, 2).tolist() == [0.5, 0.5]

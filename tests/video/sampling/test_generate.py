@@ -14,23 +14,18 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.data.clips import Clip, decode
-from megatron_ext.video.data.conditions import Text, condition
+from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.randomness import draw_noise
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
-from megatron_ext.video.model.tokens import pack, position_ids, unpack
-from megatron_ext.video.sampling.flow import References, sample, times
-from megatron_ext.video.sampling.generate import (
-    decoded,
-    encode_on_reporting_rank,
-    generate_latents,
-)
+from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
+from megatron_ext.video.model.tokens import position_ids
+from megatron_ext.video.sampling.flow import References, sample
+from megatron_ext.video.sampling.generate import decoded, encode_on_reporting_rank, generate_latents
 from megatron_ext.video.sampling.requests import ClipRequest, encode_requests
 from tests.ranks import ranks, run_on_ranks
 from tests.video.model.mmdit.problem import Problem
-from tests.video.networks import gathered_weights
+from tests.video.networks import gathered_weights, layout_of
 from tests.video.sampling.problem import (
     CODEC,
     ENCODER,
@@ -45,18 +40,6 @@ from tests.video.sampling.problem import (
 )
 
 TOLERANCE = 1e-5
-
-
-def layout_of(sizes: dict[str, int], schedule: str | None = None) -> Layout:
-    tp, pp, cp, dp = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
-    return Layout(
-        world_size=tp * pp * cp * dp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        virtual_pipeline_model_parallel_size=sizes.get("vpp"),
-        v_shape=schedule == "zb-v",
-    )
 
 
 def clips_of(context: ParallelContext, asked: list[ClipRequest], **changes: Any) -> Tensor | None:
@@ -96,20 +79,11 @@ def plainly(context: ParallelContext, asked: list[ClipRequest], path: Path) -> N
     noise = draw_noise(SEED, range(len(asked)), encoded.latent_shape, "sampling noise")
     clips = []
     for i in range(len(asked)):
-        one = slice(i, i + 1)
-        given = encoded.references
-        clips.append(
-            sample(
-                velocity,
-                Text(encoded.text.sequence[one], encoded.text.pooled[one]),
-                encoded.null,
-                noise[one],
-                patch_size=2,
-                flow=FLOW,
-                sampling=SAMPLING,
-                references=given and References(given.latents[one], given.masks[one]),
-            )
-        )
+        one, given = slice(i, i + 1), encoded.references
+        text = Text(encoded.text.sequence[one], encoded.text.pooled[one])
+        references = given and References(given.latents[one], given.masks[one])
+        options = {"flow": FLOW, "sampling": SAMPLING, "references": references}
+        clips.append(sample(velocity, text, encoded.null, noise[one], patch_size=2, **options))
     torch.save(CODEC.decode(torch.cat(clips)), path)
 
 
@@ -149,7 +123,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def test_every_layout_gives_the_clips_of_one_process(
     name: str, truth: Tensor, reference: Path
 ) -> None:
-    """Two context-parallel ranks hold 20 and 28 of 48 image tokens, beside 8 text tokens."""
+    """Let two context-parallel ranks hold 20 and 28 of 48 image tokens, beside 8 text tokens."""
     sizes, settings = LAYOUTS[name]
     arguments = {"asked": requests_with(reference), "want": truth, "settings": settings}
     run_on_ranks(compare, layout_of(sizes, settings.get("schedule")), arguments)
@@ -173,35 +147,6 @@ def test_clips_are_seeded_and_references_exact(context: ParallelContext, referen
         assert not torch.allclose(clips[0, :, 0], seen, atol=1e-2)
 
 
-PLAIN = dataclasses.replace(
-    SAMPLING, sample_text_scale=1.0, sample_image_scale=1.0, sample_oscillation=False
-)
-
-
-@ranks(cp=2)
-def test_scales_of_1_follow_the_conditional_prediction(
-    context: ParallelContext, reference: Path
-) -> None:
-    """Follow Euler's method with captions and references alone, which stay to the bit."""
-    velocity = velocity_on(context)
-    encoded = encode_requests(requests_with(reference), SHAPE, CODEC, ENCODER)
-    found = generate_latents(velocity, encoded, flow=FLOW, sampling=PLAIN, context=context)
-    given = encoded.references
-    assert given is not None
-    cond = pack(condition(given.latents, given.masks), 2)
-    x = pack(draw_noise(SEED, range(3), encoded.latent_shape, "sampling noise"), 2)
-    steps = times(FLOW, 3, LATENT, 2).tolist()
-    for now, after in zip(steps, steps[1:], strict=False):
-        t = torch.full((3,), now)
-        text = encoded.text
-        x = x + (after - now) * velocity.of_shape(LATENT)(x, t, text.sequence, text.pooled, cond)
-    if context.is_reporting_rank:
-        assert found is not None
-        kept = given.masks[:, None, :, None, None].expand_as(found)
-        assert torch.equal(found[kept], given.latents[kept])
-        assert torch.allclose(found[~kept], unpack(x, LATENT, 2)[~kept], rtol=1e-5, atol=1e-5)
-
-
 @ranks(dp=3)
 def test_fewer_prompts_than_replicas(context: ParallelContext) -> None:
     asked = requests_with(None, 5)
@@ -214,32 +159,6 @@ def test_fewer_prompts_than_replicas(context: ParallelContext) -> None:
         assert torch.allclose(four, five[:4], atol=1e-5)
 
 
-@ranks(pp=2)
-def test_bad_input_is_refused_on_every_rank(context: ParallelContext, tmp_path: Path) -> None:
-    missing = [ClipRequest("a", str(tmp_path / "none.mp4"), "i2v_head")]
-    with pytest.raises(DataError, match=r"^The clip \S*none\.mp4 cannot be read"):
-        clips_of(context, missing)
-    with pytest.raises(DataError, match="no prompt to sample from"):
-        clips_of(context, [])
-    with pytest.raises(ConfigError, match=r"number of frames \(8\) must be a multiple"):
-        clips_of(context, requests_with(None), shape=dataclasses.replace(SHAPE, num_frames=8))
-    # The widths of the text are not those of the model.
-    narrow = {"settings": {"sizes": SIZES["small"]}}
-    with pytest.raises(DataError, match="but the model takes"):
-        clips_of(context, requests_with(None), **narrow)
-
-
-@ranks(pp=2)
-def test_a_reference_for_a_model_without_condition_is_refused(
-    context: ParallelContext, reference: Path
-) -> None:
-    settings = {"sizes": SIZES["tiny"]}
-    with pytest.raises(ConfigError, match="built without `cond_embed` and would ignore it"):
-        clips_of(context, requests_with(reference), settings=settings)
-    found = clips_of(context, requests_with(None), settings=settings)
-    assert (found is not None) == context.is_reporting_rank
-
-
 @ranks(dp=2)
 def test_failures_of_the_reporting_rank_are_those_of_every_rank(
     context: ParallelContext, monkeypatch: pytest.MonkeyPatch
@@ -250,3 +169,23 @@ def test_failures_of_the_reporting_rank_are_those_of_every_rank(
     monkeypatch.setattr(ENCODER, "encode", broken)
     with pytest.raises(DataError, match=r"^Encoding the .* \(MemoryError\('16 TiB'\)"):
         clips_of(context, requests_with(None))
+
+
+@ranks(pp=2)
+def test_bad_input_is_refused_on_every_rank(
+    context: ParallelContext, tmp_path: Path, reference: Path
+) -> None:
+    missing = [ClipRequest("a", str(tmp_path / "none.mp4"), "i2v_head")]
+    with pytest.raises(DataError, match=r"^The clip \S*none\.mp4 cannot be read"):
+        clips_of(context, missing)
+    with pytest.raises(ConfigError, match=r"number of frames \(8\) must be a multiple"):
+        clips_of(context, requests_with(None), shape=dataclasses.replace(SHAPE, num_frames=8))
+    # The widths of the text are not those of the model.
+    narrow = {"settings": {"sizes": SIZES["small"]}}
+    with pytest.raises(DataError, match="but the model takes"):
+        clips_of(context, requests_with(None), **narrow)
+    settings = {"sizes": SIZES["tiny"]}
+    with pytest.raises(ConfigError, match="built without `cond_embed` and would ignore it"):
+        clips_of(context, requests_with(reference), settings=settings)
+    found = clips_of(context, requests_with(None), settings=settings)
+    assert (found is not None) == context.is_reporting_rank

@@ -1,4 +1,4 @@
-"""Prompts from files, and their references."""
+"""Prompts from files, their references, and where the captions of long videos switch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ from megatron_ext.video.sampling.requests import (
     SampleShape,
     encode_requests,
     read_requests,
+)
+from megatron_ext.video.streaming.prompts import (
+    Switch,
+    VideoPrompt,
+    at_block_starts,
+    read_video_prompts,
 )
 
 SHAPE = SampleShape(num_frames=13, height=16, width=32, fps=8)
@@ -57,22 +63,27 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_text_file_has_a_caption_in_each_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("a red square\n\n  ein grüner Ring \n", "utf-8")
-    assert read_requests(path) == [ClipRequest("a red square"), ClipRequest("ein grüner Ring")]
+    captions = ["a red square", "ein grüner Ring"]
+    assert read_requests(path) == [ClipRequest(text) for text in captions]
+    assert read_video_prompts(path) == [VideoPrompt(text) for text in captions]
 
 
-def test_a_jsonl_has_references_beside_it(tmp_path: Path) -> None:
-    path = prompts(
-        tmp_path,
-        {"text": " one "},
-        "",
-        {"text": "two", "reference": "a.png"},
-        {"text": "three", "reference": "/b.mp4", "mode": "i2v_loop", "motion": 4},
-    )
+def test_rows_of_a_jsonl_have_references_or_switch_often(tmp_path: Path) -> None:
+    two = {"text": "two", "reference": "a.png"}
+    three = {"text": "three", "reference": "/b.mp4", "mode": "i2v_loop", "motion": 4}
+    path = prompts(tmp_path, {"text": " one "}, "", two, three)
     assert read_requests(path) == [
         ClipRequest("one"),
         ClipRequest("two", str(tmp_path / "a.png"), "i2v_head"),
         ClipRequest("three", "/b.mp4", "i2v_loop", 4.0),
     ]
+    switches = [{"frame": 60, "text": "a dog "}, {"frame": 120, "text": "a bird"}]
+    found = read_video_prompts(
+        prompts(tmp_path, {"text": "a cat", "switches": switches}, {"text": "a fish"})
+    )
+    assert found[0] == VideoPrompt("a cat", (Switch(60, "a dog"), Switch(120, "a bird")))
+    assert found[0].title == "a cat > a dog > a bird" and found[0].frames == (60, 120)
+    assert found[1] == VideoPrompt("a fish")
 
 
 @pytest.mark.parametrize(
@@ -97,11 +108,45 @@ def test_a_bad_row_is_named(tmp_path: Path, row: Any, said: str) -> None:
 def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.txt cannot be read"):
         read_requests(tmp_path / "none.txt")
-    with pytest.raises(DataError, match="are empty; write a caption in each line"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl holds no prompt; write one a line"):
         read_requests(prompts(tmp_path, ""))
     (tmp_path / "latin").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="cannot be read"):
         read_requests(tmp_path / "latin")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"switches": []}, r"line 1 has no `text`; mend the row"),
+        ({"text": "a", "reference": "a.png"}, r"has \['reference'\], but may have \['text', 's"),
+        ({"text": "a", "switches": {"frame": 3}}, r"is refused \(`switches` .* is no list\)"),
+        ({"text": "a", "switches": [{"frame": 3}]}, r"a switch must have `frame` and `text`, but"),
+        ({"text": "a", "switches": [{"frame": "3", "text": "b"}]}, r"needs an integer and a text"),
+        ({"text": "a", "switches": [{"frame": True, "text": "b"}]}, r"needs an integer and a"),
+        ({"text": "a", "switches": [{"frame": 0, "text": "b"}]}, r"at frames 0, but must be above"),
+        (
+            {"text": "a", "switches": [{"frame": 6, "text": "b"}, {"frame": 3, "text": "c"}]},
+            r"are at frames 6, 3, but must be above 0 and rising; sort them",
+        ),
+    ],
+)
+def test_bad_switches_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_video_prompts(prompts(tmp_path, row))
+
+
+def test_switches_move_to_the_next_block() -> None:
+    asked = [VideoPrompt("a", (Switch(1, "b"), Switch(6, "c"), Switch(7, "d")))]
+    (moved,) = at_block_starts(asked, block=3, num_frames=12)
+    assert moved.frames == (3, 6, 9) and moved.title == asked[0].title
+    with pytest.raises(DataError, match=r"'a' switches at latent frame 7, but the last .* at 6"):
+        at_block_starts(asked, block=3, num_frames=9)
+    with pytest.raises(ConfigError, match="above 0 and rising"):
+        VideoPrompt("a", (Switch(3, "b"), Switch(3, "c")))
+    twice = [VideoPrompt("a", (Switch(4, "b"), Switch(5, "c")))]
+    with pytest.raises(DataError, match=r"frames 4, 5, two of them in one block of 3 frames"):
+        at_block_starts(twice, block=3, num_frames=12)
 
 
 def test_captions_have_the_suffix_of_training() -> None:
@@ -114,13 +159,11 @@ def test_captions_have_the_suffix_of_training() -> None:
     assert torch.equal(encoded.null.sequence, ENCODER.encode([""])[0])
     image = encode(ClipRequest("a ring", motion=4.2), shape=SampleShape(1, 16, 32))
     assert torch.equal(image.text.sequence, ENCODER.encode(["a ring"])[0])
-
-
-def test_the_empty_caption_of_training_is_taken() -> None:
+    # The empty caption of training is taken.
     null = Text(torch.ones(1, 3, 8), torch.ones(1, 4))
-    found = encode_requests([ClipRequest("a")], SHAPE, CODEC, ENCODER, null=null)
-    assert torch.equal(found.null.sequence, null.sequence)
-    assert torch.equal(found.null.pooled, null.pooled)
+    found = encode_requests([ClipRequest("a")], SHAPE, CODEC, ENCODER, null=null).null
+    assert torch.equal(found.sequence, null.sequence)
+    assert torch.equal(found.pooled, null.pooled)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -20,21 +19,16 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity
 from tests.ranks import ranks
 from tests.video.model.mmdit.problem import I2V as DISTILLED
 from tests.video.model.mmdit.problem import Problem
-from tests.video.networks import gathered_weights
+from tests.video.networks import gathered_weights, wrapped
 from tests.video.sampling.problem import I2V, LATENT, NUM_IMAGE, velocity_on
 
 
 def inputs_of(sizes: Any, num_text: int = 8, batch: int = 2) -> list[Tensor]:
     """Return x, t, text, pooled and cond."""
     generator = torch.Generator().manual_seed(3)
-    shapes = (
-        (batch, NUM_IMAGE, sizes.token_width),
-        (batch,),
-        (batch, num_text, sizes.text_width),
-        (batch, sizes.pooled_width),
-        (batch, NUM_IMAGE, sizes.cond_width),
-    )
-    x, t, *rest = (torch.randn(shape, generator=generator) for shape in shapes)
+    text, pooled, image = (num_text, sizes.text_width), (sizes.pooled_width,), NUM_IMAGE
+    shapes = (image, sizes.token_width), (), text, pooled, (image, sizes.cond_width)
+    x, t, *rest = (torch.randn(batch, *shape, generator=generator) for shape in shapes)
     return [x, t.sigmoid(), *rest]
 
 
@@ -48,23 +42,20 @@ def check_against_plain(
     plain = Problem(sizes=sizes).plain_model(gathered_weights(chunks))
     longer = torch.cat([text, text[:, -1:].expand(-1, padded - num_text, -1)], dim=1)
     with torch.no_grad():
+        ids = torch.cartesian_prod(*(torch.arange(k) for k in (3, 4, 4))).expand(2, -1, -1)
+        none = torch.zeros(2, padded, 3, dtype=torch.int64)
         want = plain(
-            x.double(),
-            torch.cartesian_prod(*(torch.arange(k) for k in (3, 4, 4))).expand(2, -1, -1),
-            longer.double(),
-            torch.zeros(2, padded, 3, dtype=torch.int64),
-            t,
-            pooled.double(),
+            x.double(), ids, longer.double(), none, t, pooled.double(),
             guidance=torch.full((2,), 4.0) if sizes.guidance_embed else None,
             cond=cond.double() if sizes.cond_embed else None,
-        )
+        )  # fmt: skip
     assert found.dtype == torch.float32 and found.shape == x.shape
     assert float((found - want).norm() / want.norm()) < 1e-5
 
 
 @ranks(cp=2)
 def test_a_rank_without_image_tokens_takes_part(context: ParallelContext) -> None:
-    """The first 56 of 112 tokens are text."""
+    """Let 64 of 112 tokens be text, of which the first rank holds 56."""
     velocity = velocity_on(context)
     own = velocity.chunks[0].module.image_tokens(64, NUM_IMAGE)
     assert (own.stop - own.start == 0) == (context.cp_rank == 0)
@@ -81,10 +72,6 @@ def test_a_distilled_model_is_given_its_guidance(context: ParallelContext) -> No
     velocity = velocity_on(context, DISTILLED, guidance=4.0)
     check_against_plain(context, velocity, DISTILLED, 8, 8)
     check_against_plain(context, velocity_on(context, SIZES["tiny"]), SIZES["tiny"], 8, 8)
-    with pytest.raises(ConfigError, match=r"`guidance` \(None\) must be a number for a model"):
-        velocity_on(context, DISTILLED)
-    with pytest.raises(ConfigError, match=r"`guidance` \(2.0\) must be a number for a model"):
-        velocity_on(context, guidance=2.0)
 
 
 @ranks(tp=2, pp=2)
@@ -125,8 +112,6 @@ def test_training_is_left_as_it_was(context: ParallelContext) -> None:
 def test_inputs_that_do_not_fit_are_refused_on_all_ranks(context: ParallelContext) -> None:
     velocity = velocity_on(context)
     x, t, text, pooled, cond = inputs_of(I2V)
-    with pytest.raises(DataError, match="There are 48 tokens, but positions of 16"):
-        velocity.of_shape((1, 8, 8))(x, t, text, pooled, cond)
     with pytest.raises(DataError, match="must be divisible by the patch size"):
         velocity.of_shape((3, 8, 7))
     with pytest.raises(DataError, match=r"`y_vec` has the shape \[2, 15\]"):
@@ -164,24 +149,6 @@ class Incomplete(MegatronModule):
     """A model without the shape of what stages pass on."""
 
 
-def own_velocity(context: ParallelContext, *, joins_text: bool = False) -> ParallelVelocity:
-    config = StepTransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=1,
-        pipeline_dtype=torch.float32,
-        pipeline_model_parallel_size=context.pgs.pp.size(),
-        context_parallel_size=context.pgs.cp.size(),
-    )
-    model = OwnModel(config, context.pp_rank, joins_text=joins_text)
-    ddp_config = DistributedDataParallelConfig()
-    chunk = DistributedDataParallel(
-        config=config, ddp_config=ddp_config, module=model, pg_collection=context.pgs
-    )
-    engine = PipelineEngine("1f1b", [chunk], config, context)
-    return ParallelVelocity(engine, [chunk], context, patch_size=2)
-
-
 @ranks(pp=2)
 def test_a_users_own_model_is_sampled_from(context: ParallelContext) -> None:
     velocity = own_velocity(context)
@@ -195,21 +162,30 @@ def test_a_users_own_model_is_sampled_from(context: ParallelContext) -> None:
     assert torch.allclose(found, want, rtol=1e-6, atol=1e-6)
 
 
-@ranks()
-def test_a_model_that_lacks_a_method_is_refused(context: ParallelContext) -> None:
-    engine = own_velocity(context).engine
-    with pytest.raises(ConfigError, match="model Incomplete must have a method `boundary_shape"):
-        ParallelVelocity(engine, [Incomplete(engine.transformer_config)], context, patch_size=2)
-
-
 @ranks(cp=2)
 def test_context_parallelism_needs_the_slices_of_the_model(context: ParallelContext) -> None:
     with pytest.raises(ConfigError, match=r"`--context-parallel-size` \(2\) needs a model with"):
         own_velocity(context)
 
 
+def own_velocity(context: ParallelContext, *, joins_text: bool = False) -> ParallelVelocity:
+    config = StepTransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=1, pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=context.pgs.pp.size(),
+        context_parallel_size=context.pgs.cp.size(),
+    )  # fmt: skip
+    chunks = wrapped([OwnModel(config, context.pp_rank, joins_text=joins_text)], config, context)
+    engine = PipelineEngine("1f1b", chunks, config, context)
+    return ParallelVelocity(engine, chunks, context, patch_size=2)
+
+
 @ranks()
-def test_an_output_of_another_shape_is_refused(context: ParallelContext) -> None:
+def test_models_that_lack_a_method_or_give_another_shape_are_refused(
+    context: ParallelContext,
+) -> None:
+    engine = own_velocity(context).engine
+    with pytest.raises(ConfigError, match="model Incomplete must have a method `boundary_shape"):
+        ParallelVelocity(engine, [Incomplete(engine.transformer_config)], context, patch_size=2)
     velocity = own_velocity(context, joins_text=True)
     velocity.chunks[0].module.stage = 1
     velocity.chunks[0].module.set_input_tensor = lambda _: setattr(

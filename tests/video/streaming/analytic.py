@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.loss import flow_from_x0
+from megatron_ext.video.loss import spread
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 
 
@@ -29,41 +28,26 @@ class MixtureTeacher(nn.Module):
         means: of the components, ``[k, c, h, w]``.
         deviation: standard deviation of every feature in a component.
         schedule: of noise.
-
-    Raises:
-        ConfigError: means of another shape, or a deviation that is not above 0.
     """
 
     means: Tensor
 
     def __init__(self, means: Tensor, deviation: float, schedule: NoiseSchedule) -> None:
         super().__init__()
-        if means.dim() != 4 or not 0 < deviation < math.inf:
-            raise ConfigError(
-                f"`means` {list(means.shape)} must be [k, c, h, w] and `deviation` ({deviation}) "
-                "above 0; give one mean for each component."
-            )
         self.register_buffer("means", means.double(), persistent=False)
         self.variance, self.schedule = deviation**2, schedule
 
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Return the flow of ``x`` ``[b, t, c, h, w]``; see `FlowNetwork`. The text is unused.
+        """Return the flow of ``x`` ``[b, t, c, h, w]`` at timesteps ``[b]`` or ``[b, t]``.
 
-        Args:
-            x: noised latents.
-            timesteps: of samples ``[b]`` or of frames ``[b, t]``.
-            text: of any shape.
+        The text is unused.
         """
         sigma = self.schedule.sigma(timesteps)
-        return flow_from_x0(x, self.clean(x.double(), sigma), sigma).to(x.dtype)
+        x0 = self.clean(x.double(), sigma)
+        return ((x.double() - x0) / spread(sigma, x)).to(x.dtype)
 
     def clean(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return the expected clean latents given noised ones, both ``[b, t, c, h, w]`` float64.
-
-        Args:
-            x: noised latents.
-            sigma: of samples ``[b]`` or of frames ``[b, t]``.
-        """
+        """Return the expected clean latents given noised ones, both ``[b, t, c, h, w]`` float64."""
         s = sigma.view(*sigma.shape, *[1] * (6 - sigma.dim()))  # [b, t, k, c, h, w]
         variance = (1 - s) ** 2 * self.variance + s**2
         offset = x.unsqueeze(2) - (1 - s) * self.means
@@ -86,23 +70,9 @@ def sliced_wasserstein(
 ) -> float:
     """Return the sliced Wasserstein distance of order 2 of two sets of samples (arXiv:1902.00434).
 
-    The root of the mean over random directions of the squared distance in one dimension, which is
-    that of the sorted projections.
-
-    Args:
-        a: samples, ``[n, ...]``.
-        b: as many, of the same shape.
-        generator: of the directions, on the device of the samples.
-        projections: how many directions.
-
-    Raises:
-        DataError: sets of different shapes.
+    It is the root of the mean over random directions of the squared distance in one dimension,
+    which is that of the sorted projections. Both sets are ``[n, ...]``.
     """
-    if a.shape != b.shape or a.dim() < 2:
-        raise DataError(
-            f"the sets of samples have the shapes {list(a.shape)} and {list(b.shape)}, but must be "
-            "alike, [n, ...]; draw as many of both."
-        )
     a, b = a.double().flatten(1), b.double().flatten(1)
     size = (a.size(1), projections)
     directions = torch.randn(size, generator=generator, dtype=torch.float64, device=a.device)

@@ -15,18 +15,13 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import Generator, StreamClip
-from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
-from megatron_ext.video.streaming.state import Prompts
+from megatron_ext.video.streaming.sequence import Prompts, Replica, StreamingSequence
 
 TEXT, WIDTH = 4, 16
 OPTIONS = StreamingConfig(
-    chunk_frames=9,
-    min_new_frames=6,
-    max_new_frames=6,
-    sequence_lengths=(27,),
-    recache_frames=9,
+    chunk_frames=9, min_new_frames=6, max_new_frames=6, sequence_lengths=(27,), recache_frames=9,
     switches=True,
-)
+)  # fmt: skip
 PLAIN = dataclasses.replace(OPTIONS, switches=False)
 PAPER = StreamingConfig(switches=True)
 
@@ -95,52 +90,38 @@ def sinusoids(x: Tensor, size: int) -> Tensor:
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.text_kv, self.text_q = nn.Linear(TEXT, 2 * width), nn.Linear(width, width)
+        self.qkv, self.text_kv = nn.Linear(width, 3 * width), nn.Linear(TEXT, 2 * width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(
         self, x: Tensor, text: Tensor, past: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``x`` [b, n, width]; gives also the keys and values of its tokens."""
+        """Return the output for ``x`` [b, n, width], and its keys and values."""
         q, k, v = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
-        keys = torch.cat([*(p[0] for p in past), k], dim=1)
-        values = torch.cat([*(p[1] for p in past), v], dim=1)
-        x = x + self.out(attend(q, keys, values))
-        x = x + attend(self.text_q(self.norms[1](x)), *self.text_kv(text).chunk(2, dim=-1))
-        return x + self.mlp(self.norms[2](x)), k, v
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(q @ k.transpose(1, 2) / math.sqrt(q.size(-1)), dim=-1) @ v
+        seen = [tuple(self.text_kv(text).chunk(2, dim=-1)), *past, (k, v)]
+        keys, values = (torch.cat(part, dim=1) for part in zip(*seen, strict=True))
+        x = x + torch.softmax(q @ keys.transpose(1, 2) / math.sqrt(q.size(-1)), dim=-1) @ values
+        return x + self.mlp(self.norms[1](x)), k, v
 
 
 class TinyDiT(nn.Module):
     """A network that is causal over blocks with a window; without one all frames see each other."""
 
-    def __init__(
-        self, window: Window | None, *, channels: int = 2, layers: int = 2, width: int = WIDTH
-    ) -> None:
+    def __init__(self, window: Window | None, channels: int) -> None:
         super().__init__()
-        self.window, self.width = window, width
-        self.embed, self.head = nn.Linear(channels, width), nn.Linear(width, channels)
-        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.window = window
+        self.embed, self.head = nn.Linear(channels, WIDTH), nn.Linear(WIDTH, channels)
+        self.time = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+        self.layers = nn.ModuleList(Layer(WIDTH) for _ in range(2))
         self.calls: list[tuple[int, bool]] = []
 
     def forward(
-        self,
-        *,
-        x: Tensor,
-        timesteps: Tensor,
-        text: Tensor,
-        cache: Cache | None = None,
-        first_frame: int = 0,
-        update_cache: bool = True,
-    ) -> Tensor:
+        self, *, x: Tensor, timesteps: Tensor, text: Tensor, cache: Cache | None = None,
+        first_frame: int = 0, update_cache: bool = True,
+    ) -> Tensor:  # fmt: skip
         self.calls.append((first_frame, torch.is_grad_enabled()))
         step = self.window.block if self.window else x.size(1)
         if timesteps.dim() == 1:
@@ -158,9 +139,9 @@ class TinyDiT(nn.Module):
         b, f, c, h, w = x.shape
         frames = torch.arange(start, start + f, device=x.device).to(x)
         tokens = self.embed(x.permute(0, 1, 3, 4, 2).reshape(b, f, h * w, c))
-        tokens = tokens + sinusoids(frames, self.width)[None, :, None]
-        tokens = tokens + self.time(sinusoids(t.to(x) / 100, self.width))[:, :, None]
-        tokens = tokens.reshape(b, f * h * w, self.width)
+        tokens = tokens + sinusoids(frames, WIDTH)[None, :, None]
+        tokens = tokens + self.time(sinusoids(t.to(x) / 100, WIDTH))[:, :, None]
+        tokens = tokens.reshape(b, f * h * w, WIDTH)
         past = cache.past(start) if cache is not None else []
         new: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(f)]
         for number, layer in enumerate(self.layers):
@@ -177,16 +158,9 @@ class TinyDiT(nn.Module):
 
 @torch.no_grad()
 def recache(
-    model: TinyDiT,
-    cache: Cache,
-    *,
-    latents: Tensor,
-    first_frame: int,
-    timestep: float,
-    text: Tensor,
-    sink_latents: Tensor | None = None,
-    keep_sink: bool = False,
-) -> None:
+    model: TinyDiT, cache: Cache, *, latents: Tensor, first_frame: int, timestep: float,
+    text: Tensor, sink_latents: Tensor | None = None, keep_sink: bool = False,
+) -> None:  # fmt: skip
     assert not keep_sink or first_frame >= cache.window.sink
     cache.reset(keep_sink=keep_sink)
     if first_frame and cache.window.sink and not keep_sink:
@@ -210,39 +184,26 @@ def prompts(samples: Sequence[int]) -> Prompts:
     return Prompts(text, after)
 
 
-def network(
-    window: Window | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float64, **sizes: int
-) -> TinyDiT:
+def network(window: Window | None = None, *, seed: int = 0, channels: int = 2) -> TinyDiT:
     torch.manual_seed(seed)
-    return TinyDiT(window, **sizes).to(dtype)
+    return TinyDiT(window, channels).double()
 
 
 def build(
-    options: StreamingConfig = OPTIONS,
-    *,
-    window: Window | None = None,
-    replica: Replica | None = None,
-    capacity: int | None = None,
+    options: StreamingConfig = OPTIONS, *, window: Window | None = None,
+    replica: Replica | None = None, capacity: int | None = None,
     source: Callable[[Sequence[int]], Prompts] = prompts,
-    model: TinyDiT | None = None,
-    shape: tuple[int, int, int] = (2, 2, 2),
-    dtype: torch.dtype = torch.float64,
-    **others: Any,
-) -> StreamingSequence:
+    shape: tuple[int, int, int] = (2, 2, 2), **others: Any,
+) -> StreamingSequence:  # fmt: skip
     """Return a sequence on a tiny network in float64."""
     window = window or Window(block=options.frame_block)
     capacity = capacity or window.window + options.chunk_frames - window.block
-    model = model or network(window, channels=shape[0], dtype=dtype)
+    model = network(window, channels=shape[0])
     cache = Cache(window, capacity, len(model.layers))
-    return StreamingSequence(
-        options,
-        Generator(model, cache, NoiseSchedule(options)),
-        recache=recache,
-        prompts=source,
-        replica=replica or Replica(seed=1, batch=2),
-        like=torch.empty(0, 0, *shape, dtype=dtype),
-        **others,
-    )
+    others["like"] = torch.empty(0, 0, *shape, dtype=torch.float64)
+    others["replica"] = replica or Replica(seed=1, batch=2)
+    generator = Generator(model, cache, NoiseSchedule(options), recache)
+    return StreamingSequence(options, generator, prompts=source, **others)
 
 
 PAPER_WINDOW = Window(window=12)

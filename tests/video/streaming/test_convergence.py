@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.streaming_convergence import Settings, follow
-from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.loss import x0_from_flow
 from megatron_ext.video.streaming.config import StreamingConfig
@@ -24,18 +23,6 @@ TEXT = torch.empty(0)
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def test_clean_latents_of_one_gaussian_are_those_of_the_formula() -> None:
-    mu, v = MEANS[:1], 0.3**2
-    teacher = MixtureTeacher(mu, 0.3, SCHEDULE)
-    x = torch.randn(4, 5, 2, 1, 1, generator=seeded(0), dtype=torch.float64)
-    t = torch.tensor([20.0, 300.0, 700.0, 980.0])
-    sigma = SCHEDULE.sigma(t)
-    got = x0_from_flow(x, teacher(x=x, timesteps=t, text=TEXT), sigma)
-    s = sigma.view(4, 1, 1, 1, 1)
-    want = mu + (1 - s) * v / ((1 - s) ** 2 * v + s**2) * (x - (1 - s) * mu)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("t", [300.0, 700.0, 980.0])
@@ -53,26 +40,6 @@ def test_clean_latents_are_the_mean_of_samples_that_lead_there(t: float) -> None
     torch.testing.assert_close(got, weights @ x0, rtol=0, atol=0.05)
 
 
-def test_timesteps_of_frames() -> None:
-    teacher = MixtureTeacher(MEANS, 0.5, SCHEDULE)
-    x = torch.randn(2, 3, 2, 1, 1, generator=seeded(0))
-    t = torch.tensor([[100.0, 500.0, 900.0], [900.0, 500.0, 100.0]])
-    got = teacher(x=x, timesteps=t, text=TEXT)
-    assert got.dtype == torch.float32
-    for i in range(3):
-        one = teacher(x=x[:, i : i + 1], timesteps=t[:, i], text=TEXT)
-        torch.testing.assert_close(got[:, i : i + 1], one)
-
-
-def test_samples_have_the_moments_of_the_mixture() -> None:
-    teacher = MixtureTeacher(MEANS, 0.5, SCHEDULE)
-    x = teacher.sample(100_000, seeded(0)).flatten(1)
-    means = MEANS.flatten(1).double()
-    torch.testing.assert_close(x.mean(0), means.mean(0), rtol=0, atol=0.02)
-    spread = means.var(dim=0, correction=0) + 0.25
-    torch.testing.assert_close(x.var(dim=0), spread, rtol=0.02, atol=0)
-
-
 def gaussian(mean: Tensor, deviation: float, seed: int, n: int = 5_000) -> Tensor:
     return mean + deviation * torch.randn(n, len(mean), generator=seeded(seed), dtype=torch.float64)
 
@@ -84,24 +51,10 @@ def test_distance_of_gaussians_is_that_of_the_formula() -> None:
     want = math.sqrt(float(mean.square().sum()) / 3 + 0.25)
     got = sliced_wasserstein(a, b, seeded(0), projections=500)
     assert got == pytest.approx(want, rel=0.05)
-
-
-def test_distance_of_equal_sets_is_0_and_sees_modes() -> None:
-    a = gaussian(torch.zeros(2), 1.0, 1, 1000)
     assert sliced_wasserstein(a, a.flip(0), seeded(0)) == pytest.approx(0, abs=1e-12)
     # The same mean and variance, but two modes.
-    signs = torch.where(a[:, :1] > 0, 1.0, -1.0).double()
-    modes = torch.cat([signs, a[:, 1:]], dim=1)
-    assert sliced_wasserstein(a, modes, seeded(0)) > 0.2
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(DataError, match=r"have the shapes \[3, 2\] and \[4, 2\]"):
-        sliced_wasserstein(torch.zeros(3, 2), torch.zeros(4, 2), seeded(0))
-    with pytest.raises(ConfigError, match=r"`deviation` \(0.0\)"):
-        MixtureTeacher(MEANS, 0.0, SCHEDULE)
-    with pytest.raises(ConfigError, match=r"`means` \[3, 2\]"):
-        MixtureTeacher(MEANS.flatten(1), 1.0, SCHEDULE)
+    modes = torch.stack([a[:, 0].sign(), a[:, 1]], dim=1)
+    assert sliced_wasserstein(a[:, :2], modes, seeded(0)) > 0.2
 
 
 @ranks()

@@ -1,8 +1,10 @@
-"""Decisions that all ranks share, and noise that replicas do not."""
+"""Decisions that all ranks share, noise that replicas do not, and which clips a network sees."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -15,9 +17,17 @@ from torch import Tensor
 from megatron_ext.train.run import Run
 from megatron_ext.video.data.randomness import sample_numbers
 from megatron_ext.video.streaming import decisions
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.decisions import (
+    aliasing,
+    clips_seen,
+    num_clips,
+    passes,
+    warn_of_aliasing,
+)
 from megatron_ext.video.streaming.rollout import StreamClip
 from tests.video.streaming.network import PAPER
-from tests.video.streaming.runs import after_each_step, on_each_clip, run, runner_of
+from tests.video.streaming.runs import after_each_step, observed, on_each_clip, runner_of
 
 OPTIONS = dataclasses.replace(PAPER, max_new_frames=21, sequence_lengths=(99, 120, 240))
 LIKE = torch.empty(0)
@@ -32,14 +42,11 @@ def drawn_for(seed: int, sequence: int) -> tuple[object, ...]:
     )
 
 
-def test_decisions_depend_on_nothing_but_their_numbers() -> None:
+def test_decisions_depend_on_their_numbers_alone_and_all_choices_are_drawn_alike() -> None:
     first = [drawn_for(7, n) for n in range(30)]
     torch.rand(5)
     assert first == [drawn_for(7, n) for n in range(30)]
     assert first != [drawn_for(8, n) for n in range(30)]
-
-
-def test_all_choices_are_drawn_alike() -> None:
     n = 2000
     lengths = Counter(decisions.sequence_length(OPTIONS, 0, i) for i in range(n))
     growth = Counter(decisions.new_frames(OPTIONS, 0, i, 1, remaining=99) for i in range(n))
@@ -48,10 +55,11 @@ def test_all_choices_are_drawn_alike() -> None:
         assert set(counts) == set(choices)
         assert all(abs(c / n - 1 / len(choices)) < 0.04 for c in counts.values())
     switches = {decisions.switch_frame(PAPER, 0, i) for i in range(200)}
-    assert switches == set(range(21, 202, 18))
-
-
-def test_growth_ends_at_the_end_of_the_sequence() -> None:
+    assert switches == set(range(21, 202, 18)) == {*decisions.switch_candidates(PAPER, 240)}
+    assert decisions.switch_candidates(PAPER, 21) == ()
+    given = dataclasses.replace(PAPER, switch_frames=(15,))
+    assert decisions.switch_candidates(given, 15) == ()
+    # Growth ends at the end of the sequence.
     drawn = {decisions.new_frames(OPTIONS, 0, i, 1, remaining=20) for i in range(50)}
     assert drawn == {18}
 
@@ -67,21 +75,16 @@ def test_exit_steps_of_blocks() -> None:
     assert decisions.exit_steps(last, 0, 0, 1, blocks=3, steps=4) == (3, 3, 3)
 
 
-def test_noise_of_a_sample_is_the_same_in_any_layout() -> None:
-    whole = decisions.block_noise(1, range(4), (3, 2, 2, 2), 6, 1, like=LIKE)
-    parts = [
-        decisions.block_noise(1, sample_numbers(0, 0, 2, r, 2), (3, 2, 2, 2), 6, 1, like=LIKE)
-        for r in range(2)
-    ]
+def test_noise_of_a_sample_is_the_same_in_any_layout_and_differs_by_its_use() -> None:
+    noise = partial(decisions.block_noise, 1, like=LIKE)
+    whole = noise(range(4), (3, 2, 2, 2), 6, 1)
+    parts = [noise(sample_numbers(0, 0, 2, r, 2), (3, 2, 2, 2), 6, 1) for r in range(2)]
     assert torch.equal(whole, torch.cat(parts))
     assert whole.unique().numel() == whole.numel()
-
-
-def test_noise_of_all_uses_differs() -> None:
-    uses = [decisions.block_noise(1, [0], (3, 1, 1, 1), f, s, like=LIKE)
-            for f in (0, 3, 12) for s in (-1, 0, 1, 2, 3)]  # fmt: skip
-    uses += [decisions.noise(1, [0], (3, 1, 1, 1), f"{kind} chunk {i} noise")
-             for kind in ("generator", "critic") for i in (0, 1)]  # fmt: skip
+    size = (3, 1, 1, 1)
+    uses = [noise([0], size, f, s) for f in (0, 3, 12) for s in (-1, 0, 1, 2, 3)]
+    names = [f"{kind} chunk {i} noise" for kind in ("generator", "critic") for i in (0, 1)]
+    uses += [decisions.noise(1, [0], size, name) for name in names]
     together = torch.stack(uses)
     assert together.unique().numel() == together.numel()
 
@@ -91,44 +94,36 @@ DRAWN = (
     f"--train-iters {STEPS} --max-new-frames 9 --sequence-lengths 21 27 "
     "--no-same-exit-across-blocks"
 )
-"""Growth, lengths, switches and exit steps are drawn."""
+"""Flags under which growth, lengths, switches and exit steps are drawn."""
 
 
-def _record(run: Run, folder: Path) -> None:
-    """Write down a file for each rank: decisions, and the noise that clips and blocks get."""
-    sequence, context = runner_of(run).sequence, run.context
+def _drawn(run: Run) -> dict[str, Any]:
+    """Note a rank's decisions, and the noise that clips and blocks get."""
+    sequence = runner_of(run).sequence
     generator = sequence.generator
-    made: list[tuple[Any, ...]] = []
-    noises: list[Tensor] = []
     generate = type(generator).generate
+    content: dict[str, Any] = {"replica": run.context.dp_rank, "decisions": [], "noise": []}
 
     def note(clip: StreamClip, trains_generator: bool) -> None:
         state = sequence.state
         assert state is not None
         numbers = clip.sequence, clip.number, clip.end
         switch = state.switch_frame, state.has_switched
-        made.append((trains_generator, *numbers, state.max_length, *switch))
-        content = {
-            "replica": context.dp_rank,
-            "decisions": made,
-            "noise": torch.stack(noises),
-            "latents": clip.latents,
-            "text": clip.text,
-        }
-        torch.save(content, folder / f"{context.rank}.pt")
+        content["decisions"].append((trains_generator, *numbers, state.max_length, *switch))
+        content.update(latents=clip.latents, text=clip.text)
 
     def log(result: Any) -> None:
-        losses = {name: float(value) for name, value in result.losses.items()}
-        torch.save(losses, folder / f"losses_{context.rank}.pt")
+        content["losses"] = {name: float(value) for name, value in result.losses.items()}
 
     def counted(self: Any, first_frame: int, text: Tensor, noise: Any, **options: Any) -> Any:
-        made.append((first_frame, options["exit_step"]))
-        noises.append(noise(first_frame, 0))
+        content["decisions"].append((first_frame, options["exit_step"]))
+        content["noise"].append(noise(first_frame, 0))
         return generate(self, first_frame, text, noise, **options)
 
     after_each_step(run, log)
     on_each_clip(run, note)
     type(generator).generate = counted  # type: ignore[method-assign]
+    return content
 
 
 @pytest.mark.parametrize(
@@ -142,17 +137,63 @@ def _record(run: Run, folder: Path) -> None:
 def test_ranks_agree_on_control_flow_and_replicas_differ_in_noise(
     tmp_path: Path, ranks: int, batch: int, layout: str
 ) -> None:
-    record = partial(_record, folder=tmp_path)
-    run(tmp_path, f"{DRAWN} {layout}", ranks=ranks, batch=batch, prepare=record)
-    seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    _, seen = observed(tmp_path, f"{DRAWN} {layout}", _drawn, ranks=ranks, batch=batch)
     first = seen[0]["decisions"]
     assert len({x[4] for x in first if len(x) > 2}) == 2 and any(x[-1] for x in first)
     for found in seen:
         assert found["decisions"] == first
+        assert found["losses"] == seen[0]["losses"]
         for name in ("noise", "text", "latents"):
-            same = torch.equal(found[name], seen[0][name])
+            pairs = zip(found[name], seen[0][name], strict=True)
+            same = all(torch.equal(a, b) for a, b in pairs)
             assert same == (found["replica"] == seen[0]["replica"]), name
     assert len({found["replica"] for found in seen}) == batch
-    # All ranks log alike.
-    losses = [torch.load(tmp_path / f"losses_{rank}.pt") for rank in range(ranks)]
-    assert losses == losses[:1] * ranks and "generator grad norm" in losses[0]
+    assert "generator grad norm" in seen[0]["losses"]
+
+
+def simulated(clips: int, steps: int, accumulation: int = 1) -> set[int]:
+    kinds = [kind for s in range(steps) for kind in passes(PAPER, s, accumulation)]
+    return {i % clips for i, kind in enumerate(kinds) if kind == "generator"}
+
+
+def test_passes_of_steps_and_the_13_clips_of_the_paper() -> None:
+    both, critic = ("generator", "critic"), ("critic",)
+    assert [passes(PAPER, s) for s in range(7)] == [both, *[critic] * 4, both, critic]
+    assert passes(PAPER, 0, 2) == both * 2 and passes(PAPER, 1, 3) == critic * 3
+    kinds = [kind for s in range(3000) for kind in passes(PAPER, s)]
+    assert (kinds.count("generator"), kinds.count("critic")) == (600, 3000)
+    assert num_clips(PAPER, 240) == 13
+    assert simulated(13, 13 * 5) == set(range(13)) == clips_seen(PAPER, 13)
+    assert aliasing(PAPER) is None
+
+
+def with_clips(clips: int) -> StreamingConfig:
+    return dataclasses.replace(PAPER, sequence_lengths=(21 + 18 * (clips - 1),))
+
+
+@pytest.mark.parametrize("clips", range(1, 20))
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_aliasing_is_what_happens(clips: int, accumulation: int) -> None:
+    seen = simulated(clips, clips * 5, accumulation)
+    assert decisions.clips_seen(PAPER, clips, accumulation) == seen
+    options = with_clips(clips)
+    warns = decisions.aliasing(options, accumulation) is not None
+    assert warns == (len(seen) < clips)
+    if accumulation == 1:
+        assert warns == (math.gcd(6, clips) > 1)
+
+
+def test_a_configuration_that_aliases_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn_of_aliasing(PAPER)
+        assert not caplog.records
+        warn_of_aliasing(with_clips(12))
+    assert "sequences of 12 trained chunks make the generator see only chunks 0, 6" in caplog.text
+    assert "no divisor in common with 6" in caplog.text
+    # Sequences of several lengths, or that grow by several, do not alias.
+    one = dataclasses.replace(PAPER, sequence_lengths=(219,))
+    assert decisions.aliasing(one) is not None
+    assert decisions.aliasing(dataclasses.replace(PAPER, sequence_lengths=(219, 99))) is None
+    assert decisions.aliasing(dataclasses.replace(one, max_new_frames=21)) is None
+    # Then 12 of 13 clips are trained on.
+    assert decisions.aliasing(dataclasses.replace(PAPER, train_first_chunk=False)) is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,15 @@ from torch import Tensor
 from megatron_ext.train.run import Run
 from megatron_ext.video.streaming.rollout import StreamClip
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.streaming.runs import Rows, losses_of, on_each_clip, run, runner_of
+from tests.video.streaming.runs import (
+    Rows,
+    by_network,
+    losses_of,
+    observed,
+    on_each_clip,
+    run,
+    runner_of,
+)
 
 STEPS = 3
 TP = "--tensor-model-parallel-size 2"
@@ -33,8 +40,8 @@ class Result:
 
 
 def trained(folder: Path, words: str, *, ranks: int = 1, micro: int = 2, batch: int = 2) -> Result:
-    """A run of two videos at a time, by gradient descent: what the weights have moved is linear in
-    the gradients, whatever their size, so that weights compare the gradients too.
+    """Return a run of two videos at a time by gradient descent, which moves weights by what is
+    linear in the gradients, so that weights compare the gradients too.
     """
     # Of Adam's epsilon and of momentum there is none, the rates are large.
     words = f"--train-iters {STEPS} --optimizer sgd --sgd-momentum 0 --lr 0.2 {words}"
@@ -136,10 +143,8 @@ STILL = "--optimizer sgd --sgd-momentum 0 --lr 1e-30 --critic-lr 1e-30 --ema-dec
 """Weights that do not move, so that all clips meet the same ones."""
 
 
-def _record_gradients(run: Run, path: Path) -> None:
-    """Write down the reduced gradients of both networks in each step, and its counted frames."""
-    runner = runner_of(run)
-    networks = {"generator": runner.generator.network, "critic": runner.critic.network}
+def _gradients(run: Run) -> list[dict[str, Any]]:
+    """Note the reduced gradients of both networks in each step, and its counted frames."""
     seen: list[dict[str, Any]] = []
     frames: dict[str, list[int]] = {"generator": [], "critic": []}
 
@@ -149,25 +154,15 @@ def _record_gradients(run: Run, path: Path) -> None:
     def observe() -> None:
         grads = {
             (role, name): p.main_grad.clone()
-            for role, network in networks.items()
+            for role, network in by_network(run, lambda x: x.network).items()
             for name, p in unwrap_model([network])[0].named_parameters()
         }
         seen.append({"grads": grads, "frames": copy.deepcopy(frames)})
         for counts in frames.values():
             counts.clear()
-        torch.save(seen, path)
 
     on_each_clip(run, count)
-    runner.observer = observe
-
-
-def gradients(folder: Path, words: str, *, batch: int, steps: int) -> list[dict[str, Any]]:
-    """Return what each step of a run recorded."""
-    folder.mkdir()
-    record = partial(_record_gradients, path=folder / "seen.pt")
-    words = f"--train-iters {steps} {STILL} {words}"
-    run(folder, words, batch=batch, interval=1, start=1, prepare=record)
-    seen: list[dict[str, Any]] = torch.load(folder / "seen.pt")
+    runner_of(run).observer = observe
     return seen
 
 
@@ -177,8 +172,12 @@ def test_frames_of_accumulated_clips_count_alike_or_clips_do(
 ) -> None:
     """Compare a step of two clips for each network with two steps of one."""
     words = "" if per_frame else "--no-calculate-per-token-loss"
-    (both,) = gradients(tmp_path / "both", words, batch=2, steps=1)
-    first, second = gradients(tmp_path / "single", words, batch=1, steps=2)
+    found = []
+    for batch, steps in ((2, 1), (1, 2)):
+        flags = f"--train-iters {steps} {STILL} {words}"
+        sizes = {"batch": batch, "interval": 1, "start": 1, "save": str(batch)}
+        found.append(observed(tmp_path, flags, _gradients, **sizes)[1][0])
+    (both,), (first, second) = found
     # The first frame of clips but the first is an image; those before a switch are of the past.
     shares = {}
     for role, (a, b) in both["frames"].items():
@@ -208,8 +207,6 @@ def test_a_bf16_run_stays_near_that_of_fp32(tmp_path: Path, layout: str) -> None
     rough = run(tmp_path, f"{words} --bf16 {layout}", ranks=ranks, save="bf16")
     differences = []
     for row, want in zip(rough, exact, strict=True):
-        assert losses_of(row).keys() == losses_of(want).keys()
-        for name, value in losses_of(want).items():
-            assert math.isclose(row[name], value, rel_tol=0.03), (row["iteration"], name)
-            differences.append(row[name] != value)
+        assert losses_of(row) == pytest.approx(losses_of(want), rel=0.03), row["iteration"]
+        differences.append(losses_of(row) != losses_of(want))
     assert any(differences)

@@ -1,31 +1,44 @@
-"""Adapters in streaming runs: what is trained, what a checkpoint holds, and going on from it."""
+"""Adapters in streaming runs, and the networks that a checkpoint tells the next run."""
 
 from __future__ import annotations
 
-import shutil
+import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.wan import VideoDiTConfig
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.task import VIDEO
 from tests.checkpoint.tiny import whole_tensors
-from tests.training_runs import train_on_ranks
-from tests.video.streaming.runs import flags_of, run
-from tests.video.streaming.tuned import ADAPTERS, NETWORKS, PREFIXES, SAVED, STEPS, Tuned
+from tests.training_runs import train_on_ranks, training_rows, without
+from tests.video.streaming.runs import (
+    ADAPTERS,
+    NETWORKS,
+    PREFIXES,
+    STEPS,
+    Tuned,
+    attempt,
+    flags_of,
+    losses_of,
+    run,
+)
 
-KEYS = ("loss", "grad_norm", "learning_rate", "consumed_samples")
 LAYERS = 2 * 7
 """Linear layers in the blocks of a tiny network."""
 
 
-def names_in(checkpoint: Path) -> list[str]:
-    return list(FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata)
-
-
-def test_only_adapters_are_trained(tuned: Tuned) -> None:
+def test_only_adapters_are_trained_and_held_by_a_checkpoint(tuned: Tuned) -> None:
     for network in NETWORKS:
         before, after = tuned.seen["before"][network], tuned.seen["after"][network]
         adapters = {name for name in before if ".lora." in name}
@@ -35,6 +48,14 @@ def test_only_adapters_are_trained(tuned: Tuned) -> None:
         assert tuned.seen["optimized"][network] == sum(before[name].numel() for name in adapters)
     assert len(tuned.seen["averaged"]) == 2 * LAYERS
     assert not any(".lora." in name for name in tuned.seen["teacher"])
+    stored = FileSystemReader(str(tuned.checkpoint())).read_metadata()
+    names = list(stored.state_dict_metadata)
+    for prefix in ("", "critic.", "ema.", "optimizer.state.exp_avg.", "critic.optimizer.state."):
+        here = [name for name in names if name.startswith(f"{prefix}blocks.")]
+        assert len(here) == 2 * LAYERS or "optimizer" in prefix, prefix
+    about_weights = [n for n in names if "blocks." in n or "head." in n or "embedder." in n]
+    assert about_weights and all(".lora." in name for name in about_weights)
+    assert {name.split("/")[0] for name in names} >= {"streaming_sequence", "streaming_cache"}
 
 
 def test_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_path: Path) -> None:
@@ -52,47 +73,7 @@ def test_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_path: Path) -> N
             assert ".lora." in name or torch.equal(weight, base[f"{prefix}{name}"]), name
 
 
-def test_a_checkpoint_holds_adapters_and_not_what_is_under_them(tuned: Tuned) -> None:
-    names = names_in(tuned.checkpoint())
-    for prefix in ("", "critic.", "ema.", "optimizer.state.exp_avg.", "critic.optimizer.state."):
-        here = [name for name in names if name.startswith(f"{prefix}blocks.")]
-        assert len(here) == 2 * LAYERS or "optimizer" in prefix, prefix
-    about_weights = [n for n in names if "blocks." in n or "head." in n or "embedder." in n]
-    assert about_weights and all(".lora." in name for name in about_weights)
-    assert {name.split("/")[0] for name in names} >= {"streaming_sequence", "streaming_cache"}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (1, ""),
-        pytest.param(2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param(2, "--use-distributed-optimizer --bf16", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_goes_on_bit_for_bit(tuned: Tuned, tmp_path: Path, ranks: int, layout: str) -> None:
-    batch = 2 if "distributed" in layout else 1
-    words = f"{tuned.words} {ADAPTERS} {layout} --train-iters {STEPS} --save-interval {SAVED}"
-    whole, saved = tuned.rows, tuned.saved
-    if layout:
-        saved = tmp_path / "save"
-        whole = run(tmp_path, words, ranks=ranks, batch=batch)
-    again = tmp_path / "again"
-    shutil.copytree(saved / f"iter_{SAVED:07d}", again / f"iter_{SAVED:07d}")
-    (again / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-    rows = run(tmp_path, f"{words} --load {again}", ranks=ranks, batch=batch, save="again")
-    assert [row["iteration"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
-    for row, want in zip(rows, whole[SAVED:], strict=True):
-        losses = {k: v for k, v in want.items() if k in KEYS or "loss" in k or "norm" in k}
-        assert losses == {k: row[k] for k in losses}
-    last = f"iter_{STEPS:07d}"
-    found = whole_tensors(again / last, tmp_path / "found.pt")
-    wanted = whole_tensors(saved / last, tmp_path / "wanted.pt")
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-
-
+TP2 = "--tensor-model-parallel-size 2"
 SGD = "--optimizer sgd --weight-decay 0 --clip-grad 0 --critic-clip-grad 0 --lr 5 --critic-lr 2"
 
 
@@ -103,7 +84,7 @@ def trained(tuned: Tuned, folder: Path, layout: str, ranks: int) -> dict[str, Te
     before = tuned.seen["before"]
     return {
         f"{prefix}{name}": found[f"{prefix}{name}"] - weight
-        for network, prefix in (("generator", ""), ("critic", "critic."))
+        for network, prefix in PREFIXES.items()
         for name, weight in before[network].items()
         if ".lora." in name
     }
@@ -117,10 +98,8 @@ def one_rank(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        ("--tensor-model-parallel-size 2", 2),
-        pytest.param(
-            "--tensor-model-parallel-size 2 --sequence-parallel", 2, marks=pytest.mark.slow
-        ),
+        (TP2, 2),
+        pytest.param(f"{TP2} --sequence-parallel", 2, marks=pytest.mark.slow),
         pytest.param("--context-parallel-size 2", 2, marks=pytest.mark.slow),
         ("--recompute-blocks 2", 1),
         pytest.param("--no-two-phase", 1, marks=pytest.mark.slow),
@@ -139,17 +118,28 @@ def test_layouts_and_recomputation_train_as_one_rank(
         assert float((change - want).abs().max()) <= 1e-5 * size + 3e-8, name
 
 
+def failed(folder: Path, words: str, capfd: pytest.CaptureFixture[str], *messages: str) -> None:
+    """Check that a run fails with these messages."""
+    code, _ = attempt(folder, words, save="failed")
+    assert code != 0
+    said = capfd.readouterr().err
+    assert all(message in said for message in messages), said
+
+
+UNDER = "must be the weights under the adapters"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (
             "--critic-checkpoint {base} --load {saved}",
-            "`--pretrained-checkpoint` (not given; seed 7) must be the weights under the adapters "
-            "in {saved}/iter_0000006, which were those of {base}/iter_0000001 (",
+            f"`--pretrained-checkpoint` (not given; seed 7) {UNDER} in {{saved}}/iter_0000006, "
+            "which were those of {base}/iter_0000001 (",
         ),
         (
             "--pretrained-checkpoint {base} --load {saved}",
-            "`--critic-checkpoint` (not given; seed 7) must be the weights under the adapters",
+            f"`--critic-checkpoint` (not given; seed 7) {UNDER}",
         ),
         (
             "--pretrained-checkpoint {saved}",
@@ -162,11 +152,8 @@ def test_adapters_do_not_go_on_without_their_weights(
     tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     where = {"base": tuned.base, "saved": tuned.saved}
-    words = f"{ADAPTERS} --train-iters 9 --global-batch-size 1 {words.format(**where)}"
-    flags = flags_of(tmp_path, words)
-    code, _ = train_on_ranks(flags, save=tmp_path / "save", task=VIDEO)
-    assert code != 0
-    assert message.format(**where) in capfd.readouterr().err
+    words = f"{ADAPTERS} --train-iters 9 {words.format(**where)}"
+    failed(tmp_path, words, capfd, message.format(**where))
 
 
 def test_random_weights_under_adapters_are_known_by_their_seed(
@@ -177,7 +164,133 @@ def test_random_weights_under_adapters_are_known_by_their_seed(
     words += f" --load {tmp_path / 'save'}"
     (row,) = run(tmp_path, words, save="more")
     assert row["iteration"] == 2
-    flags = flags_of(tmp_path, f"{words} --seed 8")
-    code, _ = train_on_ranks(flags, save=tmp_path / "other", task=VIDEO)
-    assert code != 0
-    assert "which were random ones of seed 7; leave it out." in capfd.readouterr().err
+    failed(tmp_path, f"{words} --seed 8", capfd, "which were random ones of seed 7; leave it out.")
+
+
+OTHERS = (
+    "--generator-size small --critic-size tiny --teacher-size small --latent-channels 6 "
+    "--codec-spatial 2 --codec-channels 6 --text-length 9 --text-width 24 --window-frames 9 "
+    "--lora-rank 4 --lora-alpha 3 --lora-target-modules linear_q linear_fc1 --lora-rslora"
+)
+
+
+def streaming(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
+    flags = "--task streaming --prompts-path p --micro-batch-size 1 --global-batch-size 1"
+    return parse_args(
+        f"{flags} --train-iters 1 {words}".split(), VIDEO, world_size=1, device="cpu",
+        checkpoint_config=stored,
+    ).config  # fmt: skip
+
+
+KEPT = "generator_size critic_size teacher_size latent_channels frame_block window_frames"
+
+
+@pytest.mark.parametrize("words", ["", OTHERS])
+def test_the_networks_are_those_of_the_checkpoint(words: str) -> None:
+    whole = streaming(f"{words} --latent-size 8 8 --guidance-scale 2")
+    again = streaming("--use-checkpoint-args --load x", whole.to_dict())
+    for section in ("lora", "codec", "text_encoder", "model"):
+        assert again.by_name()[section] == whole.by_name()[section], section
+    found, stored = again.section(StreamingConfig), whole.section(StreamingConfig)
+    for name in KEPT.split():
+        assert getattr(found, name) == getattr(stored, name), name
+    # How they are trained is not what they are.
+    assert found.guidance_scale == 4.0 and found.latent_size == (60, 104)
+
+
+def test_the_command_line_wins() -> None:
+    whole = streaming(OTHERS)
+    words = "--use-checkpoint-args --load x --text-width 48 --critic-size small --lora-rank 8"
+    again = streaming(words, whole.to_dict())
+    encoder = again.section(TextEncoderConfig)
+    assert encoder.text_width == 48 and encoder.text_length == 9
+    assert again.section(StreamingConfig).critic_size == "small" and again.lora.lora_rank == 8
+    assert again.lora.lora_target_modules == ["linear_q", "linear_fc1"]
+
+
+DESCRIBING = (
+    "--generator-size --frame-block --window-frames --sink-frames --text-length --text-width "
+    "--codec-spatial --codec-channels"
+).split()
+
+
+def test_adapters_go_on_without_the_flags_of_the_networks(tuned: Tuned, tmp_path: Path) -> None:
+    """Compare with a run that is given all flags, bit for bit."""
+    found = []
+    onward = f"--override-opt-param-scheduler --load {tuned.saved} --train-iters {STEPS + 1}"
+    for name, words in (("short", "--use-checkpoint-args"), ("whole", ADAPTERS)):
+        flags = flags_of(tmp_path, f"{tuned.words} {words} {onward}")
+        if name == "short":
+            flags = without(flags, *DESCRIBING)
+        code, rows = train_on_ranks(flags, save=tmp_path / name, task=VIDEO)
+        assert code == 0
+        found += training_rows(rows)
+    short, whole = found
+    assert short["iteration"] == STEPS + 1
+    assert losses_of(short) == losses_of(whole)
+
+
+FLOW = "--video-data-path v --micro-batch-size 1 --train-iters 1001 --video-model"
+
+
+def flow(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
+    """Return the configuration of a flow-matching run."""
+    flags = f"{FLOW} {words}".split()
+    return parse_args(flags, VIDEO, world_size=1, device="cpu", checkpoint_config=stored).config
+
+
+WINDOW = "--frame-block 2 --window-frames 8 --sink-frames 2"
+
+
+def test_streaming_and_flow_matching_take_the_size_and_the_window_of_each_other() -> None:
+    stored = flow(f"causal-video-dit --video-dit-size mini {WINDOW} --independent-block-timesteps")
+    dit = dataclasses.replace(stored.section(VideoDiTConfig), dit_channels=6)
+    stored = stored.with_section(dit)
+    words = "--use-checkpoint-args --pretrained-checkpoint x --chunk-frames 4"
+    words += " --min-new-frames 2 --max-new-frames 2 --recache-frames 4"
+    found = streaming(words, stored.to_dict()).section(StreamingConfig)
+    assert (found.generator_size, found.latent_channels) == ("mini", 6)
+    assert (found.frame_block, found.window_frames, found.sink_frames) == (2, 8, 2)
+    teacher = dataclasses.replace(stored.section(VideoConfig), video_model="video-dit")
+    stored = stored.with_section(teacher)
+    found = streaming(words.split(" --chunk")[0], stored.to_dict()).section(StreamingConfig)
+    assert (found.generator_size, found.window_frames) == ("mini", 12)
+    stored = streaming("--generator-size small --window-frames 9 --guidance-scale 2").to_dict()
+    words = "--use-checkpoint-args --pretrained-checkpoint x"
+    causal = flow(f"causal-video-dit {words}", stored)
+    assert causal.section(StreamingConfig).window_frames == 9
+    whole = flow(f"video-dit {words}", stored)
+    both = flow(f"video-dit {words}", causal.to_dict())
+    sizes = [found.section(VideoDiTConfig).video_dit_size for found in (causal, whole, both)]
+    assert sizes == ["small"] * 3
+
+
+HELD = {
+    "mmdit": lambda: flow("mmdit --t2v-weight 1"),
+    "causal-video-dit": lambda: flow("causal-video-dit"),
+    "streaming": lambda: streaming(""),
+    "adapters": lambda: streaming("--lora-rank 4"),
+    "text": RunConfig,
+}
+TO_MMDIT = "but this run builds an MMDiT"
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "sentence"),
+    [
+        (
+            "mmdit",
+            "streaming",
+            "The checkpoint is of an MMDiT, but this run builds the networks of",
+        ),
+        ("streaming", "mmdit", f"the networks of `--task streaming`, {TO_MMDIT}"),
+        ("causal-video-dit", "mmdit", f"of a causal video DiT, {TO_MMDIT}"),
+        ("text", "mmdit", f"of a model that this program does not train, {TO_MMDIT}"),
+        ("adapters", "video-dit", "of adapters, which flow matching does not train; make whole"),
+    ],
+)
+def test_another_kind_of_model_is_one_sentence(held: str, wanted: str, sentence: str) -> None:
+    stored, words = HELD[held]().to_dict(), "--use-checkpoint-args --load x"
+    with pytest.raises(ConfigError, match=re.escape(sentence)) as caught:
+        streaming(words, stored) if wanted == "streaming" else flow(f"{wanted} {words}", stored)
+    assert len(caught.value.messages) == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.stored import read_run_config
-from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -24,8 +24,7 @@ from megatron_ext.video.streaming.networks import network_of
 from megatron_ext.video.streaming.task import STREAMING
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
-from tests.video.streaming.runs import run
-from tests.video.streaming.tuned import NETWORKS, PREFIXES, STEPS, Tuned, inputs, output
+from tests.video.streaming.runs import NETWORKS, PREFIXES, STEPS, Tuned, inputs, output, run
 from tools.lora import main
 
 
@@ -35,7 +34,6 @@ def tool(*words: str | Path) -> int:
 
 
 def export(load: Path, output: Path, *words: str) -> int:
-    """Export adapters, which needs no ranks, and return the exit code."""
     return main(["export", "--load", str(load), "--output", str(output), *words])
 
 
@@ -92,19 +90,15 @@ def test_merging_needs_the_weights_under_the_adapters(
     assert "there is nothing to merge" in capfd.readouterr().err
 
 
+@pytest.fixture
 def wan() -> Any:
     """Return diffusers' model of our sizes, with random weights."""
+    pytest.importorskip("peft")
     diffusers = pytest.importorskip("diffusers")
     return diffusers.WanTransformer3DModel(
-        num_attention_heads=4,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        text_dim=32,
-        ffn_dim=128,
-        num_layers=2,
-        cross_attn_norm=True,
-    )
+        num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=32,
+        ffn_dim=128, num_layers=2, cross_attn_norm=True,
+    )  # fmt: skip
 
 
 def in_wans_names(ours: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -126,12 +120,8 @@ def by_peft(model: Any, folder: Path) -> None:
 
 
 def by_diffusers(model: Any, folder: Path) -> None:
-    model.load_lora_adapter(
-        folder,
-        prefix="base_model.model",
-        weight_name="adapter_model.safetensors",
-        adapter_name="default",
-    )
+    weights = {"prefix": "base_model.model", "weight_name": "adapter_model.safetensors"}
+    model.load_lora_adapter(folder, **weights, adapter_name="default")
 
 
 def added(merged: Tuned, network: str) -> dict[str, Tensor]:
@@ -147,20 +137,15 @@ def added(merged: Tuned, network: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("load", [by_peft, by_diffusers])
 def test_peft_and_diffusers_add_the_same(
-    merged: Tuned,
-    tmp_path: Path,
-    load: Callable[[Any, Path], None],
-    network: str,
+    merged: Tuned, tmp_path: Path, load: Callable[[Any, Path], None], network: str, wan: Any,
     capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip("peft")
+) -> None:  # fmt: skip
     folder = tmp_path / "adapter"
     assert export(merged.saved, folder, "--network", network) == 0
     assert "was left out" not in capsys.readouterr().out
-    model = wan()
-    load(model, folder)
+    load(wan, folder)
     want = added(merged, network)
-    layers = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+    layers = {n: m for n, m in wan.named_modules() if hasattr(m, "get_delta_weight")}
     assert layers.keys() == want.keys() and len(layers) == 2 * 10
     for name, layer in layers.items():
         delta = layer.get_delta_weight("default")
@@ -169,10 +154,11 @@ def test_peft_and_diffusers_add_the_same(
         assert (delta - want[name]).abs().max() <= 1e-7, name
 
 
-def test_diffusers_computes_what_the_tuned_critic_does(tuned: Tuned, tmp_path: Path) -> None:
+def test_diffusers_computes_what_the_tuned_critic_does(
+    tuned: Tuned, tmp_path: Path, wan: Any
+) -> None:
     """Check the weights under the adapters, and then both."""
-    pytest.importorskip("peft")
-    model = wan().eval()
+    model = wan.eval()
     model.load_state_dict(in_wans_names(tuned.seen["before"]["critic"]))
 
     def flow() -> Tensor:
@@ -190,7 +176,7 @@ def test_diffusers_computes_what_the_tuned_critic_does(tuned: Tuned, tmp_path: P
     assert (flow() - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-def test_networks_of_other_runs(
+def test_networks_of_runs_without_adapters_are_refused(
     tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert export(tuned.base, tmp_path / "adapter") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,27 @@ import torch
 from PIL import Image
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.preflight import preflight
+from megatron_ext.train.main import preflight
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.data.codec import PatchCodec
-from megatron_ext.video.data.text_encoders import HashedWords, width_of
+from megatron_ext.video.data.text_encoders import HashedWords
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.prompts import FilePrompts, first_frame_latent
-from megatron_ext.video.streaming.rollout import StreamClip
 from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
-from tests.video.streaming.runs import flags_of, on_each_clip, run
+from tests.video.streaming.runs import flags_of, observed, on_each_clip
 
 
-def write_images(folder: Path, number: int = 3) -> None:
-    """Write pictures of one colour each."""
-    for i in range(number):
-        Image.fromarray(np.full((8, 8, 3), 40 + 60 * i, np.uint8)).save(folder / f"{i}.png")
+def write_images(folder: Path, *greys: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, grey in enumerate(greys):
+        Image.fromarray(np.full((8, 8, 3), grey, np.uint8)).save(folder / f"{i:02d}.png")
 
 
 def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
-    """Write a file of rows, and return its flags."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"--prompts-path {path}"
@@ -49,7 +47,7 @@ def configured(folder: Path, words: str) -> Any:
 @ranks(tp=2)
 def test_one_rank_of_a_replica_encodes_for_all(context: ParallelContext, tmp_path: Path) -> None:
     config = configured(tmp_path / str(context.rank), "")
-    prompts = FilePrompts.build(config, context, torch.device("cpu"))
+    prompts = FilePrompts(config, context, torch.device("cpu"))
     assert (prompts._encoder is None) == (prompts.codec is None) == (context.tp_rank > 0)
     found = prompts(range(5, 10))
     encoder = HashedWords(config.section(TextEncoderConfig))
@@ -63,63 +61,48 @@ def test_one_rank_of_a_replica_encodes_for_all(context: ParallelContext, tmp_pat
     assert torch.equal(prompts(range(7, 8)).text, found.text[2:3])
 
 
+CODEC = PatchCodec(CodecConfig(codec_spatial=2, codec_channels=4))
+
+
 def test_images_fill_the_first_block_of_a_sequence(tmp_path: Path) -> None:
-    write_images(tmp_path)
-    rows = [{"text": f"a {i}", "second_text": f"b {i}", "image": f"{i}.png"} for i in range(3)]
+    write_images(tmp_path, 40, 100, 160)
+    rows = [{"text": f"a {i}", "second_text": f"b {i}", "image": f"0{i}.png"} for i in range(3)]
 
-    def save(clip: StreamClip, _: bool) -> None:
-        if (clip.sequence, clip.number) == (0, 0):
-            torch.save((clip.latents, clip.mask, clip.first_new), tmp_path / "clip.pt")
+    def first_clip(run: Run) -> list[Any]:
+        clips: list[Any] = []
+        on_each_clip(run, lambda clip, _: clips.append((clip.latents, clip.mask, clip.first_new)))
+        return clips
 
-    prepare = partial(on_each_clip, do=save)
-    run(tmp_path, f"--train-iters 3 {jsonl(tmp_path, rows)}", prepare=prepare)
-    latents, mask, first_new = torch.load(tmp_path / "clip.pt")
+    _, (clips,) = observed(tmp_path, f"--train-iters 3 {jsonl(tmp_path, rows)}", first_clip)
+    latents, mask, first_new = clips[0]
     assert first_new == 3 and mask.tolist() == [[False] * 3 + [True] * 6]
-    codec = PatchCodec(CodecConfig(codec_spatial=2, codec_channels=4))
-    still = [codec.encode(torch.full((1, 3, 9, 8, 8), (40 + 60 * i) / 127.5 - 1)) for i in range(3)]
-    wanted = [x.transpose(1, 2) for x in still]
+    stills = [torch.full((1, 3, 9, 8, 8), grey / 127.5 - 1) for grey in (40, 100, 160)]
+    wanted = [CODEC.encode(still).transpose(1, 2) for still in stills]
     assert wanted[0].shape == (1, 3, 4, 4, 4)
     assert any(torch.allclose(latents[:, :3], x, atol=1e-6) for x in wanted)
 
 
 def test_a_video_gives_its_first_frames(tmp_path: Path) -> None:
-    folder = tmp_path / "clip"
-    folder.mkdir()
-    for i in range(12):
-        Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)).save(folder / f"{i:02d}.png")
+    write_images(tmp_path / "clip", *range(0, 240, 20))
     config = configured(tmp_path, jsonl(tmp_path, [{"text": "a", "video": "clip"}]))
-    assert (
-        config.section(StreamingConfig).given_frames == 3
-        and not config.section(StreamingConfig).switches
-    )
+    streaming = config.section(StreamingConfig)
+    assert streaming.given_frames == 3 and not streaming.switches
 
     @ranks()
     def body(context: ParallelContext) -> None:
-        (start,) = FilePrompts.build(config, context, torch.device("cpu"))([0]).start  # type: ignore[misc]
+        (start,) = FilePrompts(config, context, torch.device("cpu"))([0]).start  # type: ignore[misc]
         pixels = torch.arange(9).view(1, 1, 9, 1, 1).expand(1, 3, 9, 8, 8) * 20 / 127.5 - 1
-        want = PatchCodec(CodecConfig(codec_spatial=2, codec_channels=4)).encode(pixels)
-        torch.testing.assert_close(start, want[0].transpose(0, 1))
+        torch.testing.assert_close(start, CODEC.encode(pixels)[0].transpose(0, 1))
 
     body()
-
-
-def test_the_width_of_t5_is_known_without_its_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5", "d_model": 96}')
-    config = TextEncoderConfig("t5-clip", str(tmp_path), str(tmp_path))
-    assert width_of(config) == 96 and width_of(TextEncoderConfig(text_width=7)) == 7
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(ConfigError, match="whose `d_model` is None, but must be the width of T5"):
-        width_of(config)
 
 
 @ranks(dp=2)
 def test_a_short_video_is_refused_on_all_ranks(context: ParallelContext, tmp_path: Path) -> None:
     own = tmp_path / str(context.rank)
-    (own / "clip").mkdir(parents=True)
-    for i in range(5 if context.rank else 9):
-        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(own / "clip" / f"{i}.png")
+    write_images(own / "clip", *[0] * (5 if context.rank else 9))
     config = configured(own, jsonl(own, [{"text": "a", "video": "clip"}]))
-    prompts = FilePrompts.build(config, context, torch.device("cpu"))
+    prompts = FilePrompts(config, context, torch.device("cpu"))
     with pytest.raises(DataError, match=r"has 5 frames, but a sequence begins with a block of 3"):
         prompts([0])
 
@@ -137,8 +120,4 @@ def test_a_first_frame_is_the_latent_of_the_last_pixel_frame() -> None:
     torch.testing.assert_close(got, image, rtol=0, atol=1e-5)
     # It is another latent than that of the frame in the video.
     assert not torch.allclose(got[:, 0], latents[:, -1], atol=0.1)
-
-
-def test_a_first_frame_keeps_the_type_of_latents() -> None:
-    latents = torch.randn(1, 3, LARGE_CODEC.channels, 2, 2).bfloat16()
-    assert first_frame_latent(LARGE_CODEC, latents).dtype == torch.bfloat16
+    assert first_frame_latent(LARGE_CODEC, latents.bfloat16()).dtype == torch.bfloat16

@@ -1,7 +1,8 @@
-"""A streaming run that goes on in the middle of a sequence does so bit for bit."""
+"""Streaming runs that go on in the middle of a sequence bit for bit, that fail, or that start."""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import shutil
@@ -13,26 +14,35 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.errors import CheckpointError
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import Run
+from megatron_ext.video.streaming.rollout import StreamClip
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.streaming.runs import CLIPS, Rows, attempt, losses_of, run, runner_of
+from tests.video.streaming.runs import (
+    ADAPTERS,
+    CLIPS,
+    PREFIXES,
+    SAVED,
+    STEPS,
+    Rows,
+    Tuned,
+    attempt,
+    by_network,
+    differ,
+    losses_of,
+    observed,
+    on_each_clip,
+    run,
+    runner_of,
+    weights,
+)
 
-STEPS, SAVED = 6, 3
-"""Clips of the first steps: generator and critic, critic, both again: the next is the second of
-another sequence."""
 DP2 = (2, 2, "--use-distributed-optimizer")
 TP2 = (2, 1, "--tensor-model-parallel-size 2")
 CP2 = (2, 1, "--context-parallel-size 2")
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """Return weights of both networks, averages and moments after the last step, whole."""
-    return whole_tensors(folder / f"iter_{STEPS:07d}", folder / "whole.pt")
 
 
 def in_the_middle(run: Run) -> None:
@@ -45,7 +55,6 @@ def in_the_middle(run: Run) -> None:
 
 
 def cut_back(save: Path, again: Path) -> Path:
-    """Make a folder with the checkpoint in the middle of a run, and no later one."""
     saved = f"iter_{SAVED:07d}"
     shutil.copytree(save / saved, again / saved)
     (again / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
@@ -53,14 +62,12 @@ def cut_back(save: Path, again: Path) -> Path:
 
 
 def check_same_run(rows: Rows, whole: Rows, found: Path, wanted: Path) -> None:
-    """Compare the last three steps, and all that they leave behind."""
     assert [row["iteration"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
     for row, want in zip(rows, whole[SAVED:], strict=True):
-        for name, value in losses_of(want).items():
-            assert row[name] == value, (row["iteration"], name)
-        for name in ("learning_rate", "consumed_samples"):
-            assert row[name] == want[name]
-    stored, expected = tensors(found), tensors(wanted)
+        keys = [*losses_of(want), "learning_rate", "consumed_samples"]
+        assert {k: row[k] for k in keys} == {k: want[k] for k in keys}, row["iteration"]
+    last = f"iter_{STEPS:07d}"
+    stored, expected = (whole_tensors(x / last, x / "whole.pt") for x in (found, wanted))
     assert stored.keys() == expected.keys()
     for prefix in ("ema.", "critic.blocks", "critic.optimizer", "optimizer.", "blocks."):
         assert any(name.startswith(prefix) for name in expected), prefix
@@ -89,8 +96,29 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, batch: int, layou
     check_same_run(rows, whole, again, tmp_path / "save")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ""),
+        pytest.param(2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--use-distributed-optimizer --bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_adapters_goes_on_bit_for_bit(
+    tuned: Tuned, tmp_path: Path, ranks: int, layout: str
+) -> None:
+    batch = 2 if "distributed" in layout else 1
+    words = f"{tuned.words} {ADAPTERS} {layout} --train-iters {STEPS} --save-interval {SAVED}"
+    whole, saved = tuned.rows, tuned.saved
+    if layout:
+        saved = tmp_path / "save"
+        whole = run(tmp_path, words, ranks=ranks, batch=batch)
+    again = cut_back(saved, tmp_path / "again")
+    rows = run(tmp_path, f"{words} --load {again}", ranks=ranks, batch=batch, save="again")
+    check_same_run(rows, whole, again, saved)
+
+
 def _linger(run: Run) -> None:
-    """Wait after the step that follows the checkpoint, for the kill."""
     runner = runner_of(run)
     train = runner.train
 
@@ -103,7 +131,6 @@ def _linger(run: Run) -> None:
 
 
 def _launch(folder: Path, words: str) -> int:
-    """Launch two ranks from a process of its own."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -114,10 +141,7 @@ def _launch(folder: Path, words: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(
-    tmp_path: Path,
-) -> None:
-    """Kill it between two checkpoints, in the middle of a sequence; the ranks die with it."""
+def test_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(tmp_path: Path) -> None:
     words = f"--train-iters {STEPS} --save-interval {SAVED} --use-distributed-optimizer"
     whole = run(tmp_path / "whole", words, ranks=2, batch=2)
     save = tmp_path / "killed" / "save"
@@ -129,41 +153,22 @@ def test_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(
     os.waitpid(launcher, 0)
     assert len(read_metrics(save / "metrics.jsonl")) == SAVED + 1
     assert read_tracker(save) == SAVED
-    rows = run(
-        tmp_path / "killed", f"{words} --load {save}", ranks=2, batch=2, prepare=in_the_middle
-    )
+    words += f" --load {save}"
+    rows = run(tmp_path / "killed", words, ranks=2, batch=2, prepare=in_the_middle)
     check_same_run(rows[SAVED:], whole, save, tmp_path / "whole" / "save")
 
 
-def _kept(run: Run, path: Path) -> None:
-    """Write down where the sequence stands, and which clip comes next."""
+def _kept(run: Run) -> dict[str, Any]:
+    """Note where the sequence stands, and which clip comes next."""
     sequence = runner_of(run).sequence
-    cache = dict(sequence.generator.cache.state_dict())
-    content: dict[str, Any] = {"state": sequence.state, "slots": dict(cache["slots"])}
-    next_clip = sequence.next_clip
+    slots = dict(sequence.generator.cache.state_dict()["slots"])
+    content = {"state": copy.deepcopy(sequence.state), "slots": slots}
 
-    def noted(*, trains_generator: bool) -> Any:
-        clip = next_clip(trains_generator=trains_generator)
-        if run.context.rank == 0 and "next" not in content:
-            content["next"] = (clip.sequence, clip.number, clip.samples.start)
-            torch.save(content, path)
-        return clip
+    def note(clip: StreamClip, _: bool) -> None:
+        content.setdefault("next", (clip.sequence, clip.number, clip.samples.start))
 
-    sequence.next_clip = noted  # type: ignore[method-assign]
-
-
-def resumed(folder: Path, words: str, ranks: int, batch: int = 2, micro: int = 2) -> Rows:
-    """Resume a run of two videos on one rank, with other flags."""
-    again = cut_back(folder / "save", folder / "again")
-    return run(
-        folder,
-        f"--train-iters {STEPS} {words} --load {again}",
-        ranks=ranks,
-        batch=batch,
-        micro=micro,
-        save="again",
-        prepare=partial(_kept, path=folder / "kept.pt"),
-    )
+    on_each_clip(run, note)
+    return content
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +178,15 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rows]:
     return folder, run(folder, words, micro=2, batch=2)
 
 
-def copied(one_rank: tuple[Path, Rows], folder: Path) -> Path:
-    shutil.copytree(one_rank[0] / "save", folder / "save")
-    return folder
+def resumed(
+    one_rank: tuple[Path, Rows], folder: Path, words: str, ranks: int = 1, micro: int = 2
+) -> tuple[Rows, Any]:
+    """Resume the run of two videos on one rank, with other flags."""
+    again = cut_back(one_rank[0] / "save", folder / "again")
+    words = f"--train-iters {STEPS} {words} --load {again}"
+    rows, noted = observed(folder, words, _kept, ranks=ranks, batch=2, micro=micro, save="again")
+    assert [row["iteration"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
+    return rows, noted[0]
 
 
 @pytest.mark.parametrize(
@@ -189,9 +200,8 @@ def test_another_layout_makes_the_cache_anew(
     one_rank: tuple[Path, Rows], tmp_path: Path, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Let frames, prompts and numbers go on; keys and values differ by what weights have moved."""
-    rows = resumed(copied(one_rank, tmp_path), words, ranks=2)
+    rows, kept = resumed(one_rank, tmp_path, words, ranks=2)
     assert "so that the cache of past frames is made anew" in capfd.readouterr().out
-    kept = torch.load(tmp_path / "kept.pt", weights_only=False)
     assert kept["state"].sequence == 1 and 0 < kept["state"].chunk < CLIPS
     assert kept["next"] == (1, kept["state"].chunk, 2)
     # The sinks, and the frames that the next block sees.
@@ -201,41 +211,26 @@ def test_another_layout_makes_the_cache_anew(
         assert row["learning_rate"] == want["learning_rate"]
 
 
-def test_another_number_of_replicas_begins_the_sequences_that_come_next(
-    one_rank: tuple[Path, Rows], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rows = resumed(copied(one_rank, tmp_path), "", ranks=2, micro=1)
-    note = "The number of data-parallel replicas has changed, so that new video sequences begin."
-    assert note in capfd.readouterr().out
-    kept = torch.load(tmp_path / "kept.pt", weights_only=False)
-    # Two sequences of two videos were begun before.
-    assert kept["state"] is None and kept["next"] == (2, 0, 4)
-    assert [row["iteration"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
-
-
 @pytest.mark.parametrize(
-    ("words", "note"),
+    ("words", "ranks", "micro", "note"),
     [
-        ("--micro-batch-size 1", "`--micro-batch-size` was 2 and is 1, so that new video sequence"),
+        ("", 1, 1, "`--micro-batch-size` was 2 and is 1, so that new video sequence"),
+        ("", 2, 1, "The number of data-parallel replicas has changed, so that new video sequences"),
         pytest.param(
-            "--sink-frames 0",
-            "`--sink-frames` was 3 and is 0, so that the cache of past frames is",
+            "--sink-frames 0", 1, 2, "`--sink-frames` was 3 and is 0, so that the cache of past",
             marks=pytest.mark.slow,
         ),
     ],
-)
+)  # fmt: skip
 def test_other_flags_say_what_begins_anew(
-    one_rank: tuple[Path, Rows],
-    tmp_path: Path,
-    words: str,
-    note: str,
+    one_rank: tuple[Path, Rows], tmp_path: Path, words: str, ranks: int, micro: int, note: str,
     capfd: pytest.CaptureFixture[str],
-) -> None:
-    name, value = words.split()
-    micro = int(value) if name == "--micro-batch-size" else 2
-    rows = resumed(copied(one_rank, tmp_path), "" if micro == 1 else words, ranks=1, micro=micro)
+) -> None:  # fmt: skip
+    _, kept = resumed(one_rank, tmp_path, words, ranks, micro)
     assert note in capfd.readouterr().out
-    assert len(rows) == STEPS - SAVED
+    if ranks == 2:
+        # Two sequences of two videos were begun before.
+        assert kept["state"] is None and kept["next"] == (2, 0, 4)
 
 
 def test_state_of_one_layout_is_refused_in_another_before_any_rank_starts(tmp_path: Path) -> None:
@@ -244,3 +239,104 @@ def test_state_of_one_layout_is_refused_in_another_before_any_rank_starts(tmp_pa
     words += f" --train-iters 3 --load {tmp_path / 'save'} {TP2[2]} --sequence-parallel"
     with pytest.raises(CheckpointError, match="use those, or give `--no-load-optim`"):
         attempt(tmp_path, words, ranks=2, save="other")
+
+
+def _fail(run: Run, where: str) -> None:
+    """Let one rank of two fail in the second step, in the pass of a network."""
+    runner = runner_of(run)
+    if run.context.rank != 1:
+        return
+    if where == "prompts":
+        encoder = runner.sequence.prompts._encoder  # type: ignore[attr-defined]
+        encode = encoder.encode
+        asked = list[str]()
+
+        def encode_once(captions: list[str]) -> Any:
+            asked.extend(captions)
+            if len(asked) > 2:
+                raise RuntimeError("out of memory")
+            return encode(captions)
+
+        encoder.encode = encode_once
+        return
+    inner = runner._pass
+
+    def failing(kind: str, accumulation: int) -> Any:
+        if runner.extra_state.steps == 1 and kind == where:
+            raise RuntimeError("out of memory")
+        return inner(kind, accumulation)  # type: ignore[arg-type]
+
+    runner._pass = failing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("where", ["critic", "prompts"])
+def test_an_exception_on_one_rank_ends_the_run(
+    tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    fail = partial(_fail, where=where)
+    code, rows = attempt(tmp_path, "--train-iters 9", ranks=2, batch=2, prepare=fail)
+    assert code == (1 if where == "critic" else 2)
+    assert time.monotonic() - started < 40
+    assert len(rows) < 9
+    printed = capfd.readouterr().err
+    assert "out of memory" in printed
+    if where == "prompts":
+        # The other rank ends too, and knows why.
+        assert "[rank 0] Encoding the prompts failed (RuntimeError('out of memory'))" in printed
+        assert "see the traceback of rank 1." in printed
+
+
+def _start(run: Run) -> dict[str, Any]:
+    runner = runner_of(run)
+    return {
+        "iteration": run.progress.iteration,
+        "steps": runner.extra_state.steps,
+        "sequence": runner.sequence.state,
+        "weights": by_network(run, lambda x: weights(x.network)),
+    }
+
+
+def test_the_steps_of_a_base_checkpoint_are_not_taken_over(tmp_path: Path) -> None:
+    """Start each network from what it was in the run that the checkpoint is of."""
+    run(tmp_path, "--train-iters 3", save="base")
+    words = f"--train-iters 2 --pretrained-checkpoint {tmp_path / 'base'} --seed 8"
+    words += f" --critic-checkpoint {tmp_path / 'base'}"
+    rows, (found,) = observed(tmp_path, words, _start, start=200)
+    assert [row["iteration"] for row in rows] == [1, 2]
+    # Step 1 is one of the generator, as in any run; the average has not begun.
+    assert "generator loss" in rows[0]
+    assert (found["iteration"], found["steps"], found["sequence"]) == (0, 0, None)
+    base = whole_tensors(tmp_path / "base" / "iter_0000003", tmp_path / "base.pt")
+    for network, prefix in PREFIXES.items():
+        for name, tensor in found["weights"][network].items():
+            assert torch.equal(tensor, base[f"{prefix}{name}"]), (network, name)
+    assert differ(*found["weights"].values())
+
+
+def test_weights_of_critic_and_teacher_do_not_come_from_the_run_itself(tmp_path: Path) -> None:
+    """Resume a run, which finds its own folder before any other."""
+    run(tmp_path, "--train-iters 1 --seed 8", save="other")
+    words = f"--train-iters 2 --resume-mode auto --teacher-checkpoint {tmp_path / 'other'}"
+    assert len(run(tmp_path, f"{words} --exit-interval 1")) == 1
+    rows, (teacher,) = observed(tmp_path, words, lambda run: weights(runner_of(run).teacher))
+    assert [row["iteration"] for row in rows] == [1, 2]
+    other = whole_tensors(tmp_path / "other" / "iter_0000001", tmp_path / "other.pt")
+    assert teacher and not differ(teacher, other)
+
+
+def test_a_run_of_another_kind_is_not_gone_on_with(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def hide_critic(run: Run) -> None:
+        save = run.checkpoints.save
+        run.checkpoints.save = lambda *args, **parts: save(  # type: ignore[method-assign]
+            *args, **{**parts, "extra_state": None}
+        )
+
+    run(tmp_path, "--train-iters 1", save="plain", prepare=hide_critic)
+    code, _ = attempt(tmp_path, f"--train-iters 2 --load {tmp_path / 'plain'}")
+    assert code == 2
+    assert "holds no critic, so it is not of a run with `--task streaming`; give it as " in (
+        capfd.readouterr().err
+    )

@@ -1,21 +1,30 @@
-"""Two phases against one graph, counts of passes, and what gradients reach."""
+"""Two phases against one graph, predictions about clips, and what gradients reach."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.video.loss import x0_from_flow
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.loss import dmd_loss
+from megatron_ext.video.streaming.loss import (
+    Scores,
+    critic_clip_loss,
+    dmd_direction,
+    dmd_loss,
+    generator_direction,
+    generator_losses,
+    noised_clip,
+    sid_direction,
+)
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
-from megatron_ext.video.streaming.rollout import WRITE_BACK, Generator
-from megatron_ext.video.streaming.scores import generator_losses
+from megatron_ext.video.streaming.rollout import WRITE_BACK, Generator, StreamClip
 from megatron_ext.video.streaming.sequence import StreamingSequence
 from tests.video.streaming.network import OPTIONS, PLAIN, Cache, TinyDiT, Window, build, network
 
@@ -47,13 +56,10 @@ def test_forward_passes_and_graphs_of_a_clip() -> None:
         assert len(net.calls) == blocks * (exit_step + 2), number
         assert not any(with_graph for _, with_graph in net.calls)
         assert len(clip.blocks) == blocks and not clip.latents.requires_grad
-        assert all(not b.step.x.requires_grad for b in clip.blocks)
+        assert all(not b.x.requires_grad for b in clip.blocks)
         counts.add(exit_step)
         net.calls.clear()
     assert counts == set(range(STEPS))
-
-
-def test_one_graph_has_it_in_exit_steps_only() -> None:
     sequence = build(dataclasses.replace(PLAIN, two_phase=False, last_step_only=True))
     net = tiny(sequence)
     clip = sequence.next_clip(trains_generator=True)
@@ -66,16 +72,11 @@ def test_one_graph_has_it_in_exit_steps_only() -> None:
 
 
 def block_by_block(net: TinyDiT, noises: dict[tuple[int, int], Tensor], exit_step: int) -> Tensor:
-    """Return a clip of three blocks in one graph."""
     cache = Cache(Window(), 12, len(net.layers))
     generator = Generator(net, cache, NoiseSchedule(StreamingConfig()))
     text = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0)).double()
-    made = [
-        generator.generate(frame, text, lambda f, s: noises[f, s], exit_step=exit_step, graph=True)[
-            0
-        ]
-        for frame in (0, 3, 6)
-    ]
+    how = {"noise": lambda f, s: noises[f, s], "exit_step": exit_step, "graph": True}
+    made = [generator.generate(frame, text, **how)[0] for frame in (0, 3, 6)]
     assert not any(x.requires_grad for layers in cache.held.values() for kv in layers for x in kv)
     return torch.stack(made)
 
@@ -102,7 +103,7 @@ def losses_of(sequence: StreamingSequence, clips: int) -> list[Tensor]:
         count = clip.mask.sum()
         if sequence.streaming.two_phase:
             # In any order, since blocks are independent.
-            for total, _, _ in reversed(list(generator_losses(clip, d, sequence))):
+            for total, _, _ in reversed(list(generator_losses(clip, d, sequence.generator))):
                 (total / count).backward()
         else:
             (dmd_loss(clip.latents, direction=d, mask=clip.mask)[0] / count).backward()
@@ -121,81 +122,161 @@ def test_two_phases_have_the_gradients_of_one_graph(same_exit: bool) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_the_capacity_that_is_needed() -> None:
-    """Check that every block finds its past with W + clip - block frames, and not with fewer."""
-    losses_of(build(PLAIN, capacity=6 + 9 - 3), 4)
-    for less in (6 + 9 - 6, 6 + 9 - 4):
-        with pytest.raises(ConfigError, match=r"must be 12 or more to train chunks of 9 new"):
-            build(PLAIN, capacity=less)
-
-
-def test_blocks_of_an_older_clip_are_not_run_again() -> None:
-    sequence = build(PLAIN)
-    old = sequence.next_clip(trains_generator=True)
-    losses = generator_losses(old, torch.zeros_like(old.latents), sequence)
-    next(losses)
-    sequence.next_clip(trains_generator=False)
-    with pytest.raises(ConfigError, match="chunk 0 of sequence 0 cannot be run again"):
-        next(losses)
-
-
-def test_text_projections_are_trained() -> None:
-    sequence = build(PLAIN)
-    losses_of(sequence, 1)
-    for layer in tiny(sequence).layers:
-        gradient = layer.text_kv.weight.grad
-        assert gradient is not None and bool(gradient.abs().sum() > 0)
-
-
-def test_frames_before_a_switch_get_no_gradient() -> None:
-    options = dataclasses.replace(OPTIONS, switch_frames=(12,), two_phase=False)
-    sequence = build(options)
-    sequence.next_clip(trains_generator=True)
-    clip = sequence.next_clip(trains_generator=True)
-    clip.latents.retain_grad()
-    d = torch.ones_like(clip.latents).detach()
-    dmd_loss(clip.latents, direction=d, mask=clip.mask)[0].backward()
-    assert clip.latents.grad is not None
-    assert (
-        clip.latents.grad.flatten(2).abs().sum(dim=2)[0].bool().tolist() == [False] * 6 + [True] * 3
-    )
-
-
-def test_each_step_has_noise_of_its_own() -> None:
-    asked: list[tuple[int, int]] = []
-    net = network(Window())
+def test_each_step_has_noise_of_its_own_and_predicts_the_same_clean_latents() -> None:
+    truth = torch.linspace(-1, 1, 24).view(1, 3, 2, 2, 2).double()
     schedule = NoiseSchedule(StreamingConfig(context_noise=50.0))
-    generator = Generator(net, Cache(Window(), 12, 2), schedule)
+    told: list[float] = []
+    asked: list[tuple[int, int]] = []
+
+    def net(*, x: Tensor, timesteps: Tensor, **_: object) -> Tensor:
+        told.append(float(timesteps[0, 0]))
+        return (x - truth) / schedule.sigma(timesteps)[:, :, None, None, None]
 
     def noise(frame: int, step: int) -> Tensor:
         asked.append((frame, step))
         return torch.randn(1, 3, 2, 2, 2).double()
 
-    text = torch.zeros(1, 3, 4).double()
-    for frame in (0, 3):
-        generator.generate(frame, text, noise, exit_step=3, graph=False)
-    assert asked == [(f, s) for f in (0, 3) for s in (0, 1, 2, 3, WRITE_BACK)]
-
-
-def test_a_perfect_network_gives_back_the_latents() -> None:
-    """Check that every exit step predicts the same clean latents."""
-    truth = torch.linspace(-1, 1, 24).view(1, 3, 2, 2, 2).double()
-    schedule = NoiseSchedule(StreamingConfig())
-    told = []
-
-    def net(*, x: Tensor, timesteps: Tensor, **_: object) -> Tensor:
-        told.append(float(timesteps[0, 0]))
-        sigma = schedule.sigma(timesteps)[:, :, None, None, None]
-        return (x - truth) / sigma
-
     generator = Generator(net, Cache(Window(), 12, 2), schedule)
-    text = torch.zeros(1, 3, 4)
     for exit_step in range(4):
         told.clear()
+        asked.clear()
         x0, step = generator.generate(
-            0, text, lambda *_: torch.randn(1, 3, 2, 2, 2).double(), exit_step=exit_step, graph=True
+            0, torch.zeros(1, 3, 4), noise, exit_step=exit_step, graph=True
         )
         torch.testing.assert_close(x0, truth, rtol=0, atol=1e-12)
         expected = [1000, 937.5, 833.3333, 625][: exit_step + 1]
-        assert told == pytest.approx([*expected, 0], abs=1e-3)
+        assert told == pytest.approx([*expected, 50], abs=1e-3)
         assert step.timestep == pytest.approx(expected[-1], abs=1e-3)
+        assert asked == [(0, s) for s in (*range(exit_step + 1), WRITE_BACK)]
+
+
+SCHEDULE = NoiseSchedule(StreamingConfig())
+NEGATIVE = torch.full((1, 3, 4), 0.5, dtype=torch.float64)
+
+
+def clip_of(number: int = 0) -> StreamClip:
+    sequence = build(dataclasses.replace(OPTIONS, switches=False))
+    return [sequence.next_clip(trains_generator=True) for _ in range(number + 1)][-1]
+
+
+def test_a_clip_has_one_noise_level_and_noise_of_its_own() -> None:
+    clip = clip_of()
+    noised = noised_clip(clip, SCHEDULE, 1, "generator")
+    assert noised.timesteps.shape == (2,) and len(noised.timesteps.unique()) == 2
+    s = noised.sigma.view(2, 1, 1, 1, 1)
+    torch.testing.assert_close(noised.x, (1 - s) * clip.latents + s * noised.noise)
+    torch.testing.assert_close(noised.sigma, SCHEDULE.sigma(noised.timesteps))
+    drawn = [
+        [
+            noised_clip(clip, SCHEDULE, *use).noise
+            for use in product((1, 2), ("critic", "generator"))
+        ]
+        for clip in (clip_of(0), clip_of(1), clip_of(1))
+    ]
+    torch.testing.assert_close(drawn[1], drawn[2], rtol=0, atol=0)
+    assert len({float(x[0, 0, 0, 0, 0]) for x in (*drawn[0], *drawn[1])}) == 8
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_direction_of_networks(scale: float) -> None:
+    """Check that the teacher's two predictions in one batch are those of two calls."""
+    clip, critic, teacher = clip_of(), network(seed=1), network(seed=2)
+    noised = noised_clip(clip, SCHEDULE, 1, "generator")
+
+    def clean(net: object, text: Tensor) -> Tensor:
+        flow = net(x=noised.x, timesteps=noised.timesteps, text=text)  # type: ignore[operator]
+        return x0_from_flow(noised.x, flow, noised.sigma)
+
+    got = generator_direction(clip, noised, Scores(critic, teacher, NEGATIVE, guidance_scale=scale))
+    assert len(teacher.calls) == 1 and not got.requires_grad
+    own, negative = clean(teacher, clip.text), clean(teacher, NEGATIVE.expand(2, 3, 4))
+    given = {"fake": clean(critic, clip.text), "conditional": own, "unconditional": negative}
+    wanted = dmd_direction(clip.latents, **given, scale=scale)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("two_phase", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_score_identity_distillation_is_plain_autograd(scale: float, two_phase: bool) -> None:
+    sequence = build(dataclasses.replace(PLAIN, two_phase=two_phase))
+    generator, critic, teacher = sequence.generator.network, network(seed=1), network(seed=2)
+    assert isinstance(generator, torch.nn.Module)
+    sequence.next_clip(trains_generator=False)
+    clip = sequence.next_clip(trains_generator=True)
+    noised, alpha = noised_clip(clip, SCHEDULE, 1, "generator"), 1.2
+    scores = Scores(critic, teacher, NEGATIVE, guidance_scale=scale, sid_alpha=alpha)
+    direction, losses = sid_direction(clip, noised, scores)
+    assert all(
+        p.grad is None and p.requires_grad for n in (critic, teacher) for p in n.parameters()
+    )
+
+    count = int(clip.mask.sum())
+    if two_phase:
+        for total, _, _ in generator_losses(clip, direction, sequence.generator, losses):
+            (total / count).backward()
+    else:
+        total, _, _ = dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
+        (total / count).backward(retain_graph=True)
+    found = [p.grad.clone() for p in generator.parameters() if p.grad is not None]
+    generator.zero_grad()
+
+    x = clip.latents.detach().clone()
+    if two_phase:
+        for block in clip.blocks:
+            x[:, clip.frames_of(block)] = sequence.generator.clean(block)
+    else:
+        x = clip.latents
+    s = noised.sigma.view(-1, 1, 1, 1, 1)
+    x_t = (1 - s) * x + s * noised.noise
+
+    def clean(net: torch.nn.Module, text: Tensor) -> Tensor:
+        return x_t - s * net(x=x_t, timesteps=noised.timesteps, text=text)
+
+    fake, real = clean(critic, clip.text), clean(teacher, clip.text)
+    real = real + (scale - 1) * (real - clean(teacher, NEGATIVE.expand(2, 3, 4)))
+    z = (x - real).detach().abs().mean(dim=(1, 2, 3, 4), keepdim=True)
+    elements = clip.mask.view(*clip.mask.shape, 1, 1, 1).expand_as(x)
+    loss = ((real - fake) * (real - x - alpha * (real - fake)) / z)[elements].mean()
+    torch.testing.assert_close(losses[clip.mask].mean(), loss.detach())
+    loss.backward()
+    wanted = [p.grad for p in generator.parameters() if p.grad is not None]
+    assert len(found) == len(wanted) > 10
+    for gradient, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-9, atol=1e-12)
+
+
+def test_who_is_trained_by_what_and_told_the_current_prompt() -> None:
+    sequence = build()
+    generator = sequence.generator.network
+    assert isinstance(generator, torch.nn.Module)
+    critic, teacher = network(seed=1), network(seed=2)
+    before = [p.detach().clone() for p in teacher.parameters()]
+    clip = sequence.next_clip(trains_generator=True)
+    noised = noised_clip(clip, SCHEDULE, 1, "generator")
+    direction = generator_direction(clip, noised, Scores(critic, teacher, NEGATIVE))
+    for total, _, _ in generator_losses(clip, direction, sequence.generator):
+        total.backward()
+    assert all(p.grad is not None for p in generator.parameters())
+    assert all(p.grad is None for net in (critic, teacher) for p in net.parameters())
+    generator.zero_grad()
+
+    clip = sequence.next_clip(trains_generator=False)
+    total, count, _ = critic_clip_loss(clip, noised_clip(clip, SCHEDULE, 1, "critic"), critic)
+    (total / count).backward()
+    assert all(p.grad is not None for p in critic.parameters())
+    assert all(p.grad is None for net in (generator, teacher) for p in net.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters(), strict=True))
+    told = []
+
+    def critic(*, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
+        told.append(text)
+        return torch.zeros_like(x)
+
+    clip = clip_of()
+    critic_clip_loss(clip, noised_clip(clip, SCHEDULE, 1, "critic"), critic)
+    assert torch.equal(told[0], clip.text)
+
+
+def test_the_capacity_that_is_needed_and_older_clips_are_not_run_again() -> None:
+    """Check that every block finds its past with W + clip - block frames, and not with fewer."""
+    losses_of(build(PLAIN, capacity=6 + 9 - 3), 4)

@@ -1,10 +1,13 @@
-"""Long videos that a streaming run samples on its way, without any effect on its training."""
+"""Long videos: block by block as without any cache, and without any effect on a training."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import json
-from functools import partial
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,152 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
 from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
-from megatron_ext.video.streaming.step import StreamingRunner
+from megatron_ext.video.streaming import decisions
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
+from megatron_ext.video.streaming.rollout import Generator, generate_blocks, num_sinks
+from megatron_ext.video.streaming.sequence import Replica
 from tests.checkpoint.tiny import whole_tensors
+from tests.ranks import ranks
+from tests.video.model.wan.problem import Problem, new_cache, plain_of
+from tests.video.networks import largest, one
 from tests.video.sampling.test_clips import read
-from tests.video.streaming.runs import run
+from tests.video.streaming.network import (
+    OPTIONS,
+    PLAIN,
+    Cache,
+    Window,
+    build,
+    clips_of,
+    network,
+    new_of,
+    prompts,
+    recache,
+    switching_at,
+    text_of,
+)
+from tests.video.streaming.runs import observed, run, runner_of
+
+WINDOW = Window()
+LENGTH = 27
+SHAPE = (3, 2, 2, 2)
+SEED = 1
+
+
+def noise_of() -> functools.partial[Tensor]:
+    like = torch.empty(0, dtype=torch.float64)
+    return functools.partial(decisions.block_noise, SEED, (0, 1), SHAPE, like=like)
+
+
+def tiny(window: Window = WINDOW, context_noise: float = 0.0) -> Generator:
+    model = network(window)
+    cache = Cache(window, window.window, len(model.layers))
+    schedule = NoiseSchedule(StreamingConfig(context_noise=context_noise))
+    return Generator(model, cache, schedule, recache)
+
+
+def video(
+    scenes: Sequence[tuple[int, str]], *, sink: str = "rebuild", window: Window = WINDOW,
+    shift: float = 0.0, context_noise: float = 0.0,
+) -> Tensor:  # fmt: skip
+    texts = [torch.stack([text_of(s, which) for s in (0, 1)]) for _, which in scenes]
+    texts[-1] = texts[-1] + shift
+    asked = {frame: text for (frame, _), text in zip(scenes, texts, strict=True)}
+    generator, keep = tiny(window, context_noise), sink == "keep"
+    made = list(generate_blocks(generator, asked, noise_of(), num_frames=LENGTH, keep_sink=keep))
+    assert len(made) == LENGTH // window.block
+    return torch.cat(made, dim=1)
+
+
+@ranks()
+def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> None:
+    """Compare with a plain network that sees all frames so far in one masked pass."""
+    problem = Problem(frames=30, batch=2)
+    clip, window = one(problem, context, torch.float64), problem.options.window
+    plain, schedule, cache = (
+        plain_of(clip),
+        NoiseSchedule(StreamingConfig()),
+        new_cache(clip, problem),
+    )
+    assert window is not None and cache.capacity_frames == window.window < problem.frames
+    text = problem.inputs(dtype=torch.float64)["text"]
+    shape = (window.block, problem.sizes.channels, problem.height, problem.width)
+    noise = functools.partial(decisions.block_noise, SEED, (4, 9), shape, like=text)
+    past = text.new_empty(2, 0, *shape[1:])
+    generator = Generator(clip, cache, schedule)
+    blocks = generate_blocks(generator, {0: text}, noise, num_frames=30, keep_sink=False)
+    for frame, latents in zip(range(0, 30, window.block), blocks, strict=True):
+        x = noise(frame, 0)
+        for step, t in enumerate(schedule.denoising_timesteps):
+            times = torch.tensor([0.0] * frame + [t] * window.block).expand(2, -1)
+            with torch.no_grad():
+                flow = plain(torch.cat([past, x], dim=1), times, text, problem.rule)
+            sigma = float(schedule.sigma(torch.tensor(t)))
+            x0 = x - sigma * flow[:, frame:]
+            if step < 3:
+                after = torch.tensor(schedule.denoising_timesteps[step + 1])
+                sigma = float(schedule.sigma(after))
+                x = (1 - sigma) * x0 + sigma * noise(frame, step + 1)
+        assert largest(latents, x0) < 1e-9, frame
+        past = torch.cat([past, latents], dim=1)
+
+
+@pytest.mark.parametrize("sink", ["rebuild", "keep"])
+@pytest.mark.parametrize("context_noise", [0.0, 100.0])
+@pytest.mark.parametrize("switch", [None, 3, 15])
+def test_blocks_are_those_of_a_training_rollout_with_all_steps(
+    switch: int | None, context_noise: float, sink: str
+) -> None:
+    """Let training encode as many frames anew as the window holds, also after a switch."""
+    options = PLAIN if switch is None else switching_at(switch, OPTIONS)
+    options = dataclasses.replace(
+        options, last_step_only=True, recache_frames=WINDOW.window, sink_at_switch=sink,
+        context_noise=context_noise,
+    )  # fmt: skip
+    sequence = build(options, replica=Replica(seed=SEED, batch=2), window=WINDOW)
+    want = torch.cat([new_of(clip) for clip in clips_of(sequence, 4)], dim=1)
+    scenes = [(0, "text")] if switch is None else [(0, "text"), (switch, "after")]
+    got = video(scenes, context_noise=context_noise, sink=sink)
+    assert got.shape == want.shape == (2, LENGTH, 2, 2, 2)
+    assert largest(got, want) < 1e-12
+
+
+def test_a_prompt_acts_from_its_frame_on() -> None:
+    scenes = [(0, "text"), (9, "after"), (18, "text")]
+    base, moved = video(scenes), video(scenes, shift=1.0)
+    assert torch.equal(base[:, :18], moved[:, :18])
+    assert all(largest(base[:, i : i + 3], moved[:, i : i + 3]) > 1e-3 for i in (18, 21, 24))
+    once = video(scenes[:2])
+    assert torch.equal(once[:, :18], base[:, :18]) and not torch.equal(once[:, 18:], base[:, 18:])
+    assert torch.equal(video(scenes[:1])[:, :9], base[:, :9])
+
+
+@pytest.mark.parametrize("window", [Window(window=7, sink=1), Window(window=6, sink=0)])
+def test_windows_and_sinks_need_not_be_whole_blocks(window: Window) -> None:
+    """Check that a later prompt changes no block before it."""
+    scenes = [(0, "text"), (12, "after")]
+    got = video(scenes, window=window)
+    assert torch.isfinite(got).all()
+    assert num_sinks(window) % window.block == 0 and num_sinks(window) >= window.sink
+    assert torch.equal(got[:, :12], video(scenes[:1], window=window)[:, :12])
+
+
+def test_what_is_held_does_not_grow_with_the_length() -> None:
+    generator, text = tiny(), prompts((0, 1)).text
+    texts = {0: text, 30: text + 1}
+    blocks = generate_blocks(generator, texts, noise_of(), num_frames=90, keep_sink=False)
+    alive: list[weakref.ref[Tensor]] = []
+    for latents in blocks:
+        alive.append(weakref.ref(latents))
+        del latents
+        # The window and the sinks, in whole blocks.
+        assert sum(one() is not None for one in alive) <= 3
+        assert len(generator.cache.held) <= WINDOW.window
+    assert len(alive) == 30
+
 
 STEPS = 3
 VIEWED = (
@@ -29,55 +172,40 @@ VIEWED = (
 )
 
 
-def _snapshot(run: Run) -> dict[str, Any]:
-    """Return all that the next step depends on, and that belongs to this rank."""
-    runner = run.runner
-    assert isinstance(runner, StreamingRunner) and run.ema is not None
+def _before_steps(run: Run) -> list[dict[str, Any]]:
+    """Note all that each step depends on and that belongs to this rank, when it begins."""
+    runner, train, seen = runner_of(run), run.runner.train, list[dict[str, Any]]()
+    assert run.ema is not None
     networks = (runner.generator.network, runner.critic.network, runner.teacher)
     bare = [unwrap_model([network])[0] for network in networks]
-    return {
-        "sequence": runner.sequence.state_dict(),
-        "weights": [list(network.parameters()) for network in bare],
-        "gradients": [clip.buffers[0].grad_data for clip in networks[:2]],
-        "averages": [average for _, average in run.ema.gathered()],
-        "modes": [[m.training for m in network.modules()] for network in bare],
-        "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],
-        "numpy": np.random.get_state(legacy=False)["state"]["key"],
-        "grad": torch.is_grad_enabled(),
-        "steps": runner.extra_state.steps,
-        "progress": run.progress.to_dict(),
-    }
-
-
-def _record(run: Run, path: Path) -> None:
-    """Write down what each step begins with, after whatever came between it and the last."""
-    train, seen = run.runner.train, list[dict[str, Any]]()
 
     def recorded(*args: Any) -> Any:
-        seen.append(copy.deepcopy(_snapshot(run)))
-        torch.save(seen, path / f"rank_{run.context.rank}.pt")
+        now = {
+            "sequence": runner.sequence.state_dict(),
+            "weights": [list(network.parameters()) for network in bare],
+            "gradients": [clip.buffers[0].grad_data for clip in networks[:2]],
+            "averages": [average for _, average in run.ema.gathered()],
+            "modes": [[m.training for m in network.modules()] for network in bare],
+            "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],
+            "numpy": np.random.get_state(legacy=False)["state"]["key"],
+            "grad": torch.is_grad_enabled(),
+            "steps": runner.extra_state.steps,
+            "progress": run.progress.to_dict(),
+        }
+        seen.append(copy.deepcopy(now))
         return train(*args)
 
     run.runner.train = recorded  # type: ignore[method-assign, assignment]
+    return seen
 
 
-def _assert_same(a: Any, b: Any, where: str = "") -> None:
-    """Check that two values of any nesting are equal bit for bit."""
-    assert type(a) is type(b), where
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), where
-    elif isinstance(a, np.ndarray):
-        assert (a == b).all(), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            _assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, pair in enumerate(zip(a, b, strict=True)):
-            _assert_same(pair[0], pair[1], f"{where}.{i}")
+def _flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from _flat(inner, f"{where}.{key}")
     else:
-        assert a == b, where
+        yield where, value.tolist() if isinstance(value, Tensor | np.ndarray) else value
 
 
 @pytest.mark.parametrize(
@@ -89,26 +217,22 @@ def _assert_same(a: Any, b: Any, where: str = "") -> None:
     ],
 )
 def test_visualisation_changes_nothing(tmp_path: Path, ranks: int, batch: int, layout: str) -> None:
-    rows, weights, seen = [], [], []
-    for name, words in (("without", ""), ("with", VIEWED)):
-        folder = tmp_path / name
-        folder.mkdir()
-        words = f"--train-iters {STEPS} --save-interval {STEPS} {layout} {words}"
-        rows.append(
-            run(folder, words, ranks=ranks, batch=batch, prepare=partial(_record, path=folder))
-        )
-        weights.append(whole_tensors(folder / "save" / f"iter_{STEPS:07}", folder / "whole.pt"))
-        seen.append([torch.load(folder / f"rank_{i}.pt", weights_only=False) for i in range(ranks)])
-    for without, viewed in zip(*rows, strict=True):
-        assert without.keys() == viewed.keys()
-        kept = [k for k in without if "loss" in k or "norm" in k or "learning" in k]
-        assert len(kept) > 4
-        _assert_same({k: without[k] for k in kept}, {k: viewed[k] for k in kept})
-    _assert_same(weights[0], weights[1])
+    words = f"--train-iters {STEPS} --save-interval {STEPS} {layout}"
+    found = []
+    for name, more in (("without", ""), ("with", VIEWED)):
+        sizes = {"ranks": ranks, "batch": batch, "save": name}
+        rows, seen = observed(tmp_path, f"{words} {more}", _before_steps, **sizes)
+        kept = [
+            {k: v for k, v in row.items() if "loss" in k or "norm" in k or "learning" in k}
+            for row in rows
+        ]
+        whole = whole_tensors(tmp_path / name / f"iter_{STEPS:07}", tmp_path / f"{name}.whole")
+        found.append(dict(_flat([kept, [set(row) for row in rows], seen, whole])))
+    assert found[0] == found[1]
+    assert len(kept[0]) > 4 and len(seen) == ranks
     # After a step of the critic alone, the memo of the text is still in use.
-    assert len(seen[0][0]) == STEPS and seen[0][0][2]["sequence"]["cache"]["memo"]["key_values"]
-    _assert_same(seen[0], seen[1])
-    root = tmp_path / "with" / "save" / "samples"
+    assert len(seen[0]) == STEPS and seen[0][2]["sequence"]["cache"]["memo"]["key_values"]
+    root = tmp_path / "with" / "samples"
     assert sorted(x.name for x in root.iterdir()) == [f"iter_{i:07}" for i in range(1, STEPS + 1)]
 
 
@@ -125,10 +249,8 @@ def test_videos_are_files_with_their_switches(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / LIST).read_text().splitlines()]
     assert [row["text"] for row in rows] == ["disc", "square"]
     # Frame 5 lies in the block from frame 3 on, which is made under one caption.
-    assert [row["switches"] for row in rows] == [
-        [{"frame": 6, "text": "bar"}],
-        [{"frame": 6, "text": "wheel"}],
-    ]
+    switches = [row["switches"] for row in rows]
+    assert switches == [[{"frame": 6, "text": text}] for text in ("bar", "wheel")]
     for row in rows:
         assert (row["num_frames"], row["latent_frames"], row["iteration"]) == (45, 12, 2)
         assert row["averaged_weights"] is False
@@ -138,7 +260,6 @@ def test_videos_that_are_not_finite_do_not_end_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def spoil(run: Run) -> None:
-        """Make weights of the average give no finite number, whatever the training does."""
         assert run.ema is not None
         average = next(iter(run.ema._parts)).average
         update = run.ema.update
@@ -152,6 +273,4 @@ def test_videos_that_are_not_finite_do_not_end_the_run(
     rows = run(tmp_path, f"--train-iters 2 {VIEWED}", prepare=spoil)
     assert [row["iteration"] for row in rows][-1] == 2
     assert "the sampled videos are not finite and are not written" in capfd.readouterr().out
-    assert not (tmp_path / "save" / "samples").exists() or not list(
-        (tmp_path / "save" / "samples").iterdir()
-    )
+    assert not list((tmp_path / "save").glob("samples/*"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import DataError
-from megatron_ext.layers.initialization import shards_of
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
@@ -29,33 +27,18 @@ from megatron_ext.video.streaming import step
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.teacher import ParallelTeacher, build_teacher
 from megatron_ext.video.task import VIDEO
-from tests.ranks import ranks
-from tests.video.streaming.runs import after_each_step, flags_of, run, runner_of
+from tests.ranks import on_ranks, ranks
+from tests.video.model.wan.plain import num_parameters
+from tests.video.networks import gathered_weights
+from tests.video.streaming.runs import after_each_step, flags_of, observed, runner_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
 BATCH = 2
 ONE_STEP = "--train-iters 1 --clip-grad 0"
-Parts = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
-def parts(chunk: Any, *, gradients: bool = False) -> Parts:
-    """Return this rank's parts of all weights, or of their gradients after the reduction."""
-    tensors = shards_of(chunk, (lambda p: p.main_grad) if gradients else (lambda p: p))
-    return [(x.name, x.full_shape, x.offset, x.tensor.detach().clone()) for x in tensors]
-
-
-def whole(pieces: Iterator[Parts]) -> dict[str, Tensor]:
-    """Return full tensors from the parts of all ranks, and check that all of each is there."""
-    found: dict[str, Tensor] = {}
-    for name, shape, offset, tensor in (part for piece in pieces for part in piece):
-        full = found.setdefault(name, torch.full(shape, torch.nan))
-        full[tuple(slice(a, a + n) for a, n in zip(offset, tensor.shape, strict=True))] = tensor
-    assert not any(tensor.isnan().any() for tensor in found.values())
-    return found
-
-
-def record(run: Run, folder: Path) -> None:
-    """Record the teacher's predictions, D, and the generator's gradients in the only step."""
+def _step(run: Run) -> dict[str, Any]:
+    """Note the teacher's predictions, D, and all gradients of the generator in the only step."""
     runner = runner_of(run)
     seen: dict[str, Any] = {"replica": run.context.dp_rank}
     direction = step.generator_direction
@@ -64,52 +47,48 @@ def record(run: Run, folder: Path) -> None:
         seen["direction"] = direction(*args, **kwargs)
         return seen["direction"]
 
-    def save(_: Any) -> None:
-        (generator,) = unwrap_model(runner.chunks)
-        (teacher,) = unwrap_model([getattr(runner.teacher, "network", runner.teacher)])
-        seen["gradients"] = parts(generator, gradients=True)
-        seen["teacher"] = parts(teacher)
-        torch.save(seen, folder / f"rank_{run.context.rank}.pt")
+    def note(_: Any) -> None:
+        teacher = getattr(runner.teacher, "network", runner.teacher)
+        seen["gradients"] = gathered_weights(unwrap_model(runner.chunks), lambda p: p.main_grad)
+        seen["teacher"] = gathered_weights(unwrap_model([teacher]))
 
     runner.teacher.register_forward_hook(lambda _module, _args, flow: seen.update(flow=flow))
     step.generator_direction = noted
-    after_each_step(run, save)
+    after_each_step(run, note)
+    return seen
 
 
 def step_of(folder: Path, words: str, ranks: int, replicas: int) -> dict[str, Any]:
-    """Return what all ranks recorded, put together, and the losses that were logged."""
-    folder.mkdir()
-    sizes = {"micro": BATCH // replicas, "batch": BATCH}
-    prepare = partial(record, folder=folder)
-    rows = run(folder, f"{ONE_STEP} {words}", ranks=ranks, prepare=prepare, **sizes)
-    seen = [torch.load(folder / f"rank_{rank}.pt") for rank in range(ranks)]
-    flows: list[Tensor] = [torch.empty(0)] * replicas
-    directions = list(flows)
-    for rank in seen:
-        replica, flow, direction = rank["replica"], rank["flow"], rank["direction"]
-        # All ranks of a replica go on with the same numbers.
-        for kept, tensor in ((flows, flow), (directions, direction)):
-            assert kept[replica].numel() == 0 or torch.equal(kept[replica], tensor)
-            kept[replica] = tensor
+    """Return what all ranks noted, put together, and the losses that were logged."""
+    sizes = {"micro": BATCH // replicas, "batch": BATCH, "ranks": ranks}
+    rows, seen = observed(folder, f"{ONE_STEP} {words}", _step, **sizes)
+    found = {}
+    for name in ("flow", "direction"):
+        parts: dict[int, Tensor] = {}
+        for rank in seen:
+            # All ranks of a replica go on with the same numbers.
+            assert torch.equal(parts.setdefault(rank["replica"], rank[name]), rank[name])
+        found[name] = [parts[replica] for replica in range(replicas)]
     # Rows with the prompt, and then those with the negative prompt, of each replica.
-    halves = zip(*(flow.chunk(2) for flow in flows), strict=True)
+    halves = zip(*(flow.chunk(2) for flow in found["flow"]), strict=True)
+    for name in ("gradients", "teacher"):
+        assert not any(tensor.isnan().any() for tensor in seen[0][name].values())
     return {
         "flow": torch.cat([torch.cat(half) for half in halves]),
-        "direction": torch.cat(directions),
-        "gradients": whole(rank["gradients"] for rank in seen),
-        "teacher": whole(rank["teacher"] for rank in seen),
+        "direction": torch.cat(found["direction"]),
+        "gradients": seen[0]["gradients"],
+        "teacher": seen[0]["teacher"],
         "losses": {k: v for k, v in rows[0].items() if k.endswith(("loss", "gradient_norm"))},
     }
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the step on one rank."""
     return step_of(tmp_path_factory.mktemp("alone") / "run", "", 1, 1)
 
 
 def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Compare to 1e-5, where the numbers are of order 1 or are brought there."""
+    """Compare to 1e-5 numbers that are of order 1 or are brought there."""
     assert found["teacher"].keys() == wanted["teacher"].keys()
     for name, tensor in wanted["teacher"].items():
         assert torch.equal(found["teacher"][name], tensor), name
@@ -161,7 +140,7 @@ def test_a_teacher_with_a_layout_of_its_own_changes_no_number(
     check_same(step_of(tmp_path / "run", words, ranks, replicas), alone)
 
 
-def watch(run: Run, path: Path) -> None:
+def _frozen(run: Run) -> list[int]:
     """Compare the teacher before and after each step, and look for it in the optimizers."""
     runner = runner_of(run)
     assert isinstance(runner.teacher, ParallelTeacher)
@@ -175,24 +154,30 @@ def watch(run: Run, path: Path) -> None:
         for parameter in part.get_parameters()
     }
     assert own and optimized and not memory & optimized
+    steps: list[int] = []
 
     def check(_: Any) -> None:
         assert all(map(torch.equal, own, before))
         for parameter in own:
             assert not parameter.requires_grad and parameter.grad is None
             assert not hasattr(parameter, "main_grad")
-        path.write_text(str(runner.extra_state.steps))
+        steps.append(runner.extra_state.steps)
 
     after_each_step(run, check)
+    return steps
 
 
 def test_a_teacher_with_a_layout_of_its_own_is_frozen(tmp_path: Path) -> None:
-    words = f"--train-iters 2 {STAGES} 2"
-    run(tmp_path, words, ranks=2, batch=2, prepare=partial(watch, path=tmp_path / "steps"))
-    assert (tmp_path / "steps").read_text() == "2"
+    _, seen = observed(tmp_path, f"--train-iters 2 {STAGES} 2", _frozen, ranks=2, batch=2)
+    assert seen == [[1, 2]] * 2
     stored = FileSystemReader(tmp_path / "save" / "iter_0000002").read_metadata()
     names = stored.state_dict_metadata
     assert any("critic" in name for name in names) and not any("teacher" in name for name in names)
+
+
+def teacher_of(context: ParallelContext, words: str = "") -> Any:
+    """Return the teacher of a tiny run whose layout is that of the context."""
+    return build_teacher(configuration(context, words), context, torch.device("cpu"))
 
 
 def configuration(context: ParallelContext, words: str) -> RunConfig:
@@ -209,32 +194,20 @@ def configuration(context: ParallelContext, words: str) -> RunConfig:
 
 
 def inputs(rows: int, first: int = 0) -> dict[str, Tensor]:
-    """Return samples by their numbers."""
-    tensors: list[dict[str, Tensor]] = []
+    tensors = []
     for number in range(first, first + rows):
         source = torch.Generator().manual_seed(number)
-        tensors.append(
-            {
-                "x": torch.randn(9, 4, 4, 4, generator=source),
-                "timesteps": 1000 * torch.rand((), generator=source),
-                "text": torch.randn(5, 32, generator=source),
-            }
-        )
-    return {name: torch.stack([x[name] for x in tensors]) for name in tensors[0]}
+        x, text = (torch.randn(size, generator=source) for size in ((9, 4, 4, 4), (5, 32)))
+        tensors.append((x, 1000 * torch.rand((), generator=source), text))
+    return dict(
+        zip(("x", "timesteps", "text"), map(torch.stack, zip(*tensors, strict=True)), strict=True)
+    )
 
 
 def random_states() -> list[Any]:
-    """Return the states of all generators of this rank."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     states = [torch.get_rng_state(), torch.cuda.get_rng_state(), *tracked.values()]
     return [random.getstate(), repr(np.random.get_state()), *(x.tolist() for x in states)]
-
-
-def answer(context: ParallelContext, path: Path, num_rows: int) -> None:
-    """Save the predictions of a teacher on one rank."""
-    teacher = build_teacher(configuration(context, ""), context, torch.device("cpu"))
-    with torch.no_grad():
-        torch.save(teacher(**inputs(num_rows)), path)
 
 
 @pytest.mark.parametrize(
@@ -252,34 +225,33 @@ def test_any_number_of_samples_is_shared_out(
 ) -> None:
     """Give numbers that the groups do not divide, and each replica samples of its own."""
     counts, path = (1, 2, 3), tmp_path / "alone.pt"
-    replicas = layout.get("dp", 1)
+    num_rows = max(counts) * layout.get("dp", 1)
 
-    @ranks()
     def alone(context: ParallelContext) -> None:
-        answer(context, path, max(counts) * replicas)
-
-    alone()
+        with torch.no_grad():
+            torch.save(teacher_of(context)(**inputs(num_rows)), path)
 
     def apart(context: ParallelContext) -> None:
         before = random_states()
-        teacher = build_teacher(configuration(context, words), context, torch.device("cpu"))
+        teacher = teacher_of(context, words)
         wanted = torch.load(path)
         for count in counts:
             first = context.dp_rank * count
             flow = teacher(**inputs(count, first))
             torch.testing.assert_close(flow, wanted[first : first + count], rtol=0, atol=1e-6)
-        # Neither building nor running it shows in what the run decisions.
+        # Neither building nor running it shows in what the run decides.
         assert random_states() == before
 
-    ranks(**layout)(apart)()
+    on_ranks(alone, {})
+    on_ranks(apart, layout)
 
 
 @ranks(tp=2)
 def test_a_teacher_saved_under_one_layout_loads_under_another(
     context: ParallelContext, tmp_path: Path
 ) -> None:
-    config, device = configuration(context, f"--save {tmp_path}"), torch.device("cpu")
-    saved: Any = build_teacher(config, context, device)
+    config = configuration(context, f"--save {tmp_path}")
+    saved = build_teacher(config, context, torch.device("cpu"))
     with torch.no_grad():
         for parameter in saved.parameters():
             # Not what weights without a checkpoint would be.
@@ -288,20 +260,18 @@ def test_a_teacher_saved_under_one_layout_loads_under_another(
     CheckpointManager(config.checkpoint, context).save(
         1, model=[saved], optimizer=None, scheduler=None, progress={}, run_config=config.to_dict()
     )
-    words = f"--teacher-checkpoint {tmp_path} {TENSOR} 1 {STAGES} 2"
-    loaded = build_teacher(configuration(context, words), context, device)
+    loaded = teacher_of(context, f"--teacher-checkpoint {tmp_path} {TENSOR} 1 {STAGES} 2")
     assert isinstance(loaded, ParallelTeacher)
     # The stages hold every weight, and none of them twice.
     held = torch.tensor(sum(parameter.numel() for parameter in loaded.parameters()))
     torch.distributed.all_reduce(held)
-    assert int(held) == config.section(StreamingConfig).sizes(None).num_parameters
+    assert int(held) == num_parameters(config.section(StreamingConfig).sizes())
     torch.testing.assert_close(loaded(**inputs(2)), wanted, rtol=0, atol=1e-5)
 
 
 @ranks(dp=2, timeout=20)
 def test_inputs_that_do_not_fit_are_refused_before_a_stage_waits(context: ParallelContext) -> None:
-    teacher = build_teacher(configuration(context, f"{STAGES} 2"), context, torch.device("cpu"))
-    given = inputs(2)
+    teacher, given = teacher_of(context, f"{STAGES} 2"), inputs(2)
     with pytest.raises(DataError, match="`text` has the shape"):
         teacher(**{**given, "text": given["text"][..., :7]})
     assert teacher(**given).shape == given["x"].shape
@@ -309,10 +279,7 @@ def test_inputs_that_do_not_fit_are_refused_before_a_stage_waits(context: Parall
 
 @ranks(dp=2)
 def test_bfloat16_goes_through_stages(context: ParallelContext) -> None:
-    config = configuration(context, f"--bf16 {STAGES} 2")
-    teacher = build_teacher(config, context, torch.device("cpu"))
-    plain = build_teacher(configuration(context, "--bf16"), context, torch.device("cpu"))
-    given = inputs(2, context.dp_rank)
-    flow, wanted = teacher(**given), plain(**given)
+    teachers = teacher_of(context, f"--bf16 {STAGES} 2"), teacher_of(context, "--bf16")
+    flow, wanted = (teacher(**inputs(2, context.dp_rank)) for teacher in teachers)
     assert flow.dtype == wanted.dtype == torch.float32 and wanted.abs().mean() > 0.1
     torch.testing.assert_close(flow, wanted, rtol=0, atol=0.05)

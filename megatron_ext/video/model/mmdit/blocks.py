@@ -6,7 +6,10 @@ runs attention and MLP side by side on the joint sequence.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,11 +19,20 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.attention import GATHER
+from megatron_ext.layers.linear import enter, leave
 from megatron_ext.layers.pointwise import activated
 from megatron_ext.video.config.mmdit import MMDiTSizes
-from megatron_ext.video.model.attention import JointAttention, QKNorm
-from megatron_ext.video.model.linear import ColumnPiece, RowPiece, enter, leave, mark_replicated
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
+from megatron_ext.video.model.attention import JointAttention, QKNorm, Table
+from megatron_ext.video.model.linear import (
+    ColumnPiece,
+    Modulation,
+    RowPiece,
+    mark_replicated,
+    modulated_alone,
+    start_at_zero,
+)
 from megatron_ext.video.model.mmdit.pointwise import (
     add_and_modulate_streams,
     add_gated,
@@ -30,10 +42,94 @@ from megatron_ext.video.model.mmdit.pointwise import (
     residual_and_modulated,
     residual_and_modulated_streams,
 )
-from megatron_ext.video.model.modulation import Modulation, modulated_alone, start_at_zero
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
-Table = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True)
+class MMDiTOptions:
+    """Options of an MMDiT that change no shape of a parameter.
+
+    Attributes:
+        adaln_zero: modulations and the last layer start at zero (DiT, arXiv:2212.09748), so that
+            every block begins as the identity and the model predicts zero. Training from scratch
+            wants this; Open-Sora starts from the weights of FLUX instead.
+        recompute_double_blocks, recompute_single_blocks: the first so many blocks of a kind keep
+            only their inputs, and are run again in the backward pass; more than there are means
+            all.
+        cp_comm_type: how context-parallel ranks attend to the whole sequence: ``all_gather`` (or
+            ``p2p``) collects keys and values, ``a2a`` trades heads for sequence.
+        double_block_cost: time of a double block over that of a single one, by which blocks are
+            dealt to pipeline stages. Both multiply every token by 12 h^2 weights (mlp_ratio 4) and
+            attend alike, so it is 1; measure it, or take 2.4, the ratio of their parameters, to
+            balance memory.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    adaln_zero: bool = False
+    recompute_double_blocks: int = 0
+    recompute_single_blocks: int = 0
+    cp_comm_type: str = "all_gather"
+    double_block_cost: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("recompute_double_blocks", "recompute_single_blocks"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"`{name}` ({getattr(self, name)}) must be 0 or more; 0 recomputes nothing."
+                )
+        if self.cp_comm_type not in (*GATHER, "a2a"):
+            raise ConfigError(
+                f"`cp_comm_type` ({self.cp_comm_type}) must be p2p, all_gather or a2a."
+            )
+        if not 0 < self.double_block_cost < float("inf"):
+            raise ConfigError(
+                f"`double_block_cost` ({self.double_block_cost}) must be a positive number; 1 if "
+                "it was not measured."
+            )
+
+
+def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -> list[range]:
+    """Return the blocks of each pipeline stage, double ones first, dealt by cost.
+
+    ``double_block_cost`` is the time of a double block over that of a single one.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages.
+    """
+    if num_stages > sizes.num_blocks:
+        raise ConfigError(
+            f"the pipeline has {num_stages} stages, but the model only {sizes.num_blocks} blocks "
+            f"({sizes.num_double_blocks} double, {sizes.num_single_blocks} single); use a smaller "
+            "`--pipeline-model-parallel-size`."
+        )
+    costs = [double_block_cost] * sizes.num_double_blocks + [1.0] * sizes.num_single_blocks
+    return list(_deal(tuple(costs), num_stages))
+
+
+@lru_cache(maxsize=16)
+def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
+    """Deal into contiguous parts, none empty, whose largest cost is smallest, as evenly as can be.
+
+    Dynamic programming over the number of blocks dealt: ``best[i]`` is the (largest cost, sum of
+    squares) of the best way to deal the first i blocks, with its ends of stages.
+    """
+    sums = [0.0, *itertools.accumulate(costs)]
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+    for stage in range(1, num_stages + 1):
+        last_end = len(costs) - (num_stages - stage)
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in range(stage, last_end + 1):
+            longer[end] = min(
+                (max(largest, cost), squares + cost**2, (*ends, end))
+                for start, (largest, squares, ends) in best.items()
+                if start < end
+                for cost in (sums[end] - sums[start],)
+            )
+        best = longer
+    ends = best[len(costs)][2]
+    return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
 
 class Stream(MegatronModule):  # type: ignore[misc]
@@ -80,23 +176,24 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         self.attention = JointAttention(config, groups.tp, groups.cp, options.cp_comm_type)
 
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
-        """Run the block.
+        """Run the block on what this rank holds of [text; image].
 
         Args:
-            hidden: what this rank holds of [text; image], ``[s, b, h]``; s/tp with sequence
-                parallelism.
+            hidden: ``[s, b, h]``; s/tp with sequence parallelism.
             vec: ``[b, h]``.
             table: rotary table of the context-parallel rank's slice.
             tokens: which tokens these are.
-
-        Returns:
-            A tensor in the shape of ``hidden``.
         """
         txt, img = (stream.modulation.parts(vec) for stream in (self.txt, self.img))
         hidden, *normed = residual_and_modulated_streams(
             hidden, tokens.part.local_text, *txt[:2], *img[:2]
         )
-        attended = _split(self._attend(self._enter(normed, tokens), table), tokens.cp_slice)
+        txt_qkv, img_qkv = (
+            stream.linear_qkv(x) for stream, x in self._pairs(self._enter(normed, tokens))
+        )
+        weights = (*self.img.norm.weights, *self.txt.norm.weights)
+        joint = joint_heads(*img_qkv, *txt_qkv, *weights, *table, self.img.norm.spec)
+        attended = _split(self.attention(joint), tokens.cp_slice)
         outputs = self._leave([s.linear_proj(x) for s, x in self._pairs(attended)], tokens)
         hidden, *normed = add_and_modulate_streams(
             hidden, *outputs, txt[2], img[2], *txt[3:5], *img[3:5]
@@ -106,21 +203,18 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         return add_streams(hidden, *outputs, txt[5], img[5])
 
     def _pairs(self, streams: Sequence[Tensor]) -> Iterable[tuple[Stream, Tensor]]:
-        """Return each stream's layers with its tokens."""
         return zip((self.txt, self.img), streams, strict=True)
 
     def _enter(self, streams: Sequence[Tensor], tokens: LocalTokens) -> Sequence[Tensor]:
         """Give both streams to every tensor-parallel rank, by one collective."""
         if self.tp_group.size() == 1:
             return streams
-        joint = enter(torch.cat(tuple(streams)), self.config, self.tp_group)
+        joint = enter(
+            torch.cat(tuple(streams)),
+            self.tp_group,
+            sequence_parallel=self.config.sequence_parallel,
+        )
         return _split(joint, tokens.cp_slice)
-
-    def _attend(self, streams: Sequence[Tensor], table: Table) -> Tensor:
-        """Return the attention of the streams' heads: twice ``[s, b, h]`` to ``[s, b, h/tp]``."""
-        txt, img = (stream.linear_qkv(x) for stream, x in self._pairs(streams))
-        weights = (*self.img.norm.weights, *self.txt.norm.weights)
-        return self.attention(joint_heads(*img, *txt, *weights, *table, self.img.norm.spec))
 
     def _leave(
         self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens
@@ -128,7 +222,11 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         """Return the streams' outputs, summed over the tensor-parallel ranks, then their biases."""
         (txt, txt_bias), (img, img_bias) = partial_sums
         if self.tp_group.size() > 1:
-            total = leave(torch.cat((txt, img)), self.config, self.tp_group)
+            total = leave(
+                torch.cat((txt, img)),
+                self.tp_group,
+                sequence_parallel=self.config.sequence_parallel,
+            )
             txt, img = _split(total, tokens.part)
         return txt, img, txt_bias, img_bias
 
@@ -164,13 +262,11 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
         self.linear_fc2 = RowPiece(m, h, config, tp, bias=False, fan_in=h + m)
         self.attention = JointAttention(config, tp, groups.cp, options.cp_comm_type)
 
-    def forward(
-        self, hidden: Tensor, vec: Tensor, table: tuple[Tensor, Tensor], tokens: LocalTokens
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
         """Run the block on all tokens alike; `DoubleBlock.forward` explains the arguments."""
         shift, scale, gate = self.modulation.parts(vec)
         hidden, normed = residual_and_modulated(hidden, shift, scale)
-        joint = enter(normed, self.config, self.tp_group)
+        joint = enter(normed, self.tp_group, self.config.sequence_parallel)
         attended = self.attention(
             heads(*self.linear_qkv(joint), *self.norm.weights, *table, self.norm.spec)
         )
@@ -178,7 +274,9 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
         mlp, _ = self.linear_fc2(activated(*self.linear_fc1(joint), None, "gelu_tanh", False))
         if self.tp_group.size() == 1:
             return add_gated(hidden, attention, mlp, bias, gate)
-        total = leave(attention + mlp, self.config, self.tp_group)
+        total = leave(
+            attention + mlp, self.tp_group, sequence_parallel=self.config.sequence_parallel
+        )
         return add_gated(hidden, total, None, bias, gate)
 
 

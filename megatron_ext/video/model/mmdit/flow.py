@@ -14,18 +14,22 @@ from torch import Tensor
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.config.mmdit import MMDiTConfig, MMDiTSizes
 from megatron_ext.video.config.run import MODES, ConditionConfig, VideoConfig
+from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.flops import flops_of_clip
-from megatron_ext.video.data.conditions import Section, condition, place_references, sections
+from megatron_ext.video.cost.mmdit import MMDiTNetwork
+from megatron_ext.video.data.conditions import condition, place_references, sections
 from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.encode import reference_name
 from megatron_ext.video.data.randomness import Randomness
 from megatron_ext.video.data.sampler import Geometry
 from megatron_ext.video.loss import FlowTargets
+from megatron_ext.video.model.mmdit.blocks import MMDiTOptions, stage_blocks
 from megatron_ext.video.model.mmdit.model import MMDiT
-from megatron_ext.video.model.mmdit.options import MMDiTOptions, stage_blocks
 from megatron_ext.video.model.tokens import TokenRange, pack, position_ids
+from megatron_ext.video.sampling.velocity import ParallelVelocity
 from megatron_ext.video.step import (
     FlowBatchBuilder,
     FlowMicrobatch,
@@ -56,46 +60,37 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
             "img_ids": ids,
             "txt_ids": ids.new_zeros(b, batch.text.size(1), 3),
         }
-        if self._context.is_first_stage:
-            inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
-            inputs |= self._given(batch, randomness, masks)
-        return inputs
-
-    def _given(
-        self, batch: VideoBatch, randomness: Randomness, masks: Tensor
-    ) -> dict[str, Tensor | None]:
-        """Return captions, references, and the strength of a guidance that is told."""
+        if not self._context.is_first_stage:
+            return inputs
         mmdit, text = self._config.section(MMDiTConfig), self.text_of(batch, randomness)
         sizes = mmdit.sizes(self._config.model)
-        given: dict[str, Tensor | None] = {"txt": text.sequence, "y_vec": text.pooled}
+        inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
+        inputs |= {"txt": text.sequence, "y_vec": text.pooled}
         if sizes.cond_embed:
             references = _references(batch, randomness.modes.tolist(), self._conditions)
-            given["cond"] = pack(condition(references, masks), self._patch)
+            inputs["cond"] = pack(condition(references, masks), self._patch)
         if sizes.guidance_embed:
-            given["guidance"] = torch.full_like(
+            inputs["guidance"] = torch.full_like(
                 randomness.normals, mmdit.guidance, device=masks.device
             )
-        return given
+        return inputs
 
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
     """Return the references that each clip's mode gives, at their places, ``[b, c, t, h, w]``."""
     placed, latents = [], batch.latents
     for row, mode in enumerate(modes):
-        given = sections(MODES[mode], latents.size(2), config)
-        pieces = [(section, _piece(batch, row, section)) for section in given]
+        pieces = []
+        for section in sections(MODES[mode], latents.size(2), config):
+            name = reference_name("tail" if section.start else "head", section.length)
+            if name not in batch.references:
+                raise DataError(
+                    f"The clips have no reference {name}, but a condition mode needs it; "
+                    f"preprocess them with `--reference-lengths {section.length}`."
+                )
+            pieces.append((section, batch.references[name][row]))
         placed.append(place_references(pieces, latents.shape[1:], latents.dtype, latents.device))
     return torch.stack(placed)
-
-
-def _piece(batch: VideoBatch, row: int, section: Section) -> Tensor:
-    name = reference_name("tail" if section.start else "head", section.length)
-    if name not in batch.references:
-        raise DataError(
-            f"The clips have no reference {name}, but a condition mode needs it; preprocess them "
-            f"with `--reference-lengths {section.length}`."
-        )
-    return batch.references[name][row]
 
 
 class MMDiTFlow(FlowNetwork):
@@ -103,78 +98,95 @@ class MMDiTFlow(FlowNetwork):
 
     builder = MMDiTBatchBuilder
 
-    def patch_size(self, config: RunConfig) -> int:
-        return config.section(MMDiTConfig).sizes(config.model).patch_size
+    @property
+    def _sizes(self) -> MMDiTSizes:
+        return self.config.section(MMDiTConfig).sizes(self.config.model)
 
-    def sequence_multiple(self, config: RunConfig) -> int:
+    @property
+    def patch_size(self) -> int:
+        return self._sizes.patch_size
+
+    @property
+    def sequence_multiple(self) -> int:
         """Return how many ranks share text and image together."""
-        return sharing_ranks(config)
+        return sharing_ranks(self.config.parallel)
 
-    def with_widths(self, config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
+    def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
         if not manifest["pooled_width"]:
             raise ConfigError(
-                f"`--video-data-path` ({config.section(VideoConfig).video_data_path}) holds "
+                f"`--video-data-path` ({self.config.section(VideoConfig).video_data_path}) holds "
                 "captions without pooled vectors, as umt5 gives them, but the MMDiT needs these; "
                 "give `--video-model video-dit` or causal-video-dit, or encode the captions with "
                 "t5-clip."
             )
-        return config.with_section(
+        return self.config.with_section(
             dataclasses.replace(
-                config.section(MMDiTConfig),
+                self.config.section(MMDiTConfig),
                 channels=manifest["latent_channels"],
                 caption_width=manifest["text_width"],
                 pooled_caption_width=manifest["pooled_width"],
             )
         )
 
-    def checked(self, config: RunConfig) -> RunConfig:
+    def checked(self) -> RunConfig:
         """Return the configuration with a branch for references where a mode gives some."""
-        references = config.section(ConditionConfig).modes != ("t2v",)
-        mmdit = dataclasses.replace(config.section(MMDiTConfig), cond_embed=references)
-        sizes, parallel = mmdit.sizes(config.model), config.parallel
-        stage_blocks(sizes, num_stages(config), mmdit.double_block_cost)
+        references = self.config.section(ConditionConfig).modes != ("t2v",)
+        mmdit = dataclasses.replace(self.config.section(MMDiTConfig), cond_embed=references)
+        sizes, parallel = mmdit.sizes(self.config.model), self.config.parallel
+        stage_blocks(sizes, num_stages(parallel), mmdit.double_block_cost)
         shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
         if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % shared:
             raise ConfigError(
                 f"`--cp-comm-type a2a` trades heads ({sizes.num_heads}), which must be divisible "
                 f"by tensor x context parallel size ({shared}); use all_gather."
             )
-        return config.with_section(mmdit)
+        return self.config.with_section(mmdit)
 
-    def flops(self, config: RunConfig, sequence: Geometry) -> float:
-        sizes = config.section(MMDiTConfig).sizes(config.model)
-        return flops_of_clip(sizes, sequence.num_text, sequence.num_image)
+    def flops(self, sequence: Geometry) -> float:
+        return flops_of_clip(self._sizes, sequence.num_text, sequence.num_image)
+
+    def planned(self, clip: Clip) -> MMDiTNetwork:
+        return MMDiTNetwork.of(self.config, clip)
+
+    def recomputing(self, mode: str) -> RunConfig:
+        blocks = None if mode == "full" else 0
+        mmdit = dataclasses.replace(
+            self.config.section(MMDiTConfig),
+            recompute_double_blocks=blocks,
+            recompute_single_blocks=blocks,
+        )
+        return self.config.with_section(mmdit)
 
     def build_chunk(
         self,
-        config: RunConfig,
         transformer_config: TransformerConfig,
         context: ParallelContext,
-        *,
-        pre_process: bool,
-        post_process: bool,
         vp_stage: int | None = None,
     ) -> MMDiT:
         """Build one pipeline chunk; blocks are recomputed where the flags do not limit it."""
-        mmdit = config.section(MMDiTConfig)
-        sizes = mmdit.sizes(config.model)
+        mmdit, sizes = self.config.section(MMDiTConfig), self._sizes
         double, single = mmdit.recompute_double_blocks, mmdit.recompute_single_blocks
         options = MMDiTOptions(
             adaln_zero=mmdit.adaln_zero,
             recompute_double_blocks=sizes.num_double_blocks if double is None else double,
             recompute_single_blocks=sizes.num_single_blocks if single is None else single,
-            cp_comm_type=config.parallel.cp_comm_type[0],
+            cp_comm_type=self.config.parallel.cp_comm_type[0],
             double_block_cost=mmdit.double_block_cost,
         )
         return MMDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
-    def boundary_shape(
-        self, batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module
-    ) -> Sequence[int]:
-        first = batches[0]
-        shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
-        shape: Sequence[int] = shape_of(first.num_text, first.num_image, first.size)
-        return shape
+    def sampled(
+        self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
+    ) -> ParallelVelocity:
+        told = self._sizes.guidance_embed
+        guidance = self.config.section(MMDiTConfig).guidance if told else None
+        patch = self.patch_size
+        return ParallelVelocity(engine, chunks, context, patch_size=patch, guidance=guidance)
 
 
-MMDIT = MMDiTFlow()
+def mmdit_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> list[int]:
+    """Return the shape of the tensor between stages; see `Task.boundary_shape`."""
+    first = batches[0]
+    shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
+    shape: list[int] = shape_of(first.num_text, first.num_image, first.size)
+    return shape

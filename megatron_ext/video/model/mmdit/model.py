@@ -8,22 +8,163 @@ gradient summed over the stages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_ext.video.config.mmdit import MMDiTSizes
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
+from megatron_ext.video.model.attention import rotary_table
 from megatron_ext.video.model.chunk import Blocks, VideoChunk
-from megatron_ext.video.model.mmdit.blocks import DoubleBlock, FinalLayer, SingleBlock
-from megatron_ext.video.model.mmdit.inputs import Embedding, check_inputs
-from megatron_ext.video.model.mmdit.options import MMDiTOptions, stage_blocks
-from megatron_ext.video.model.rotary import rotary_table
+from megatron_ext.video.model.linear import (
+    VectorEmbedder,
+    mark_new_branch,
+    mark_replicated,
+    start_at_zero,
+)
+from megatron_ext.video.model.mmdit.blocks import (
+    DoubleBlock,
+    FinalLayer,
+    MMDiTOptions,
+    SingleBlock,
+    stage_blocks,
+)
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
+
+SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
+"""Inputs that a model takes only if it was built for them."""
+
+
+def check_inputs(
+    sizes: MMDiTSizes, given: Mapping[str, Tensor | None], *, is_first_stage: bool
+) -> None:
+    """Check the inputs of `MMDiT.forward`, by name, against the sizes and each other.
+
+    Later stages may get None for all but the ids.
+
+    Raises:
+        ConfigError: an optional input is given that the model does not take, or is missing.
+        DataError: an input is missing, or its shape or type does not fit.
+    """
+    for name, switch in SWITCHES.items():
+        taken, tensor = getattr(sizes, switch), given[name]
+        if taken and tensor is None and is_first_stage:
+            raise ConfigError(
+                f"`{name}` is missing, but the model was built with `{switch}`; give it."
+            )
+        if not taken and tensor is not None:
+            raise ConfigError(
+                f"`{name}` was given, but the model was built without `{switch}` and would ignore "
+                f"it; leave it out or set `{switch}`."
+            )
+    for name, tensor in given.items():
+        is_ids = name.endswith("_ids")
+        if tensor is None and (is_ids or is_first_stage) and name not in SWITCHES:
+            raise DataError(
+                f"`{name}` is None, but every stage needs the ids, and the first all inputs; "
+                "give it."
+            )
+        if is_ids and tensor is not None and tensor.dim() != 3:
+            raise DataError(
+                f"`{name}` has the shape {list(tensor.shape)}, but must be [batch, tokens, 3]."
+            )
+    image, text = given["img_ids"], given["txt_ids"]
+    assert image is not None and text is not None
+    batch, num_image, num_text = image.size(0), image.size(1), text.size(1)
+    shapes = {
+        "img": (batch, num_image, sizes.token_width),
+        "img_ids": (batch, num_image, 3),
+        "txt": (batch, num_text, sizes.text_width),
+        "txt_ids": (batch, num_text, 3),
+        "timesteps": (batch,),
+        "y_vec": (batch, sizes.pooled_width),
+        "guidance": (batch,),
+        "cond": (batch, num_image, sizes.cond_width),
+    }
+    for name, shape in shapes.items():
+        tensor = given[name]
+        if tensor is not None and tensor.shape != shape:
+            raise DataError(
+                f"`{name}` has the shape {list(tensor.shape)}, but the model takes {list(shape)}; "
+                "see the widths in its sizes."
+            )
+    for name in ("timesteps", "guidance"):
+        tensor = given[name]
+        if tensor is not None and tensor.dtype not in (torch.float32, torch.float64):
+            raise DataError(
+                f"`{name}` has the type {tensor.dtype}, but must be float32: in 16 bits 1000 t "
+                "has steps of up to 4."
+            )
+
+
+MAX_PERIOD = 10_000.0
+TIME_FACTOR = 1000.0
+
+
+def timestep_sinusoid(u: Tensor) -> Tensor:
+    """Return the sinusoid of ``1000 u`` in float32: 128 cosines, then the sines of the same angles.
+
+    The frequencies are ``exp(-ln(10000) j / 128)``. A timestep must come in float32: rounded to
+    bfloat16 before, 1000 u would have steps of 4 between 512 and 1024.
+
+    ``[b]``, timesteps from 0 to 1 or guidance strengths, becomes ``[b, 256]``.
+    """
+    half = TIMESTEP_WIDTH // 2
+    steps = torch.arange(half, dtype=torch.float32, device=u.device)
+    frequencies = torch.exp(-math.log(MAX_PERIOD) * steps / half)
+    angles = (TIME_FACTOR * u.float())[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class Embedding(MegatronModule):  # type: ignore[misc]
+    """The layers by which the first stage embeds tokens, timestep, pooled text and guidance.
+
+    The branch of the condition starts at zero, so that it changes nothing when it is added to a
+    model trained without.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, sizes: MMDiTSizes, tp_group: ProcessGroup
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        h = sizes.hidden_size
+        self.img_in = torch.nn.Linear(sizes.token_width, h)
+        self.txt_in = torch.nn.Linear(sizes.text_width, h)
+        self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
+        self.pooled_in = VectorEmbedder(sizes.pooled_width, h)
+        self.guidance_in = VectorEmbedder(TIMESTEP_WIDTH, h) if sizes.guidance_embed else None
+        self.cond_in = torch.nn.Linear(sizes.cond_width, h) if sizes.cond_embed else None
+        if self.cond_in is not None:
+            start_at_zero(self.cond_in)
+            mark_new_branch(self.cond_in)
+        mark_replicated(self, config)
+
+    def forward(self, given: Mapping[str, Any], held: TokenRange) -> tuple[Tensor, Tensor]:
+        """Embed the tokens that this rank holds, and the vector that modulates every block.
+
+        Returns:
+            Text before image tokens, ``[s, b, h]``, and vec, ``[b, h]``.
+        """
+        dtype = self.img_in.weight.dtype
+        image = self.img_in(given["img"][:, held.image].to(dtype))
+        if self.cond_in is not None:
+            image = image + self.cond_in(given["cond"][:, held.image].to(dtype))
+        text = self.txt_in(given["txt"][:, held.text].to(dtype))
+        vec = self.time_in(timestep_sinusoid(given["timesteps"])) + self.pooled_in(given["y_vec"])
+        if self.guidance_in is not None:
+            vec = vec + self.guidance_in(timestep_sinusoid(given["guidance"]))
+        return torch.cat((text, image), dim=1).transpose(0, 1), vec
 
 
 class MMDiT(VideoChunk):
@@ -112,32 +253,30 @@ class MMDiT(VideoChunk):
             ``[b, local N, C * p * p]``; before it hidden states and vec, ``[s + 1, b, h]``.
         """
         given = {
-            "img_ids": img_ids,
-            "txt_ids": txt_ids,
-            "img": img,
-            "txt": txt,
-            "timesteps": timesteps,
-            "y_vec": y_vec,
-            "guidance": guidance,
-            "cond": cond,
-        }
+            "img_ids": img_ids, "txt_ids": txt_ids, "img": img, "txt": txt, "timesteps": timesteps,
+            "y_vec": y_vec, "guidance": guidance, "cond": cond,
+        }  # fmt: skip
         check_inputs(self.sizes, given, is_first_stage=self.pre_process)
         tokens = self.local_tokens(txt_ids.size(1), img_ids.size(1))
-        hidden, vec = self._enter(given, tokens.part)
+        if self.embedding is not None:
+            hidden, vec = self.embedding(given, tokens.part)
+        else:
+            assert self.entering is not None
+            hidden, vec = self.entering[:-1], self.entering[-1]
         ids = torch.cat((txt_ids, img_ids), dim=1)[:, tokens.cp_slice.start : tokens.cp_slice.end]
         sizes = self.sizes
         table = rotary_table(ids, sizes.axes_dim, sizes.head_dim, sizes.rope_theta)
         hidden = self._run_blocks(hidden, vec, table, tokens)
         if self.final_layer is None:
             return torch.cat((hidden, vec.unsqueeze(0)))
-        return self._velocity(self.final_layer(hidden, vec), tokens.cp_slice)
-
-    def _enter(self, given: Mapping[str, Tensor | None], held: TokenRange) -> tuple[Tensor, Tensor]:
-        """Return ``[s, b, h]`` and vec ``[b, h]``: embedded, or as the stage before gives them."""
-        if self.embedding is not None:
-            return self.embedding(given, held)  # type: ignore[no-any-return]
-        assert self.entering is not None
-        return self.entering[:-1], self.entering[-1]
+        output = self.final_layer(hidden, vec)
+        if self.config.sequence_parallel:
+            # Text rows went through the final layer too: equal parts are gathered at once, and the
+            # gradient of vec comes, as in the blocks, from the tokens that the rank holds.
+            output = gather_from_sequence_parallel_region(
+                output, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return output[tokens.cp_slice.local_text :].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
 
     def _run_blocks(
         self, hidden: Tensor, vec: Tensor, table: tuple[Tensor, Tensor], tokens: LocalTokens
@@ -148,35 +287,19 @@ class MMDiT(VideoChunk):
         ):
             for number, block in blocks.items():
                 if int(number) < recomputed and self.training and torch.is_grad_enabled():
-                    hidden = _recomputed(block, hidden, vec, table, tokens)
+                    run = partial(_run_block, block, tokens)
+                    hidden = tensor_parallel.checkpoint(run, False, hidden, vec, *table)
                 else:
                     hidden = block(hidden, vec, table, tokens)
         return hidden
 
-    def _velocity(self, output: Tensor, cp_slice: TokenRange) -> Tensor:
-        """Return the velocity of the slice's image tokens, on every tensor-parallel rank.
 
-        Text rows went through the final layer too: equal parts are gathered at once, and the
-        gradient of vec comes, as in the blocks, from the tokens that the rank holds.
-        """
-        if self.config.sequence_parallel:
-            output = gather_from_sequence_parallel_region(
-                output, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        return output[cp_slice.local_text :].transpose(0, 1).contiguous()
-
-
-def _recomputed(
+def _run_block(
     block: torch.nn.Module,
+    tokens: LocalTokens,
     hidden: Tensor,
     vec: Tensor,
-    table: tuple[Tensor, Tensor],
-    tokens: LocalTokens,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
-    """Run a block that keeps its inputs only."""
-
-    def run(hidden: Tensor, vec: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return block(hidden, vec, (cos, sin), tokens)  # type: ignore[no-any-return]
-
-    output: Tensor = tensor_parallel.checkpoint(run, False, hidden, vec, *table)
-    return output
+    return block(hidden, vec, (cos, sin), tokens)  # type: ignore[no-any-return]

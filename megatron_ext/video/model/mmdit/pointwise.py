@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_ext.layers.compiled import FusedResidual, compiled
 from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import norm
-from megatron_ext.video.model.modulation import modulated
-from megatron_ext.video.model.rotary import rotate
+from megatron_ext.video.model.attention import rotate
+from megatron_ext.video.model.linear import modulated
 
 Pair = tuple[Tensor, Tensor]
 """A tensor of text and one of the image."""
@@ -47,9 +47,7 @@ residual_and_modulated_streams = FusedResidual(_modulated_streams)
 def add_gated(
     x: Tensor, output: Tensor, other: Tensor | None, bias: Tensor, gate: Tensor
 ) -> Tensor:
-    """Return ``x + gate * (output + other + bias)``: x ``[s, b, h]``, gate ``[b, h]``, bias
-    ``[h]``.
-    """
+    """Return ``x + gate * (output + other + bias)``: x ``[s, b, h]``, gate ``[b, h]``."""
     total = output if other is None else output + other
     return x + gate * (total + bias)
 
@@ -64,10 +62,7 @@ def _added(
     img_gate: Tensor,
 ) -> Pair:
     txt, img = torch.split(hidden, [txt_output.size(0), img_output.size(0)])
-    return (
-        txt + txt_gate * (txt_output + txt_bias),
-        img + img_gate * (img_output + img_bias),
-    )
+    return (txt + txt_gate * (txt_output + txt_bias), img + img_gate * (img_output + img_bias))
 
 
 @compiled
@@ -134,7 +129,7 @@ def heads(
         qkv: ``[s, b, n * 3 * d]``, for each head its query, key and value.
         bias: bias of the projection, to be added here.
         q_weight, k_weight: scales of the norms, ``[d]``.
-        cos, sin: see `rotary.rotary_table`.
+        cos, sin: see `attention.rotary_table`.
         spec: kind of the norms.
 
     Returns:

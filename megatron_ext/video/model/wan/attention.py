@@ -1,4 +1,4 @@
-"""Self-attention of frame blocks over cached and new frames, under context parallelism.
+"""Options of a Wan network, and self-attention of frame blocks over cached and new frames.
 
 All queries of a block have one set of keys, so that no mask is ever made: each block attends to
 the frames that it sees. Keys are rotated by their absolute frame before they are cached; their
@@ -7,17 +7,22 @@ order does not matter.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers import sdpa
-from megatron_ext.video.model.attention import heads_to_sequence, sequence_to_heads
+from megatron_ext.layers.attention import GATHER
+from megatron_ext.layers.context_parallel import heads_to_sequence, sequence_to_heads
+from megatron_ext.video.config.wan import VideoDiTSizes, WanConfig
 from megatron_ext.video.model.tokens import frames_first, parts_first
 
 
@@ -77,11 +82,9 @@ class FrameWindow:
     def capacity_for(self, chunk_frames: int) -> int:
         """Return how many frames a cache needs so that any block of the newest chunk can run again.
 
-        The first block of the chunk sees W - B frames before it; the chunk itself follows.
-
-        Args:
-            chunk_frames: frames from the first block that may be run again to the newest frame; one
-                block if none is ever run again after the next was started.
+        The first block of the chunk sees W - B frames before it; the chunk itself follows. It goes
+        from the first block that may be run again to the newest frame, and is one block if none is
+        ever run again after the next was started.
         """
         return self.window + chunk_frames - self.block
 
@@ -93,9 +96,8 @@ KeyValue = tuple[Tensor, Tensor]
 class AttentionPlan:
     """The key frames to which each run of consecutive query frames attends.
 
-    Attributes:
-        past: absolute numbers of cached frames whose keys come before the new ones.
-        blocks: slices of the new frames, each with slices of the key frames.
+    Keys of the cached frames ``past`` come before the new ones; each slice of the new frames has
+    slices of the key frames.
     """
 
     past: tuple[int, ...]
@@ -112,10 +114,8 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Return the plan of the past and new frames that the window lets each block see.
 
-        Args:
-            first_frame: absolute number of the first new frame.
-            num_frames: new frames, whole blocks.
-            past: absolute numbers of the earlier frames that there are, ascending.
+        New frames are whole blocks from ``first_frame`` on; ``past`` are the absolute numbers of
+        the earlier frames that there are, ascending.
         """
         new = range(first_frame, first_frame + num_frames)
         position = {frame: index for index, frame in enumerate((*past, *new))}
@@ -141,10 +141,8 @@ def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
 class FrameAttention:
     """Attention from this rank's tokens and heads to all tokens of the frames that it sees.
 
-    Args:
-        cp_group: ranks among which the tokens of every frame are shared out.
-        trades_heads: trade heads for tokens (Ulysses, arXiv:2309.14509) rather than collect keys
-            and values; cached keys then hold all tokens of fewer heads.
+    With ``trades_heads`` ranks trade heads for tokens (Ulysses, arXiv:2309.14509) rather than
+    collect keys and values; cached keys then hold all tokens of fewer heads.
     """
 
     def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
@@ -157,7 +155,7 @@ class FrameAttention:
             return query, key, value
         t, cp = query.size(0), self.cp_group.size()
         stacked = torch.stack((query, key, value), dim=4).flatten(0, 1)
-        traded = frames_first(heads_to_sequence(stacked, self.cp_group), cp, t)
+        traded = frames_first(heads_to_sequence(stacked, self.cp_group, zigzag=False), cp, t)
         query, key, value = traded.unbind(4)
         return query, key, value
 
@@ -166,24 +164,20 @@ class FrameAttention:
     ) -> Tensor:
         """Return the output of the attention, ``[t, n, b, heads, d]`` as before `exchange`.
 
-        Args:
-            query: ``[t, n, b, heads, d]``, exchanged.
-            new: keys and values of the new frames, in the same shape.
-            past: cached ones of each of ``plan.past``, ``[1, n, b, heads, d]``.
-            plan: which of the frames each block sees.
+        Queries, new keys and values are exchanged, in the same shape; past ones are those cached of
+        each of ``plan.past``, ``[1, n, b, heads, d]``.
         """
         key, value = self._keys(new, past)
         outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if not self.trades_heads:
             return attended
-        rows = sequence_to_heads(parts_first(attended, self.cp_group.size()), self.cp_group)
+        parts = parts_first(attended, self.cp_group.size())
+        rows = sequence_to_heads(parts, self.cp_group, zigzag=False)
         return torch.unflatten(rows, 0, (query.size(0), -1))
 
     def _keys(self, new: KeyValue, past: Sequence[KeyValue]) -> KeyValue:
-        """Return keys and values of past and new frames from all ranks, ``[f, n, b, heads, d]``
-        each.
-        """
+        """Return keys and values of past and new frames from all ranks, ``[f, n, b, heads, d]``."""
         collects = self.cp_group.size() > 1 and not self.trades_heads
         if not past:
             return self._collected(new) if collects else new
@@ -222,3 +216,98 @@ def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
         # A slice of all would give its gradient a copy of its own.
         return x if seen[0] == slice(0, x.size(0)) else x[seen[0]]
     return torch.cat([x[part] for part in seen])
+
+
+@dataclass(frozen=True)
+class VideoDiTOptions:
+    """Options of a Wan network that change no shape of a parameter; weights fit with any of them.
+
+    Attributes:
+        window: block-causal attention for the student, None for bidirectional attention of critic
+            and teacher.
+        zero_head: the last layer starts at zero, so that the model predicts zero.
+        recompute_blocks: the first so many blocks of the model keep only their inputs in passes
+            with gradient, and are run again in the backward pass; more than there are means all.
+        cp_comm_type: how context-parallel ranks attend to all tokens of the frames: ``all_gather``
+            (or ``p2p``) shares out the cache by tokens and collects keys and values in every pass,
+            ``a2a`` shares it out by heads and trades only those of the new frames.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    window: FrameWindow | None = None
+    zero_head: bool = True
+    recompute_blocks: int = 0
+    cp_comm_type: str = "all_gather"
+
+    def __post_init__(self) -> None:
+        if self.recompute_blocks < 0:
+            raise ConfigError(
+                f"`recompute_blocks` ({self.recompute_blocks}) must be 0 or more; 0 recomputes "
+                "nothing."
+            )
+        if self.cp_comm_type not in (*GATHER, "a2a"):
+            raise ConfigError(
+                f"`cp_comm_type` ({self.cp_comm_type}) must be p2p, all_gather or a2a."
+            )
+
+
+def window_of(flags: WanConfig) -> FrameWindow:
+    """Return which frames a causal network sees.
+
+    Raises:
+        ConfigError: a window that is too small.
+    """
+    block, sink = flags.frame_block, flags.sink_frames
+    if flags.window_frames - sink < block:
+        raise ConfigError(
+            f"`--window-frames` ({flags.window_frames}) must be at least `--sink-frames` + "
+            f"`--frame-block` ({sink} + {block} = {sink + block}), or a block would not see all "
+            "of itself."
+        )
+    return FrameWindow(block, flags.window_frames, sink)
+
+
+def wan_options(
+    flags: WanConfig, parallel: ParallelConfig, *, causal: bool = True
+) -> VideoDiTOptions:
+    """Return how a network attends, starts and is recomputed.
+
+    Raises:
+        ConfigError: flags are out of their range.
+    """
+    return VideoDiTOptions(
+        window=window_of(flags) if causal else None,
+        zero_head=flags.zero_head,
+        recompute_blocks=flags.recompute_blocks,
+        cp_comm_type=parallel.cp_comm_type[0],
+    )
+
+
+def stage_blocks(num_blocks: int, num_stages: int) -> list[range]:
+    """Return the blocks of each stage, whose numbers differ by one at most.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages.
+    """
+    if num_stages > num_blocks:
+        raise ConfigError(
+            f"the pipeline has {num_stages} stages, but the model only {num_blocks} blocks; use a "
+            "smaller `--pipeline-model-parallel-size`."
+        )
+    ends = [stage * num_blocks // num_stages for stage in range(num_stages + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def check_heads(
+    sizes: VideoDiTSizes, options: VideoDiTOptions, groups: ProcessGroupCollection
+) -> None:
+    """Raise ConfigError where context-parallel ranks cannot trade the heads as the options ask."""
+    tp, cp = groups.tp.size(), groups.cp.size()
+    if options.cp_comm_type == "a2a" and sizes.num_heads // tp % cp:
+        raise ConfigError(
+            f"`cp_comm_type` a2a needs the attention heads of a tensor-parallel rank "
+            f"({sizes.num_heads // tp}) to be divisible by `--context-parallel-size` ({cp}); use "
+            "all_gather."
+        )

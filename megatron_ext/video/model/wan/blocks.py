@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron_ext.errors import DataError
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.pointwise import LayerNorm, activated, spec_of, weights_of
-from megatron_ext.video.model.linear import column, column_of_whole, heads_of, mark_replicated, row
-from megatron_ext.video.model.rotary import Table
-from megatron_ext.video.model.tokens import parts_first
-from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention, KeyValue
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
+from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.attention import Table
+from megatron_ext.video.model.linear import VectorEmbedder, column, heads_of, mark_replicated, row
+from megatron_ext.video.model.tokens import FrameTokens, pack, parts_first
+from megatron_ext.video.model.wan.attention import (
+    AttentionPlan,
+    FrameAttention,
+    KeyValue,
+    VideoDiTOptions,
+)
 from megatron_ext.video.model.wan.cache import CachePass
-from megatron_ext.video.model.wan.inputs import Conditioning
-from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.model.wan.pointwise import (
     FullWidthRMSNorm,
     ModulationTable,
@@ -30,6 +39,117 @@ from megatron_ext.video.model.wan.pointwise import (
     squares_of_heads,
     summed,
 )
+
+
+def check_inputs(sizes: VideoDiTSizes, x: Tensor, timesteps: Tensor, text: Tensor) -> None:
+    """Check the inputs of a forward pass against the sizes and each other.
+
+    Raises:
+        DataError: the shape or type of an input does not fit.
+    """
+    if x.dim() != 5 or x.size(2) != sizes.channels or 0 in x.shape:
+        raise DataError(
+            f"`x` has the shape {list(x.shape)}, but the model takes [b, t, {sizes.channels}, h, "
+            "w], latent frames before channels."
+        )
+    b, t = x.shape[:2]
+    if timesteps.shape not in ((b,), (b, t)):
+        raise DataError(
+            f"`timesteps` has the shape {list(timesteps.shape)}, but must be [{b}] for one of each "
+            f"sample or [{b}, {t}] for one of each frame."
+        )
+    if timesteps.dtype not in (torch.float32, torch.float64):
+        raise DataError(
+            f"`timesteps` has the type {timesteps.dtype}, but must be float32: in 16 bits "
+            "timesteps near 1000 have steps of 4."
+        )
+    if text.dim() != 3 or text.size(0) != b or text.size(2) != sizes.text_width or 0 in text.shape:
+        raise DataError(
+            f"`text` has the shape {list(text.shape)}, but must be [{b}, l, {sizes.text_width}]."
+        )
+
+
+MAX_PERIOD = 10_000.0
+
+
+def timestep_sinusoid(timesteps: Tensor) -> Tensor:
+    """Return 128 cosines of ``t * 10000 ** (-j / 128)``, then the sines, in float64 as in Wan.
+
+    ``[n]``, from 0 to 1000, becomes ``[n, 256]``.
+    """
+    half = TIMESTEP_WIDTH // 2
+    exponents = torch.arange(half, dtype=torch.float64, device=timesteps.device) / half
+    angles = timesteps.double()[:, None] * MAX_PERIOD**-exponents
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class Conditioning(NamedTuple):
+    """Timesteps and text as every block gets them.
+
+    Attributes:
+        time: embedded timesteps, ``[f, b, h]``; f is 1 if all frames have one timestep.
+        modulation: projection of them, ``[f, b, 6h]``.
+        text: embedded text, ``[l, b, h]``; without tokens where the cache holds what the blocks
+            make of it.
+    """
+
+    time: Tensor
+    modulation: Tensor
+    text: Tensor
+
+    def rows(self) -> Tensor:
+        """Return them as rows of width h, ``[7 f + l, b, h]``, to travel with the hidden states."""
+        modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
+        return torch.cat((self.time, modulation, self.text))
+
+    @classmethod
+    def from_rows(cls, rows: Tensor, num_times: int) -> Conditioning:
+        """Invert `rows`."""
+        time, modulation, text = rows.tensor_split((num_times, 7 * num_times))
+        parts = torch.unflatten(modulation, 0, (num_times, 6)).permute(0, 2, 1, 3).flatten(2)
+        return cls(time, parts, text)
+
+
+class Embedder(MegatronModule):  # type: ignore[misc]
+    """The layers by which the first stage embeds latents, timesteps and text."""
+
+    def __init__(
+        self, config: TransformerConfig, sizes: VideoDiTSizes, tp_group: ProcessGroup
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        h = sizes.hidden_size
+        self.patch_size = sizes.patch_size
+        self.patch_in = torch.nn.Linear(sizes.token_width, h)
+        self.text_in = torch.nn.Linear(sizes.text_width, h)
+        self.text_out = torch.nn.Linear(h, h)
+        self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
+        self.time_projection = torch.nn.Linear(h, 6 * h)
+        for module in (self.patch_in, self.time_in, self.time_projection):
+            mark_replicated(module, config)
+
+    def tokens(self, x: Tensor, tokens: FrameTokens) -> Tensor:
+        """Embed this rank's tokens of whole latents ``[b, t, c, h, w]`` as ``[s, b, h]``."""
+        packed = pack(x.transpose(1, 2), self.patch_size)
+        held = torch.unflatten(packed, 1, (tokens.num_frames, -1))[:, :, tokens.held].flatten(1, 2)
+        embedded: Tensor = self.patch_in(held.to(self.patch_in.weight.dtype))
+        return embedded.transpose(0, 1)
+
+    def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
+        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, l possibly 0.
+
+        Every rank embeds the whole text and the timesteps. Under sequence parallelism the timesteps
+        get the gradient of the rank's tokens, the text that of all.
+        """
+        b, f = timesteps.shape
+        time: Tensor = (
+            self.time_in(timestep_sinusoid(timesteps.flatten())).view(b, f, -1).transpose(0, 1)
+        )
+        words = F.gelu(self.text_in(text.to(self.text_in.weight.dtype)), approximate="tanh")
+        return Conditioning(
+            time, self.time_projection(F.silu(time)), self.text_out(words).transpose(0, 1)
+        )
+
 
 WithBias = tuple[Tensor, Tensor]
 """The output of a linear layer, and the bias that is to be added to it."""
@@ -110,7 +230,7 @@ class CrossAttention(MegatronModule):  # type: ignore[misc]
         h, tp = config.hidden_size, groups.tp
         self.tp_group = tp
         self.linear_q = column(config, tp, h, h)
-        self.linear_kv = column_of_whole(config, tp, h, h, projections=2)
+        self.linear_kv = column(config, tp, h, h, projections=2, whole_input=True)
         self.q_norm = FullWidthRMSNorm(config, tp)
         self.k_norm = FullWidthRMSNorm(config, tp)
         self.linear_proj = row(config, tp, h, h)
@@ -138,11 +258,7 @@ class CrossAttention(MegatronModule):  # type: ignore[misc]
 
 
 class Block(MegatronModule):  # type: ignore[misc]
-    """One block; its modulation differs from frame to frame.
-
-    Args:
-        number: number of the block in the whole model.
-    """
+    """The block of this number in the whole model; modulation differs from frame to frame."""
 
     def __init__(
         self,
@@ -172,16 +288,5 @@ class Block(MegatronModule):  # type: ignore[misc]
         hidden, normed = gated_and_normed(hidden, *attended, gate, *weights_of(norm), spec_of(norm))
         told = self.cross_attention(normed, given.text, self.number, run)
         hidden, normed = added_and_modulated(hidden, *told, ffn_shift, ffn_scale)
-        return gated(hidden, *self._ffn(normed), ffn_gate)
-
-    def _ffn(self, x: Tensor) -> WithBias:
-        out: WithBias = self.linear_fc2(activated(*self.linear_fc1(x), None, "gelu_tanh", False))
-        return out
-
-
-def recomputed(block: Block, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
-    """Run a block that keeps its inputs only; they need not require a gradient."""
-    output: Tensor = torch.utils.checkpoint.checkpoint(
-        block, hidden, given, run, use_reentrant=False, preserve_rng_state=False
-    )
-    return output
+        narrow = activated(*self.linear_fc1(normed), None, "gelu_tanh", False)
+        return gated(hidden, *self.linear_fc2(narrow), ffn_gate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,15 +21,7 @@ from megatron_ext.video.model.wan.attention import FrameWindow, KeyValue
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of what a cache holds of each frame on this rank.
-
-    Attributes:
-        num_blocks: transformer blocks, each with keys and values of its own.
-        tokens: tokens of a frame.
-        batch: sequences.
-        num_heads: attention heads.
-        head_dim: features of a head.
-    """
+    """The shape of what a cache holds of a frame on this rank, in each of ``num_blocks`` blocks."""
 
     num_blocks: int
     tokens: int
@@ -43,10 +35,6 @@ class KVCache:
 
     A full cache drops its oldest frames but for the sinks. A frame that it holds is overwritten in
     place, by a pass over that very frame and no other. It never holds a graph.
-
-    Args:
-        capacity_frames: frames that it holds.
-        chunk_frames: see `FrameWindow.capacity_for`.
 
     Attributes:
         keys, values: for each block ``[capacity, n, b, heads, d]`` by slot (see `slot_of`), the
@@ -68,7 +56,18 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        _check_capacity(window, capacity_frames, chunk_frames)
+        if chunk_frames < window.block or chunk_frames % window.block:
+            raise ConfigError(
+                f"`chunk_frames` ({chunk_frames}) must be a positive multiple of the frame block "
+                f"({window.block})."
+            )
+        needed = window.capacity_for(chunk_frames)
+        if capacity_frames < needed:
+            raise ConfigError(
+                f"`capacity_frames` ({capacity_frames}) must be {needed} or more: window "
+                f"({window.window}) + chunk ({chunk_frames}) - block ({window.block}), or the "
+                f"first block of a chunk cannot be run again at its end; use {needed}."
+            )
         self.window, self.shape, self.capacity_frames = window, shape, capacity_frames
         size = (capacity_frames, shape.tokens, shape.batch, shape.num_heads, shape.head_dim)
         self.keys, self.values = (
@@ -76,8 +75,8 @@ class KVCache:
             for _ in range(2)
         )
         self.memo = TextMemo(shape.num_blocks)
-        self._slots: dict[int, int] = {}
-        self._stamps: dict[int, int] = {}
+        self._held: dict[int, tuple[int, int]] = {}
+        """Slot and number of the last write of each frame held."""
         self._writes = 0
         self.reset()
 
@@ -86,11 +85,10 @@ class KVCache:
 
         The text is forgotten in any case.
         """
-        kept = {f: s for f, s in self._slots.items() if f < self.window.sink} if keep_sink else {}
-        self._slots = kept
-        self._stamps = {f: self._stamps[f] for f in kept}
+        last_kept = self.window.sink if keep_sink else 0
+        self._held = {f: held for f, held in self._held.items() if f < last_kept}
         self._absent_before = 0
-        self.end = max(kept, default=-1) + 1
+        self.end = max(self._held, default=-1) + 1
         self.memo.clear()
 
     def skip_to(self, frame: int) -> None:
@@ -104,17 +102,17 @@ class KVCache:
                 f"the cache stands at frame {self.end} and cannot skip back to frame {frame}; "
                 "`reset` it first."
             )
-        self._slots = {f: s for f, s in self._slots.items() if f < self.window.sink}
+        self._held = {f: held for f, held in self._held.items() if f < self.window.sink}
         self._absent_before = self.end = frame
 
     @property
     def frames(self) -> tuple[int, ...]:
         """Return the absolute numbers of the frames held, ascending."""
-        return tuple(sorted(self._slots))
+        return tuple(sorted(self._held))
 
     def slot_of(self, frame: int) -> int:
         """Return where a held frame lies in `keys` and `values`."""
-        return self._slots[frame]
+        return self._held[frame][0]
 
     @property
     def num_bytes(self) -> int:
@@ -137,17 +135,16 @@ class KVCache:
         starts = self.window.blocks(first_frame, num_frames)
         seen = {f for start in starts for part in self.window.visible(start) for f in part}
         wanted = sorted(f for f in seen.difference(new) if not self._is_absent(f))
-        self._check_held(first_frame, [f for f in wanted if f not in self._slots])
-        dropped = [f for f in new if f < self.end and f not in self._slots]
-        self._check_held(first_frame, dropped)
+        for needed in (wanted, [f for f in new if f < self.end]):
+            missing = [f for f in needed if f not in self._held]
+            if missing:
+                self._refuse(first_frame, missing)
         return tuple(wanted)
 
     def _is_absent(self, frame: int) -> bool:
         return self.window.sink <= frame < self._absent_before
 
-    def _check_held(self, first_frame: int, missing: Sequence[int]) -> None:
-        if not missing:
-            return
+    def _refuse(self, first_frame: int, missing: Sequence[int]) -> NoReturn:
         if missing[-1] >= self.end or missing[0] < self.window.sink:
             raise DataError(
                 f"frame {first_frame} sees frame {missing[-1]}, which is not in the cache; it "
@@ -168,48 +165,41 @@ class KVCache:
     def slices(self, block: int, frames: Iterable[int]) -> list[KeyValue]:
         """Return a block's keys and values of held frames, as views ``[1, n, b, heads, d]``."""
         keys, values = self.keys[block], self.values[block]
-        slots = [self._slots[f] for f in frames]
+        slots = [self.slot_of(f) for f in frames]
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
 
-    def stamps_of(self, frames: Iterable[int]) -> dict[int, int | None]:
-        """Return when each of the frames was last written; None if it is no longer held."""
-        return {f: self._stamps[f] if f in self._slots else None for f in frames}
+    def stamps_of(self, frames: Iterable[int]) -> list[tuple[int, int] | None]:
+        """Return where each of the frames was last written, and when; None if it is not held."""
+        return [self._held.get(f) for f in frames]
 
     def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
-        """Take keys and values of new or of held frames, from all transformer blocks at once.
-
-        Args:
-            new: ``[t, n, b, heads, d]`` each, by transformer block.
-        """
+        """Take keys and values ``[t, n, b, heads, d]`` of frames, held or new, by block."""
         frames = range(first_frame, first_frame + new[0][0].size(0))
-        self._make_room(frames)
+        frames_by_age = sorted({*self._held, *frames})
+        sinks = [f for f in frames_by_age if f < self.window.sink]
+        local = frames_by_age[len(sinks) :]
+        room = self.capacity_frames - len(sinks)
+        kept = {*sinks, *local[max(0, len(local) - room) :]}
+        self._held = {f: held for f, held in self._held.items() if f in kept}
+        taken = {slot for slot, _ in self._held.values()}
+        free = iter(sorted(set(range(self.capacity_frames)) - taken))
         self._writes += 1
-        kept = [(index, f) for index, f in enumerate(frames) if f in self._slots]
-        for block, (key, value) in new.items():
-            for index, frame in kept:
-                slot = self._slots[frame]
+        for index, frame in enumerate(frames):
+            if frame not in kept:
+                continue
+            slot = self.slot_of(frame) if frame in self._held else next(free)
+            self._held[frame] = slot, self._writes
+            for block, (key, value) in new.items():
                 self.keys[block][slot].copy_(key[index])
                 self.values[block][slot].copy_(value[index])
-        self._stamps.update({f: self._writes for _, f in kept})
         self.end = max(self.end, frames.stop)
-
-    def _make_room(self, frames: range) -> None:
-        """Give every frame that is to be held a slot."""
-        kept = sorted({*self._slots, *frames})
-        sinks = [f for f in kept if f < self.window.sink]
-        local = kept[len(sinks) :]
-        room = self.capacity_frames - len(sinks)
-        kept = [*sinks, *local[max(0, len(local) - room) :]]
-        self._slots = {f: s for f, s in self._slots.items() if f in set(kept)}
-        free = iter(sorted(set(range(self.capacity_frames)) - set(self._slots.values())))
-        self._slots |= {f: next(free) for f in kept if f not in self._slots}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that this rank holds; tensors are not copied."""
         return {
             "keys": self.keys,
             "values": self.values,
-            "slots": dict(self._slots),
+            "slots": {frame: slot for frame, (slot, _) in self._held.items()},
             "end": self.end,
             "absent_before": self._absent_before,
             "memo": self.memo.state_dict(),
@@ -221,31 +211,26 @@ class KVCache:
         Raises:
             CheckpointError: the state is of another shape.
         """
-        pairs = list(zip(("keys", "values"), (self.keys, self.values), strict=True))
-        for name, own in pairs:
-            _check_shapes(own, state[name])
-        for name, own in pairs:
-            for mine, theirs in zip(own, state[name], strict=True):
-                mine.copy_(theirs)
-        self.reset()
-        self._slots, self.end = dict(state["slots"]), state["end"]
-        self._absent_before = state["absent_before"]
-        self.memo.load_state_dict(state["memo"])
+        own, given = [*self.keys, *self.values], [*state["keys"], *state["values"]]
+        if [x.shape for x in own] != [x.shape for x in given]:
+            raise CheckpointError(
+                f"the stored cache holds {len(given) // 2} blocks of {list(given[0].shape)}, but "
+                f"this one {len(own) // 2} of {list(own[0].shape)}; resume with the sizes and the "
+                "layout that it was saved with, or begin a new sequence."
+            )
+        for mine, theirs in zip(own, given, strict=True):
+            mine.copy_(theirs)
         self._writes += 1
-        self._stamps = dict.fromkeys(self._slots, self._writes)
+        self._held = {frame: (slot, self._writes) for frame, slot in state["slots"].items()}
+        self._absent_before, self.end = state["absent_before"], state["end"]
+        self.memo.load_state_dict(state["memo"])
 
 
 class CachePass:
-    """One forward pass over a cache.
+    """One forward pass over a cache, which ``updates`` lets write the new frames at its end.
 
-    The new keys and values of all blocks are written together at its end. When a block is
-    recomputed in the backward pass, it reads the same frames and writes nothing.
-
-    Args:
-        updates: write the new frames at the end.
-
-    Attributes:
-        past: see `KVCache.past_of`.
+    The new keys and values of all blocks are written together. When a block is recomputed in the
+    backward pass, it reads the same frames, ``past``, and writes nothing.
     """
 
     def __init__(self, cache: KVCache, first_frame: int, num_frames: int, *, updates: bool) -> None:
@@ -282,30 +267,6 @@ class CachePass:
             self._new = {}
 
 
-def _check_capacity(window: FrameWindow, capacity: int, chunk: int) -> None:
-    if chunk < window.block or chunk % window.block:
-        raise ConfigError(
-            f"`chunk_frames` ({chunk}) must be a positive multiple of the frame block "
-            f"({window.block})."
-        )
-    needed = window.capacity_for(chunk)
-    if capacity < needed:
-        raise ConfigError(
-            f"`capacity_frames` ({capacity}) must be {needed} or more: window ({window.window}) + "
-            f"chunk ({chunk}) - block ({window.block}), or the first block of a chunk cannot be "
-            f"run again at its end; use {needed}."
-        )
-
-
-def _check_shapes(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    if [x.shape for x in own] != [x.shape for x in given]:
-        raise CheckpointError(
-            f"the stored cache holds {len(given)} blocks of {list(given[0].shape)}, but this one "
-            f"{len(own)} of {list(own[0].shape)}; resume with the sizes and the layout that it was "
-            "saved with, or begin a new sequence."
-        )
-
-
 def _ranges(frames: Sequence[int]) -> str:
     """Return ascending numbers in words, such as ``0-2, 9-14``."""
     parts: list[list[int]] = []
@@ -319,9 +280,6 @@ def _ranges(frames: Sequence[int]) -> str:
 
 class TextMemo:
     """Keys and values that the blocks made of one text; another text empties it.
-
-    Args:
-        num_blocks: transformer blocks.
 
     Attributes:
         text: a copy of the text, ``[b, l, text_width]``; None at first.

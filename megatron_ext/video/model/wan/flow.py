@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,21 @@ from torch import Tensor
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.config.wan import VideoDiTConfig
+from megatron_ext.video.config.wan import VideoDiTConfig, WanConfig
+from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.flops import flops_of_frames
+from megatron_ext.video.cost.wan import DiTNetwork
 from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import Randomness, draw_normals
 from megatron_ext.video.data.sampler import Geometry
 from megatron_ext.video.loss import FlowTargets
-from megatron_ext.video.model.tokens import grid, pack
+from megatron_ext.video.model.tokens import LatentShape, grid, pack, unpack
+from megatron_ext.video.model.wan.attention import VideoDiTOptions, stage_blocks, wan_options
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions, stage_blocks
+from megatron_ext.video.sampling.flow import Velocity
+from megatron_ext.video.sampling.velocity import ParallelVelocity, from_last_stage
 from megatron_ext.video.step import (
     FlowBatchBuilder,
     FlowMicrobatch,
@@ -35,8 +41,6 @@ from megatron_ext.video.step import (
     num_stages,
     sharing_ranks,
 )
-from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.rules import window_of
 
 MAX_TIMESTEP = 1000.0
 """The timestep at time 1, where there is only noise."""
@@ -48,7 +52,7 @@ class WanBatchBuilder(FlowBatchBuilder):
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
         if not self._config.section(VideoDiTConfig).independent_block_timesteps:
             return randomness.normals
-        block = self._config.section(StreamingConfig).frame_block
+        block = self._config.section(WanConfig).frame_block
         normals = draw_normals(self._seed, samples, "timestep", num_frames // block)
         return normals.repeat_interleave(block, dim=1)
 
@@ -73,102 +77,141 @@ class WanBatchBuilder(FlowBatchBuilder):
         }
 
 
+class VideoDiTVelocity(ParallelVelocity):
+    """Predicts with a `VideoDiT`, whose output is whole on every rank of its last stage.
+
+    A causal model predicts all frames of a clip at once, under its mask.
+    """
+
+    gives_parts = False
+
+    def of_shape(self, shape: LatentShape) -> Velocity:
+        """Return the velocity of latents of (t, h, w); see `predict_whole`.
+
+        Raises:
+            DataError: a height or width that patches do not fill.
+        """
+        grid(shape, self.patch_size)
+        return partial(self.predict_whole, shape)
+
+    @torch.no_grad()
+    def predict_whole(
+        self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
+    ) -> Tensor:
+        """Predict as `predict` does, for latents of (t, h, w); two inputs are unused."""
+        inputs = {
+            "x": unpack(x, shape, self.patch_size).transpose(1, 2),
+            "timesteps": MAX_TIMESTEP * t,
+            "text": text,
+        }
+        outputs = self._run(inputs, self._models[0].boundary_shape(**inputs))
+        whole = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        if self.context.is_last_stage:
+            whole = pack(outputs[0].float().transpose(1, 2), self.patch_size)
+        return from_last_stage(whole, self.context)
+
+
 class WanFlow(FlowNetwork):
     """A Wan network, which predicts the flow of whole latents."""
 
     builder = WanBatchBuilder
 
-    def patch_size(self, config: RunConfig) -> int:
-        return config.section(VideoDiTConfig).sizes.patch_size
+    @property
+    def _dit(self) -> VideoDiTConfig:
+        return self.config.section(VideoDiTConfig)
 
-    def with_widths(self, config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
-        return config.with_section(
+    @property
+    def patch_size(self) -> int:
+        return self._dit.sizes.patch_size
+
+    def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
+        return self.config.with_section(
             dataclasses.replace(
-                config.section(VideoDiTConfig),
+                self._dit,
                 dit_channels=manifest["latent_channels"],
                 dit_text_width=manifest["text_width"],
             )
         )
 
-    def options(self, config: RunConfig) -> VideoDiTOptions:
+    @property
+    def options(self) -> VideoDiTOptions:
         """Return how the network attends, starts and is recomputed.
 
         Raises:
             ConfigError: flags are out of their range.
         """
-        streaming = config.section(StreamingConfig)
-        return VideoDiTOptions(
-            window=window_of(streaming) if config.section(VideoConfig).is_causal else None,
-            zero_head=streaming.zero_head,
-            recompute_blocks=streaming.recompute_blocks,
-            cp_comm_type=config.parallel.cp_comm_type[0],
-        )
+        causal = self.config.section(VideoConfig).is_causal
+        return wan_options(self.config.section(WanConfig), self.config.parallel, causal=causal)
 
-    def checked(self, config: RunConfig) -> RunConfig:
+    def checked(self) -> RunConfig:
         """Return the configuration as it is, once the layout has been checked."""
-        dit, parallel = config.section(VideoDiTConfig), config.parallel
-        self.options(config)
-        stage_blocks(dit.sizes.num_blocks, num_stages(config))
+        sizes, parallel = self._dit.sizes, self.config.parallel
+        stage_blocks(sizes.num_blocks, num_stages(parallel))
         shared = parallel.tensor_model_parallel_size
-        if parallel.cp_comm_type[0] == "a2a":
+        if self.options.cp_comm_type == "a2a":
             shared *= parallel.context_parallel_size
-        if dit.sizes.num_heads % shared:
+        if sizes.num_heads % shared:
             raise ConfigError(
-                f"`--video-dit-size {dit.video_dit_size}` has {dit.sizes.num_heads} attention "
+                f"`--video-dit-size {self._dit.video_dit_size}` has {sizes.num_heads} attention "
                 f"heads, which {shared} ranks cannot share equally; use fewer tensor-parallel "
                 "ranks, or all_gather instead of a2a."
             )
-        return config
+        return self.config
 
-    def check_clips(self, config: RunConfig, shape: tuple[int, int, int], what: str) -> None:
-        frames, rows, columns = grid(shape, self.patch_size(config))
-        if rows * columns % sharing_ranks(config):
+    def check_clips(self, shape: tuple[int, int, int], what: str) -> None:
+        frames, rows, columns = grid(shape, self.patch_size)
+        ranks = sharing_ranks(self.config.parallel)
+        if rows * columns % ranks:
             raise ConfigError(
                 f"{what} have {rows} x {columns} = {rows * columns} tokens in a latent frame, "
-                f"which {sharing_ranks(config)} ranks (context parallel, times tensor parallel "
-                "with sequence parallelism) cannot share equally; use fewer ranks or another "
-                "resolution."
+                f"which {ranks} ranks (context parallel, times tensor parallel with sequence "
+                "parallelism) cannot share equally; use fewer ranks or another resolution."
             )
-        block = config.section(StreamingConfig).frame_block
-        if config.section(VideoConfig).is_causal and frames % block:
+        block = self.config.section(WanConfig).frame_block
+        if self.config.section(VideoConfig).is_causal and frames % block:
             raise ConfigError(
                 f"{what} have {frames} latent frames, which must be divisible by `--frame-block` "
                 f"({block}); use another length or block."
             )
 
-    def flops(self, config: RunConfig, sequence: Geometry) -> float:
+    def flops(self, sequence: Geometry) -> float:
         frames = sequence.shape[1]
         return flops_of_frames(
-            config.section(VideoDiTConfig).sizes,
-            self.options(config).window,
+            self._dit.sizes,
+            self.options.window,
             num_text=sequence.num_text,
             num_frames=frames,
             tokens_per_frame=sequence.num_image // frames,
         )
 
+    def planned(self, clip: Clip) -> DiTNetwork:
+        return DiTNetwork.of(self.config, clip)
+
+    def recomputing(self, mode: str) -> RunConfig:
+        count = (self.config.model.num_layers or 0) if mode == "full" else 0
+        wan = dataclasses.replace(self.config.section(WanConfig), recompute_blocks=count)
+        return self.config.with_section(wan)
+
     def build_chunk(
         self,
-        config: RunConfig,
         transformer_config: TransformerConfig,
         context: ParallelContext,
-        *,
-        pre_process: bool,
-        post_process: bool,
         vp_stage: int | None = None,
     ) -> VideoDiT:
-        sizes, options = config.section(VideoDiTConfig).sizes, self.options(config)
+        sizes, options = self._dit.sizes, self.options
         return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
-    def boundary_shape(
-        self, batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module
-    ) -> Sequence[int]:
-        shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
-        shape: Sequence[int] = shape_of(**batches[0].inputs)
-        return shape
+    def sampled(
+        self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
+    ) -> ParallelVelocity:
+        return VideoDiTVelocity(engine, chunks, context, patch_size=self.patch_size)
 
-    def velocity(self, config: RunConfig, output: Tensor) -> Tensor:
+    def velocity(self, output: Tensor) -> Tensor:
         """Return the flow of whole latents as packed tokens."""
-        return pack(output.transpose(1, 2), self.patch_size(config))
+        return pack(output.transpose(1, 2), self.patch_size)
 
 
-WAN = WanFlow()
+def wan_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> list[int]:
+    """Return the shape of the tensor between stages; see `Task.boundary_shape`."""
+    shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batches[0].inputs)
+    return shape

@@ -17,16 +17,18 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.attention import frame_rotary_table
 from megatron_ext.video.model.chunk import Blocks, VideoChunk
-from megatron_ext.video.model.linear import mark_replicated
-from megatron_ext.video.model.modulation import start_at_zero
-from megatron_ext.video.model.rotary import frame_rotary_table
+from megatron_ext.video.model.linear import mark_replicated, start_at_zero
 from megatron_ext.video.model.tokens import FrameTokens, frames_first, grid, positions, unpack
-from megatron_ext.video.model.wan.attention import AttentionPlan
-from megatron_ext.video.model.wan.blocks import Block, Run, recomputed
+from megatron_ext.video.model.wan.attention import (
+    AttentionPlan,
+    VideoDiTOptions,
+    check_heads,
+    stage_blocks,
+)
+from megatron_ext.video.model.wan.blocks import Block, Conditioning, Embedder, Run, check_inputs
 from megatron_ext.video.model.wan.cache import CachePass, CacheShape, KVCache
-from megatron_ext.video.model.wan.inputs import Conditioning, Embedder, check_inputs
-from megatron_ext.video.model.wan.options import VideoDiTOptions, check_heads, stage_blocks
 from megatron_ext.video.model.wan.pointwise import ModulationTable, modulated_frames_alone
 
 
@@ -173,12 +175,23 @@ class VideoDiT(VideoChunk):
             text = text[:, :0] if cache.memo.begin(text) else text
             known = cache.memo.key_values
         hidden, given = self._enter(x, _per_frame(timesteps), text, tokens)
-        ids = positions(tokens, hidden.device)
+        ids, num_frames = positions(tokens, hidden.device), x.size(1)
         table = frame_rotary_table(ids, self.sizes.axes_dim, self.sizes.rope_theta, hidden.dtype)
-        plan = self._plan(first_frame, x.size(1), reading)
-        hidden = self._run_blocks(
-            hidden, given, Run(x.size(1), tokens.tp_size, table, plan, reading, known)
-        )
+        if self.options.window is None:
+            plan = AttentionPlan.bidirectional(num_frames)
+        else:
+            past = () if reading is None else reading.past
+            plan = AttentionPlan.causal(self.options.window, first_frame, num_frames, past)
+        run = Run(num_frames, tokens.tp_size, table, plan, reading, known)
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            if block.number < self.options.recompute_blocks and torch.is_grad_enabled():
+                # Inputs alone are kept, and need not require a gradient.
+                hidden = torch.utils.checkpoint.checkpoint(
+                    block, hidden, given, run, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden = block(hidden, given, run)
         if reading is not None:
             reading.finish()
         if self.head is None:
@@ -188,12 +201,9 @@ class VideoDiT(VideoChunk):
     def _tokens(self, x: Tensor, first_frame: int) -> FrameTokens:
         _, t, _, height, width = x.shape
         _, rows, columns = grid((t, height, width), self.sizes.patch_size)
-        cp, tp = self.cp_group, self.tp_group
-        if not self.config.sequence_parallel:
-            return FrameTokens(first_frame, t, rows, columns, cp.rank(), cp.size())
-        return FrameTokens(
-            first_frame, t, rows, columns, cp.rank(), cp.size(), tp.rank(), tp.size()
-        )
+        groups = [self.cp_group, *([self.tp_group] if self.config.sequence_parallel else [])]
+        shares = [share for group in groups for share in (group.rank(), group.size())]
+        return FrameTokens(first_frame, t, rows, columns, *shares)
 
     def _cache_shape(self, batch: int, height: int, width: int) -> CacheShape:
         _, rows, columns = grid((1, height, width), self.sizes.patch_size)
@@ -220,12 +230,6 @@ class VideoDiT(VideoChunk):
             )
         return CachePass(cache, first_frame, t, updates=update)
 
-    def _plan(self, first_frame: int, num_frames: int, reading: CachePass | None) -> AttentionPlan:
-        if self.options.window is None:
-            return AttentionPlan.bidirectional(num_frames)
-        past = () if reading is None else reading.past
-        return AttentionPlan.causal(self.options.window, first_frame, num_frames, past)
-
     def _enter(
         self, x: Tensor, timesteps: Tensor, text: Tensor, tokens: FrameTokens
     ) -> tuple[Tensor, Conditioning]:
@@ -239,27 +243,17 @@ class VideoDiT(VideoChunk):
         hidden, rows = self.entering.tensor_split((split,))
         return hidden, Conditioning.from_rows(rows, num_times)
 
-    def _run_blocks(self, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
-        for block in self.blocks.values():
-            assert isinstance(block, Block)
-            if block.number < self.options.recompute_blocks and torch.is_grad_enabled():
-                hidden = recomputed(block, hidden, given, run)
-            else:
-                hidden = block(hidden, given, run)
-        return hidden
-
     def _flow(self, output: Tensor, tokens: FrameTokens, x: Tensor) -> Tensor:
         """Return all tokens ``[s, b, c * p * p]`` as latents ``[b, t, c, h, w]``, on every rank."""
-        if tokens.tp_size > 1:
-            output = gather_from_sequence_parallel_region(
-                output, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-            output = frames_first(output, tokens.tp_size, tokens.num_frames).flatten(0, 1)
-        if tokens.cp_size > 1:
-            output = gather_from_sequence_parallel_region(
-                output, tensor_parallel_output_grad=True, group=self.cp_group
-            )
-            output = frames_first(output, tokens.cp_size, tokens.num_frames).flatten(0, 1)
+        for size, group, sums in (
+            (tokens.tp_size, self.tp_group, False),
+            (tokens.cp_size, self.cp_group, True),
+        ):
+            if size > 1:
+                output = gather_from_sequence_parallel_region(
+                    output, tensor_parallel_output_grad=sums, group=group
+                )
+                output = frames_first(output, size, tokens.num_frames).flatten(0, 1)
         _, t, _, height, width = x.shape
         packed = output.transpose(0, 1)
         return unpack(packed, (t, height, width), self.sizes.patch_size).transpose(1, 2)
@@ -268,3 +262,80 @@ class VideoDiT(VideoChunk):
 def _per_frame(timesteps: Tensor) -> Tensor:
     """Return ``[b]`` as ``[b, 1]``, one timestep for all frames, and ``[b, t]`` as it is."""
     return timesteps.unsqueeze(1) if timesteps.dim() == 1 else timesteps
+
+
+@torch.no_grad()
+def recache(
+    model: VideoDiT,
+    cache: KVCache,
+    *,
+    latents: Tensor,
+    first_frame: int,
+    timestep: float,
+    text: Tensor,
+    sink_latents: Tensor | None = None,
+    keep_sink: bool = False,
+) -> None:
+    """Encode history anew under a new prompt, block by block, so that each sees only its own past.
+
+    Nothing that was made under the old prompt is left: frames before ``first_frame`` are seen no
+    more, but for the sinks, which are made anew from their latents. The next frame is the one after
+    the last of ``latents``.
+
+    Args:
+        model: causal, without wrappers.
+        latents: clean frames from ``first_frame`` up to the newest, ``[b, t, c, h, w]``.
+        timestep: timestep that the model is told, the context noise.
+        text: the new prompt, ``[b, l, text_width]``.
+        sink_latents: clean frames from frame 0 on, at least the sinks before ``first_frame``;
+            needed only if there are such.
+        keep_sink: leave the sinks as the old prompt made them, as LongLive's sampling does;
+            ``first_frame`` must then lie behind them.
+
+    Raises:
+        ConfigError: sinks are neither given nor kept, or both, or too few.
+        DataError: the frames are not whole blocks.
+    """
+    window = cache.window
+    num_sinks = _checked_sinks(cache, first_frame, sink_latents, keep_sink)
+    pieces = [(first_frame, latents)]
+    if num_sinks and sink_latents is not None:
+        pieces.insert(0, (0, sink_latents[:, :num_sinks]))
+    # All frames are checked before the cache is touched.
+    starts = [list(window.blocks(start, frames.size(1))) for start, frames in pieces]
+    cache.reset(keep_sink=keep_sink)
+    for (start, frames), blocks in zip(pieces, starts, strict=True):
+        if start:
+            cache.skip_to(start)
+        for block in blocks:
+            x = frames[:, block - start : block - start + window.block]
+            t = torch.full(x.shape[:2], timestep, dtype=torch.float32, device=x.device)
+            model(x=x, timesteps=t, text=text, cache=cache, first_frame=block)
+
+
+def _checked_sinks(
+    cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
+) -> int:
+    """Return how many frames make up the blocks of the sinks before ``first_frame``."""
+    window, num_sinks = cache.window, min(cache.window.sink, first_frame)
+    if keep_sink and first_frame < window.sink:
+        raise ConfigError(
+            f"`keep_sink` keeps frames 0 to {window.sink - 1}, but `latents` begin at frame "
+            f"{first_frame} and would overwrite them; begin at frame {window.sink} or later."
+        )
+    given = 0 if sink_latents is None else sink_latents.size(1)
+    if keep_sink and given:
+        raise ConfigError("`sink_latents` were given, but `keep_sink` ignores them; drop one.")
+    if keep_sink and num_sinks and not set(range(num_sinks)) <= set(cache.frames):
+        raise ConfigError(
+            f"`keep_sink` needs the sink frames (0 to {num_sinks - 1}) in the cache; give "
+            "`sink_latents` instead."
+        )
+    blocks = -(-num_sinks // window.block) * window.block
+    if not keep_sink and given < blocks:
+        raise ConfigError(
+            f"`sink_latents` ({given} frames) must hold the first {blocks} frames, or no frame "
+            "after the switch would see a sink; keep them from the start of the sequence, or set "
+            "`keep_sink`."
+        )
+    return blocks

@@ -23,18 +23,15 @@ from torch.distributed import ProcessGroup
 from megatron_ext.layers.compiled import FusedResidual, compiled
 from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import norm
-from megatron_ext.video.model.linear import mark_replicated
-from megatron_ext.video.model.modulation import modulated
-from megatron_ext.video.model.rotary import rotate
+from megatron_ext.video.model.attention import rotate
+from megatron_ext.video.model.linear import mark_replicated, modulated
 from megatron_ext.video.model.tokens import frames_first
 
 
 class ModulationTable(torch.nn.Module):
     """A learned ``[num_parts, h]``, added to the modulation that the timesteps give.
 
-    Args:
-        num_parts: 6 for a block (shift, scale, gate of the attention, then of the feed-forward
-            layers), 2 for the head.
+    A block has 6 parts (shift, scale, gate of the attention, then of the feed-forward layers).
     """
 
     def __init__(self, config: TransformerConfig, num_parts: int) -> None:
@@ -56,11 +53,9 @@ class ModulationTable(torch.nn.Module):
 
 
 def modulated_frames(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return ``(1 + scale) * LN(x) + shift`` for the tokens of frame after frame.
+    """Return ``(1 + scale) * LN(x) + shift`` of ``[s, b, h]``, frame after frame.
 
-    Args:
-        x: ``[s, b, h]``.
-        shift, scale: ``[f, 1, b, h]``.
+    Shift and scale are ``[f, 1, b, h]``.
     """
     return modulated(_frames(x, shift), shift, scale).flatten(0, 1)
 
@@ -85,9 +80,6 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
     so that its sum of squares is summed over the tensor-parallel ranks. The sum enters the outputs
     of all of them, so its gradient is summed as well. Each rank holds the scales of its heads, ``[h
     / tp]``, whose gradients need no reduction.
-
-    Args:
-        tp_group: ranks among which the heads are dealt.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
@@ -98,15 +90,10 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Norm the heads of this rank.
+        """Normalize the heads of this rank, ``[s, b, n, d]``, after the bias ``[n * d]`` is added.
 
-        Args:
-            x: ``[s, b, n, d]``; None gives the scales, for functions that norm by themselves, once
-                data parallelism has gathered them.
-            bias: ``[n * d]``, to be added to ``x`` first.
-
-        Returns:
-            A tensor in the shape of ``x``.
+        None gives the scales, for functions that normalize by themselves, once data parallelism has
+        gathered them.
         """
         if x is None:
             return self.weight
@@ -140,7 +127,7 @@ def squares(x: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
-    """Norm ``[..., n, d]`` by the sums of squares of all ranks' ``width`` features, ``[...]``."""
+    """Normalize ``[..., n, d]`` by the sums of squares of ``width`` features, ``[...]``."""
     scale = torch.rsqrt(total / width + eps)
     return (x.to(_exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])
 
@@ -219,12 +206,7 @@ def added_and_modulated(
 
 @compiled
 def squares_of_heads(qkv: Tensor, bias: Tensor, head_dim: int) -> Tensor:
-    """Return sums of squares of this rank's queries and keys, ``[2, s, b]``.
-
-    Args:
-        qkv: ``[s, b, n * 3 * d]``, without its bias.
-        head_dim: d.
-    """
+    """Return sums of squares of the queries and keys of ``[s, b, n * 3 * d]``, ``[2, s, b]``."""
     heads = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim))
     return torch.stack([squares(x) for x in heads.unbind(-2)[:2]])
 
@@ -246,14 +228,11 @@ def heads(
 
     Args:
         qkv: ``[parts * t * m, b, n * 3 * d]``, for each head its query, key and value.
-        bias: bias of the projection, to be added here.
         total: sums of squares over all ranks, see `squares_of_heads`; None: this rank has all
-            heads.
+        heads.
         q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
-        cos, sin: see `rotary.frame_rotary_table`.
+        cos, sin: see `attention.frame_rotary_table`.
         sizes: d, the width of all ranks' heads, and epsilon.
-        num_parts: tensor-parallel ranks that share out the sequence.
-        num_frames: t.
 
     Returns:
         Three tensors ``[t, parts * m, b, n, d]``; the values are copied, since a compiled function

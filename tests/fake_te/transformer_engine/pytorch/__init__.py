@@ -1,7 +1,5 @@
 """Modules on torch."""
 
-from __future__ import annotations
-
 from transformer_engine.pytorch import (
     attention,
     cross_entropy,

@@ -1,7 +1,5 @@
 """Cross-entropy over all logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> Tensor:
-    """Return losses ``[s, b]`` of logits ``[s, b, v]`` on one rank."""
     record("parallel_cross_entropy", label_smoothing=label_smoothing, reduce_loss=reduce_loss)
     flat = torch.nn.functional.cross_entropy(
         _input.float().flatten(0, 1), target.flatten(), reduction="none"

@@ -1,7 +1,5 @@
 """Recomputation and generators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +10,6 @@ from transformer_engine.record import record
 
 
 class CudaRNGStatesTracker:
-    """Named states of the generator; not used by these tests."""
-
     def reset(self) -> None:
         """Forget all."""
 
@@ -22,12 +18,10 @@ class CudaRNGStatesTracker:
 def activation_recompute_forward(
     activation_recompute: bool = False, recompute_phase: bool = False
 ) -> Iterator[None]:
-    """Surround both forward passes of recomputed modules."""
     yield
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function again in the backward pass."""
     options = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group", "use_reentrant")
     record("checkpoint", **{name: kwargs.pop(name) for name in options if name in kwargs})
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)

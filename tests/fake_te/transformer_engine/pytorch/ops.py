@@ -1,7 +1,5 @@
 """Modules made of fused operations; named by megatron-core, not used by these tests."""
 
-from __future__ import annotations
-
 import torch
 
 

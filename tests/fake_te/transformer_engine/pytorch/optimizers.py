@@ -1,7 +1,5 @@
 """Adam with the arguments of the fused one, and the functions of gradient clipping."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from transformer_engine.record import record
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW one parameter after the other; like the real one it counts steps for each group."""
+    """AdamW (arXiv:1711.05101, algorithm 2) that, like the real one, counts steps by group."""
 
     def __init__(
         self,
@@ -30,7 +28,6 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update as arXiv:1711.05101, algorithm 2, does."""
         for group in self.param_groups:
             group["step"] = count = group.get("step", 0) + 1
             first, second = group["betas"]
@@ -55,14 +52,12 @@ class FusedSGD(torch.optim.SGD):
 def multi_tensor_applier(
     op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Any], *args: Any
 ) -> Any:
-    """Apply an operation to lists of tensors."""
     return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
 
 
 def multi_tensor_l2norm(
     chunk_size: int, noop: Tensor, tensor_lists: Sequence[Any], per_tensor: bool = False
 ) -> tuple[Tensor, None]:
-    """Return the norm of all tensors together."""
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensor_lists[0]]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
@@ -70,6 +65,5 @@ def multi_tensor_l2norm(
 def multi_tensor_scale(
     chunk_size: int, noop: Tensor, tensor_lists: Sequence[Any], scale: float
 ) -> None:
-    """Copy the first list, scaled, over the second."""
     for source, target in zip(tensor_lists[0], tensor_lists[1], strict=True):
         target.copy_(source * scale)

@@ -1,13 +1,11 @@
-"""Kernels of the router; not used by these tests, which leave their fusion off."""
-
-from __future__ import annotations
+"""Kernels of the router and of dispatch; not used by these tests, which leave fusion off."""
 
 from typing import Any
 
 
-def _absent(*_args: Any, **_kwargs: Any) -> Any:
-    raise NotImplementedError("the stand-in has no fused router")
+def absent(*_args: Any, **_kwargs: Any) -> Any:
+    raise NotImplementedError("the stand-in has no fused experts")
 
 
-fused_compute_score_for_moe_aux_loss = fused_moe_aux_loss = _absent
-fused_topk_with_score_function = _absent
+fused_compute_score_for_moe_aux_loss = fused_moe_aux_loss = absent
+fused_topk_with_score_function = absent

@@ -15,7 +15,7 @@ from megatron_ext.video.config.mmdit import MMDiTSizes
 
 
 def sinusoid(u: Tensor) -> Tensor:
-    """In float32, which the format prescribes: an angle of 1000 is rounded by up to 3e-5 then."""
+    """Compute in float32, as the format prescribes, which rounds an angle of 1000 by up to 3e-5."""
     frequencies = torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float32) / 128)
     angles = torch.outer(1000 * u.float(), frequencies)
     return torch.cat([torch.cos(angles), torch.sin(angles)], dim=1)
@@ -45,22 +45,13 @@ class Embedder(nn.Module):
         return y
 
 
-class Scale(nn.Module):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(d))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.scale
-
-
 class Stream(nn.Module):
     def __init__(self, z: MMDiTSizes) -> None:
         super().__init__()
         h = z.hidden_size
         self.mod = nn.Linear(h, 6 * h)
         self.qkv = nn.Linear(h, 3 * h, bias=z.qkv_bias)
-        self.query_norm, self.key_norm = Scale(z.head_dim), Scale(z.head_dim)
+        self.query_norm, self.key_norm = Rms(z.head_dim), Rms(z.head_dim)
         self.proj = nn.Linear(h, h)
         self.mlp_in, self.mlp_out = nn.Linear(h, z.mlp_size), nn.Linear(z.mlp_size, h)
 
@@ -96,12 +87,12 @@ class PlainMMDiT(nn.Module):
             block = nn.Module()
             block.mod = nn.Linear(h, 3 * h)
             block.linear1, block.linear2 = nn.Linear(h, 3 * h + m), nn.Linear(h + m, h)
-            block.query_norm, block.key_norm = Scale(z.head_dim), Scale(z.head_dim)
+            block.query_norm, block.key_norm = Rms(z.head_dim), Rms(z.head_dim)
             self.single_blocks.append(block)
         self.final_mod, self.final_linear = nn.Linear(h, 2 * h), nn.Linear(h, z.token_width)
 
     def heads(self, qkv: Tensor, stream: nn.Module) -> list[Tensor]:
-        """Normed queries, keys and values, ``[b, n, s, d]``."""
+        """Return normed queries, keys and values, ``[b, n, s, d]``."""
         q, k, v = (
             part.unflatten(-1, (self.z.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
         )
@@ -113,7 +104,9 @@ class PlainMMDiT(nn.Module):
         out = torch.einsum("bnqk,bnkd->bnqd", scores.softmax(-1), v)
         return out.transpose(1, 2).flatten(2)
 
-    def run_double(self, block: nn.ModuleDict, txt: Tensor, img: Tensor, vec: Tensor, ids: Tensor):
+    def run_double(
+        self, block: nn.ModuleDict, txt: Tensor, img: Tensor, vec: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         silu = nn.functional.silu(vec)
         mods = {name: block[name].mod(silu).chunk(6, -1) for name in ("txt", "img")}
         x = {"txt": txt, "img": img}
@@ -139,16 +132,9 @@ class PlainMMDiT(nn.Module):
         return x + gate[:, None] * block.linear2(torch.cat([out, gelu(mlp)], dim=-1))
 
     def forward(
-        self,
-        img: Tensor,
-        img_ids: Tensor,
-        txt: Tensor,
-        txt_ids: Tensor,
-        timesteps: Tensor,
-        y_vec: Tensor,
-        guidance: Tensor | None = None,
-        cond: Tensor | None = None,
-    ) -> Tensor:
+        self, img: Tensor, img_ids: Tensor, txt: Tensor, txt_ids: Tensor, timesteps: Tensor,
+        y_vec: Tensor, guidance: Tensor | None = None, cond: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         x, text = self.img_in(img), self.txt_in(txt)
         if cond is not None:
             x = x + self.cond_in(cond)
@@ -164,3 +150,45 @@ class PlainMMDiT(nn.Module):
         shift, scale = self.final_mod(nn.functional.silu(vec)).chunk(2, -1)
         out: Tensor = self.final_linear(mod(joint[:, text.size(1) :], shift, scale))
         return out
+
+
+class Rms(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+NAMES = {
+    "embedding.": "", "pooled_in": "vector_in", "linear_in.": "in_layer.",
+    "linear_out": "out_layer", "modulation": "mod", "final_layer.mod": "final_mod",
+    "final_layer.linear": "final_linear",
+    "norm.q_layernorm": "query_norm", "norm.k_layernorm": "key_norm", "linear_qkv": "qkv",
+    "linear_proj": "proj", "linear_fc1": "mlp_in", "linear_fc2": "mlp_out",
+}  # fmt: skip
+"""Parts of the parallel network's names, and of the plain one's."""
+
+
+def to_plain(parallel: dict[str, Tensor], z: MMDiTSizes) -> dict[str, Tensor]:
+    """Return weights by the plain names, fused as FLUX does, with parts before heads."""
+    out = {}
+    for name, tensor in parallel.items():
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        if ".qkv." in name:
+            tensor = tensor.unflatten(0, (z.num_heads, 3, z.head_dim)).transpose(0, 1).flatten(0, 2)
+        out[name] = tensor
+    for i in range(z.num_single_blocks):
+
+        def taken(*names: str, at: str = f"single_blocks.{i}") -> list[Tensor]:
+            return [out.pop(f"{at}.{name}") for name in names]
+
+        for kind in ("weight", "bias"):
+            first = taken(f"qkv.{kind}", f"mlp_in.{kind}")
+            out[f"single_blocks.{i}.linear1.{kind}"] = torch.cat(first)
+        second = taken("proj.weight", "mlp_out.weight")
+        out[f"single_blocks.{i}.linear2.weight"] = torch.cat(second, dim=1)
+        (out[f"single_blocks.{i}.linear2.bias"],) = taken("proj.bias")
+    return out

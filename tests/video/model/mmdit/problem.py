@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
+from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
 from megatron_ext.video.model.mmdit.model import MMDiT
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from tests.video import networks
-from tests.video.model.mmdit.names import to_parallel, to_plain
-from tests.video.model.mmdit.plain import PlainMMDiT
+from tests.video.model.mmdit.plain import PlainMMDiT, to_plain
 from tests.video.networks import Tensors, reported
 
 I2V = dataclasses.replace(SIZES["tiny"], cond_embed=True, guidance_embed=True)
@@ -34,11 +33,7 @@ class Problem(networks.Problem):
     frames: int = 3
     mask: str = "random"
 
-    network = MMDiT
-
-    @property
-    def num_image(self) -> int:
-        return self.frames * 16
+    network, plain = MMDiT, PlainMMDiT
 
     def inputs(self, number: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         batch = self.microbatch(number)
@@ -47,7 +42,7 @@ class Problem(networks.Problem):
 
     def microbatch(self, number: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(100 + number)
-        z, b, n, text = self.sizes, self.batch, self.num_image, self.num_text
+        z, b, n, text = self.sizes, self.batch, 16 * self.frames, self.num_text
 
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
@@ -80,12 +75,7 @@ class Problem(networks.Problem):
         return model(**batch), lambda v: loss_of(v, target[:, own], mask[:, own])
 
     def boundary_arguments(self, batch: dict[str, Any]) -> Sequence[Any]:
-        return self.num_text, self.num_image, self.batch
-
-    def plain_model(self, weights: Tensors) -> PlainMMDiT:
-        model = PlainMMDiT(self.sizes).double()
-        model.load_state_dict({k: v.double() for k, v in to_plain(weights, self.sizes).items()})
-        return model
+        return self.num_text, 16 * self.frames, self.batch
 
     def plain_losses(self, model: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for i in range(self.num_microbatches):
@@ -94,10 +84,9 @@ class Problem(networks.Problem):
             velocity = model(**batch)
             yield loss_of(velocity, target, mask)[0], mask.sum(), velocity
 
-    def to_parallel(self, plain: Tensors) -> Tensors:
-        return to_parallel(plain, self.sizes)
+    def to_plain(self, weights: Tensors) -> Tensors:
+        return to_plain(weights, self.sizes)
 
 
 def loss_of(velocity: Tensor, target: Tensor, mask: Tensor) -> Any:
-    """Return the sum over counted tokens of the mean squared error of their features."""
     return reported(((velocity - target) ** 2).mean(-1).mul(mask).sum(), mask.sum())

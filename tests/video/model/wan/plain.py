@@ -7,19 +7,20 @@ the window gives, frame by frame.
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor, nn
 
+from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.config.wan import VideoDiTSizes
-from tests.video.model.mmdit.plain import gelu, norm, turn
+from tests.video.model.mmdit.plain import PlainMMDiT, Rms, gelu, norm, turn
 
 Rule = tuple[int, int, int]
 """Frame block, window and sink."""
 
 
 def frame_mask(frames: range, rule: Rule | None) -> Tensor:
-    """Whether a query frame (row) sees a key frame (column)."""
     if rule is None:
         return torch.ones(len(frames), len(frames), dtype=torch.bool)
     block, window, sink = rule
@@ -38,15 +39,6 @@ def sinusoid(t: Tensor) -> Tensor:
     frequencies = torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float64) / 128)
     angles = t.double()[..., None] * frequencies
     return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
-
-
-class Rms(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
 class Attention(nn.Module):
@@ -73,7 +65,7 @@ class Attention(nn.Module):
 
 class SelfAttention(Attention):
     def forward(self, x: Tensor, ids: Tensor, mask: Tensor, cut: Tensor | None) -> Tensor:
-        """``cut`` says for which query (row) a key (column) passes no gradient."""
+        """Attend; ``cut`` says for which query (row) a key (column) passes no gradient."""
         q, k, v = self.qkv(x, x)
         q, k = (turn(y, ids[None], self.z.axes_dim, self.z.rope_theta) for y in (q, k))
         scores = self.scores(q, k)
@@ -117,15 +109,10 @@ class PlainVideoDiT(nn.Module):
         self.head = nn.Linear(h, z.token_width)
 
     def forward(
-        self,
-        x: Tensor,
-        timesteps: Tensor,
-        text: Tensor,
-        rule: Rule | None = None,
-        first_frame: int = 0,
-        cut_blocks: bool = False,
-    ) -> Tensor:
-        """``cut_blocks``: keys and values pass no gradient from one frame block to another."""
+        self, x: Tensor, timesteps: Tensor, text: Tensor, rule: Rule | None = None,
+        first_frame: int = 0, cut_blocks: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Return the flow; ``cut_blocks`` lets no gradient pass from a frame block to another."""
         b, t, c, height, width = x.shape
         p = self.z.patch_size
         rows, columns = height // p, width // p
@@ -133,11 +120,8 @@ class PlainVideoDiT(nn.Module):
         frames = range(first_frame, first_frame + t)
         ids = torch.tensor([[f, r, k] for f in frames for r in range(rows) for k in range(columns)])
         mask = frame_mask(frames, rule).repeat_interleave(n, 0).repeat_interleave(n, 1)
-        cut = None
-        if cut_blocks:
-            assert rule is not None
-            of = ids[:, 0] // rule[0]
-            cut = of[:, None] != of[None]
+        of = ids[:, 0] // rule[0] if rule and cut_blocks else None
+        cut = None if of is None else of[:, None] != of[None]
         patches = x.unflatten(3, (rows, p)).unflatten(5, (columns, p))
         tokens = patches.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, t * n, c * p * p)
         y = self.patch_embedding(tokens)
@@ -161,3 +145,38 @@ class PlainVideoDiT(nn.Module):
         flat = self.head(norm(y) * (1 + spread(scale)) + spread(shift))
         out = flat.view(b, t, rows, columns, c, p, p).permute(0, 1, 4, 2, 5, 3, 6)
         return out.reshape(x.shape)
+
+
+NAMES = {
+    "embedder.": "", "patch_in": "patch_embedding", "text_in": "text_embedding.0",
+    "text_out": "text_embedding.2", "time_in.linear_in": "time_embedding.0",
+    "time_in.linear_out": "time_embedding.2", "head.linear": "head", "attention": "attn",
+    "linear_proj": "o", "linear_q.": "q.", "cross_norm": "norm3", "linear_fc1": "ffn_in",
+    "linear_fc2": "ffn_out", "q_norm": "norm_q", "k_norm": "norm_k",
+    "modulation.weight": "modulation", "head.modulation": "head_modulation",
+}  # fmt: skip
+"""Parts of the parallel network's names, and of the plain one's."""
+
+
+def to_plain(parallel: dict[str, Tensor], z: VideoDiTSizes) -> dict[str, Tensor]:
+    """Return weights by the plain names, those of queries, keys and values apart."""
+    out = {}
+    for name, tensor in parallel.items():
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        fused = re.search(r"linear_(q?kv)\.", name)
+        if fused is None:
+            out[name] = tensor
+            continue
+        heads = tensor.unflatten(0, (z.num_heads, len(fused[1]), z.head_dim))
+        for part, rows in zip(fused[1], heads.unbind(1), strict=True):
+            out[name.replace(fused[0], f"{part}.")] = rows.flatten(0, 1)
+    return out
+
+
+def num_parameters(sizes: MMDiTSizes | VideoDiTSizes) -> int:
+    """Return the parameters of a whole network of these sizes."""
+    with torch.device("meta"):
+        whole = isinstance(sizes, MMDiTSizes)
+        model = PlainMMDiT(sizes) if whole else PlainVideoDiT(sizes)  # type: ignore[arg-type]
+    return sum(p.numel() for p in model.parameters())

@@ -12,14 +12,12 @@ from torch import Tensor
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
-from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
 from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions
 from tests.video import networks
-from tests.video.model.wan.names import to_parallel, to_plain
-from tests.video.model.wan.plain import PlainVideoDiT, Rule
-from tests.video.networks import Step, Tensors, build, gathered_weights, reported, run_engine
+from tests.video.model.wan.plain import PlainVideoDiT, Rule, to_plain
+from tests.video.networks import Step, Tensors, build, gathered_weights, one, reported, run_engine
 
 WINDOW = FrameWindow(block=3, window=12, sink=3)
 CAUSAL = VideoDiTOptions(window=WINDOW, zero_head=False)
@@ -42,7 +40,7 @@ class Problem(networks.Problem):
     timestep_per_frame: bool = True
     streaming: bool = False
 
-    network = VideoDiT
+    network, plain = VideoDiT, PlainVideoDiT
 
     @property
     def rule(self) -> Rule | None:
@@ -61,9 +59,8 @@ class Problem(networks.Problem):
         return {"x": latents.to(dtype), "timesteps": timesteps, "text": text.to(dtype)}
 
     def target(self, number: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(900 + number)
         shape = self.inputs(number)["x"].shape
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(900 + number))
 
     def microbatch(self, number: int) -> dict[str, Any]:
         return {**self.inputs(number), "target": self.target(number)}
@@ -75,11 +72,6 @@ class Problem(networks.Problem):
     def boundary_arguments(self, batch: dict[str, Any]) -> Sequence[Any]:
         return [batch[name] for name in ("x", "timesteps", "text")]
 
-    def plain_model(self, weights: Tensors) -> PlainVideoDiT:
-        model = PlainVideoDiT(self.sizes).double()
-        model.load_state_dict({k: v.double() for k, v in to_plain(weights, self.sizes).items()})
-        return model
-
     def plain_losses(self, model: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for i in range(1 if self.streaming else self.num_microbatches):
             inputs = self.inputs(i, torch.float64)
@@ -87,12 +79,11 @@ class Problem(networks.Problem):
             total, count, _ = loss_of(flow, self.target(i).double())
             yield total, count, flow
 
-    def to_parallel(self, plain: Tensors) -> Tensors:
-        return to_parallel(plain, self.sizes)
+    def to_plain(self, weights: Tensors) -> Tensors:
+        return to_plain(weights, self.sizes)
 
     @torch.no_grad()
     def prepare(self, chunk: Any) -> None:
-        """Move scales of norms and biases off their constants."""
         for shard in shards_of(chunk):
             if len(shard.full_shape) == 1:
                 full = torch.arange(shard.full_shape[0], dtype=torch.float32)
@@ -100,7 +91,6 @@ class Problem(networks.Problem):
 
 
 def loss_of(flow: Tensor, target: Tensor) -> Any:
-    """Return the sum of the squared errors, and the number of frames."""
     count = torch.tensor(float(flow.size(0) * flow.size(1)))
     return reported((flow - target).square().sum(), count)
 
@@ -112,12 +102,8 @@ def streaming_step(problem: Problem, context: ParallelContext) -> Step:
     cache = new_cache(chunks[0], problem, chunk_frames=problem.frames)
     flow = stream(chunks[0], cache, inputs, 3)
     given = [
-        {
-            **frames_of(inputs, first, 3),
-            "target": target[:, first : first + 3],
-            "cache": cache,
-            "update_cache": False,
-        }
+        frames_of(inputs, first, 3)
+        | {"target": target[:, first : first + 3], "cache": cache, "update_cache": False}
         for first in range(0, problem.frames, 3)
     ]
     return Step(run_engine(problem, context, config, chunks, given), chunks, flow)
@@ -128,7 +114,6 @@ def plain_of(chunk: VideoDiT) -> PlainVideoDiT:
 
 
 def frames_of(inputs: dict[str, Tensor], first: int, count: int) -> dict[str, Any]:
-    """Return some of the frames, with their number."""
     cut = slice(first, first + count)
     return {
         "x": inputs["x"][:, cut],
@@ -146,22 +131,24 @@ def new_cache(chunk: VideoDiT, problem: Problem, **settings: Any) -> KVCache:
     return cache
 
 
+def cached(
+    problem: Problem, context: ParallelContext, dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[Any, dict[str, Tensor], KVCache]:
+    """Return the whole network on this rank, its inputs, and an empty cache for it."""
+    chunk = one(problem, context, dtype)
+    return chunk, problem.inputs(dtype=dtype), new_cache(chunk, problem, **settings)
+
+
 @torch.no_grad()
 def stream(
     chunk: VideoDiT, cache: KVCache, inputs: dict[str, Tensor], block: int, start: int = 0
 ) -> Tensor:
     """Return the flow of all frames from ``start`` on, block by block through the cache."""
-    return torch.cat(
-        [
-            chunk(**frames_of(inputs, first, block), cache=cache)
-            for first in range(start, inputs["x"].size(1), block)
-        ],
-        dim=1,
-    )
+    blocks = range(start, inputs["x"].size(1), block)
+    return torch.cat([chunk(**frames_of(inputs, i, block), cache=cache) for i in blocks], dim=1)
 
 
 def held(cache: KVCache) -> dict[int, Tensor]:
-    """Return keys and values of all blocks by frame."""
     return {
         f: torch.stack([x[cache.slot_of(f)] for x in (*cache.keys, *cache.values)]).clone()
         for f in cache.frames

@@ -1,8 +1,9 @@
-"""Prompt switches: history encoded anew."""
+"""Gradients through a cache and where they end, recomputation, and history encoded anew."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,106 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.cache import KVCache
-from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.recache import recache
+from megatron_ext.video.model.wan.model import VideoDiT, recache
 from tests.ranks import ranks
-from tests.video.model.wan.problem import CAUSAL, Problem, frames_of, held, new_cache, stream
-from tests.video.networks import largest, one
+from tests.video.model.wan.problem import (
+    CAUSAL,
+    Problem,
+    cached,
+    frames_of,
+    held,
+    new_cache,
+    plain_of,
+    stream,
+)
+from tests.video.networks import Tensors, largest, one, relative
+
+PROBLEM = Problem(frames=21, batch=1)
+BLOCKS = range(0, 21, 3)
+
+
+def gradients_of(chunk: VideoDiT) -> Tensors:
+    out = {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None}
+    chunk.zero_grad()
+    return out
+
+
+def same(got: Tensors, want: Tensors, tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    errors = {name: relative(got[name], want[name]) for name in want}
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.2e}"
+
+
+def two_phase(chunk: VideoDiT, inputs: dict[str, Tensor], cache: KVCache, order: Any) -> Tensors:
+    """Fill the cache without gradient, then run each block again with it, in any order."""
+    stream(chunk, cache, inputs, 3)
+    for first in order:
+        own = frames_of(inputs, first, 3)
+        flow = chunk(**own, cache=cache, update_cache=False)
+        (flow * PROBLEM.target()[:, first : first + 3]).sum().backward()
+    return gradients_of(chunk)
+
+
+def one_graph(chunk: VideoDiT, inputs: dict[str, Tensor], cache: KVCache) -> Tensors:
+    """Run all blocks with gradient through a cache that they fill, and one backward pass."""
+    flows = [chunk(**frames_of(inputs, first, 3), cache=cache) for first in BLOCKS]
+    (torch.cat(flows, dim=1) * PROBLEM.target()).sum().backward()
+    assert not any(t.requires_grad for t in (*cache.keys, *cache.values))
+    return gradients_of(chunk)
+
+
+@ranks()
+def test_two_phases_give_the_gradient_of_one_graph(context: ParallelContext) -> None:
+    """Compare both with plain torch whose keys and values are cut between blocks."""
+    chunk = one(PROBLEM, context, torch.float64)
+    inputs = PROBLEM.inputs(dtype=torch.float64)
+    plain = plain_of(chunk)
+    flow = plain(**inputs, rule=PROBLEM.rule, cut_blocks=True)
+    (flow * PROBLEM.target()).sum().backward()
+    grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    want = PROBLEM.to_parallel(grads, dict(chunk.named_parameters()))
+    assert want.keys() == dict(chunk.named_parameters()).keys()
+    for order in (BLOCKS, reversed(BLOCKS)):
+        cache = new_cache(chunk, PROBLEM, chunk_frames=21)
+        same(two_phase(chunk, inputs, cache, order), want, 1e-10)
+    same(one_graph(chunk, inputs, new_cache(chunk, PROBLEM, chunk_frames=21)), want, 1e-10)
+
+
+@ranks()
+def test_recomputation_changes_no_gradient(context: ParallelContext) -> None:
+    inputs = PROBLEM.inputs(dtype=torch.float64)
+    runs, found = [], []
+    for number in (0, 1, 100):
+        options = dataclasses.replace(CAUSAL, recompute_blocks=number)
+        chunk = one(dataclasses.replace(PROBLEM, options=options), context, torch.float64).eval()
+        calls = []
+        for block in chunk.blocks.values():
+            block.register_forward_pre_hook(lambda *_: calls.append(1))  # noqa: B023
+        # Backward recomputes when the cache stands at the end of the chunk.
+        found.append(one_graph(chunk, inputs, new_cache(chunk, PROBLEM, chunk_frames=21)))
+        runs.append(len(calls))
+    assert runs == [14, 21, 28]
+    for other in found[1:]:
+        same(other, found[0], 1e-12)
+
+
+@ranks()
+def test_recomputation_never_reads_other_keys(context: ParallelContext) -> None:
+    """Drop a frame, or write it again, before the backward pass recomputes its readers."""
+    options = dataclasses.replace(CAUSAL, recompute_blocks=2)
+    chunk = one(dataclasses.replace(PROBLEM, options=options), context)
+    inputs = PROBLEM.inputs()
+    with pytest.raises(ConfigError, match="of the cache were overwritten or dropped before the"):
+        one_graph(chunk, inputs, new_cache(chunk, PROBLEM))
+    cache = new_cache(chunk, PROBLEM, chunk_frames=21)
+    stream(chunk, cache, inputs, 3)
+    flow = chunk(**frames_of(inputs, 18, 3), cache=cache, update_cache=False)
+    with torch.no_grad():
+        chunk(**frames_of(PROBLEM.inputs(1), 15, 3), cache=cache)
+    with pytest.raises(ConfigError, match=r"frames 0-2, 12-17 of the cache were overwritten or dr"):
+        flow.sum().backward()
+
 
 LONG = Problem(frames=45, batch=1)
 LENGTH = 21
@@ -24,7 +120,6 @@ LENGTH = 21
 
 
 def clean(problem: Problem, number: int = 0) -> dict[str, Tensor]:
-    """Frames as they are written back: the network is told that there is no noise."""
     inputs = problem.inputs(number)
     return {**inputs, "timesteps": torch.zeros_like(inputs["timesteps"])}
 
@@ -36,7 +131,6 @@ def first_frames(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 def switch(
     chunk: VideoDiT, cache: KVCache, inputs: dict[str, Tensor], end: int, **settings: object
 ) -> None:
-    """Encode the frames before ``end`` anew under the text of ``inputs``."""
     first = max(0, end - LENGTH)
     if not settings and first:
         settings = {"sink_latents": inputs["x"][:, :3]}
@@ -49,9 +143,9 @@ def switch(
 @pytest.mark.parametrize("end", [12, 21])
 @ranks()
 def test_the_same_prompt_gives_the_same_cache(context: ParallelContext, end: int) -> None:
-    """The whole history is given: each frame was written back under the same mask."""
-    chunk, inputs = one(LONG, context), clean(LONG)
-    cache = new_cache(chunk, LONG, chunk_frames=21)
+    """Give the whole history, of which each frame was written back under the same mask."""
+    chunk, _, cache = cached(LONG, context, chunk_frames=21)
+    inputs = clean(LONG)
     stream(chunk, cache, first_frames(inputs, end), 3)
     before = held(cache)
     for tensor in (*cache.keys, *cache.values):
@@ -62,28 +156,9 @@ def test_the_same_prompt_gives_the_same_cache(context: ParallelContext, end: int
     assert max(largest(after[f], kv) for f, kv in before.items()) < 1e-5
 
 
-@ranks()
-def test_no_attended_key_is_zero_or_old(context: ParallelContext) -> None:
-    """Frames 0 to 2 and 18 to 38 are held, all of them made anew."""
-    chunk, inputs = one(LONG, context), clean(LONG)
-    cache = new_cache(chunk, LONG, chunk_frames=21)
-    stream(chunk, cache, first_frames(inputs, 39), 3)
-    before = held(cache)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.zero_()
-    other = {**inputs, "text": LONG.inputs(1)["text"]}
-    switch(chunk, cache, other, 39)
-    after = held(cache)
-    assert cache.frames == (0, 1, 2, *range(18, 39))
-    assert all(float(kv.norm(dim=-1).min()) > 0.1 for kv in after.values())
-    # What the text decides is new everywhere: keys and values of the second block.
-    assert all(largest(after[f][1::2], before[f][1::2]) > 1e-3 for f in after if f in before)
-
-
 @pytest.mark.parametrize("end", [21, 39])
 @ranks()
 def test_nothing_of_the_first_prompt_is_left(context: ParallelContext, end: int) -> None:
-    """The same latents under two first prompts: bit for bit the same from the switch on."""
     chunk, inputs = one(LONG, context), clean(LONG)
     second = {**inputs, "text": LONG.inputs(2)["text"]}
     flows = []
@@ -98,9 +173,9 @@ def test_nothing_of_the_first_prompt_is_left(context: ParallelContext, end: int)
 
 @ranks()
 def test_a_window_of_frames_is_recached_as_the_dense_mask_says(context: ParallelContext) -> None:
-    """Sinks and frames 18 to 38 alone, in one pass each, give the same as block by block."""
-    chunk, inputs = one(LONG, context), clean(LONG)
-    cache = new_cache(chunk, LONG, chunk_frames=21)
+    """Encode sinks and frames 18 to 38 alone, in one pass each, and block by block."""
+    chunk, _, cache = cached(LONG, context, chunk_frames=21)
+    inputs = clean(LONG)
     switch(chunk, cache, inputs, 39)
     other = new_cache(chunk, LONG, chunk_frames=21)
     with torch.no_grad():
@@ -114,10 +189,29 @@ def test_a_window_of_frames_is_recached_as_the_dense_mask_says(context: Parallel
 
 
 @ranks()
-def test_sinks_may_be_kept_as_the_first_prompt_made_them(context: ParallelContext) -> None:
-    """And only then: the original's `global_sink` was never read."""
-    chunk, inputs = one(LONG, context), clean(LONG)
-    cache = new_cache(chunk, LONG)
+def test_sinks_that_are_neither_given_nor_held_are_refused(context: ParallelContext) -> None:
+    chunk, _, cache = cached(LONG, context)
+    inputs = clean(LONG)
+    stream(chunk, cache, first_frames(inputs, 21), 3)
+    before = held(cache)
+    with pytest.raises(ConfigError, match=r"`sink_latents` \(0 frames\) must hold the first 3 fra"):
+        switch(chunk, cache, inputs, 39, sink_latents=None)
+    with pytest.raises(ConfigError, match="`sink_latents` were given, but `keep_sink` ignores"):
+        switch(chunk, cache, inputs, 39, sink_latents=inputs["x"][:, :3], keep_sink=True)
+    with pytest.raises(ConfigError, match="`keep_sink` keeps frames 0 to 2, but `latents` begin"):
+        switch(chunk, cache, inputs, 21, keep_sink=True)
+    with pytest.raises(DataError, match=r"`num_frames` \(20\) must be a multiple of the frame bl"):
+        switch(chunk, cache, inputs, 20)
+    # A refusal leaves the cache as it was.
+    assert all(torch.equal(kv, before[f]) for f, kv in held(cache).items())
+    with pytest.raises(ConfigError, match=r"`keep_sink` needs the sink frames \(0 to 2\) in the"):
+        switch(chunk, new_cache(chunk, LONG), inputs, 39, keep_sink=True)
+
+
+@ranks()
+def test_sinks_may_be_kept_and_be_several_or_partial_blocks(context: ParallelContext) -> None:
+    chunk, _, cache = cached(LONG, context)
+    inputs = clean(LONG)
     stream(chunk, cache, first_frames(inputs, 39), 3)
     before = held(cache)
     other = {**inputs, "text": LONG.inputs(1)["text"]}
@@ -126,47 +220,11 @@ def test_sinks_may_be_kept_as_the_first_prompt_made_them(context: ParallelContex
     assert cache.frames == (0, 1, 2, *range(30, 39))
     for frame in cache.frames:
         assert torch.equal(after[frame], before[frame]) == (frame < 3)
-
-
-@ranks()
-def test_sinks_of_several_or_partial_blocks(context: ParallelContext) -> None:
-    """Four sink frames need two blocks of latents; the two spare frames are seen no more."""
     options = dataclasses.replace(CAUSAL, window=FrameWindow(3, 13, 4))
     problem = dataclasses.replace(LONG, options=options)
-    chunk, inputs = one(problem, context), clean(problem)
-    cache = new_cache(chunk, problem, chunk_frames=21)
+    chunk, _, cache = cached(problem, context, chunk_frames=21)
+    inputs = clean(problem)
     switch(chunk, cache, inputs, 39, sink_latents=inputs["x"][:, :9])
     assert cache.frames == (0, 1, 2, 3, *range(18, 39))
     with pytest.raises(ConfigError, match=r"`sink_latents` \(3 frames\) must hold the first 6 fra"):
         switch(chunk, cache, inputs, 39, sink_latents=inputs["x"][:, :3])
-
-
-@ranks()
-def test_sinks_that_are_neither_given_nor_held_are_refused(context: ParallelContext) -> None:
-    chunk, inputs = one(LONG, context), clean(LONG)
-    cache = new_cache(chunk, LONG)
-    stream(chunk, cache, first_frames(inputs, 21), 3)
-    before = held(cache)
-    with pytest.raises(ConfigError, match=r"`sink_latents` \(0 frames\) must hold the first 3 fra"):
-        switch(chunk, cache, inputs, 39, sink_latents=None)
-    with pytest.raises(ConfigError, match="`sink_latents` were given, but `keep_sink` ignores"):
-        switch(chunk, cache, inputs, 39, sink_latents=inputs["x"][:, :3], keep_sink=True)
-    with pytest.raises(
-        ConfigError, match="`keep_sink` keeps frames 0 to 2, but `latents` begin at"
-    ):
-        switch(chunk, cache, inputs, 21, keep_sink=True)
-    with pytest.raises(
-        DataError, match=r"`num_frames` \(20\) must be a multiple of the frame block"
-    ):
-        recache(
-            chunk,
-            cache,
-            latents=inputs["x"][:, :20],
-            first_frame=0,
-            timestep=0.0,
-            text=inputs["text"],
-        )
-    # A refusal leaves the cache as it was.
-    assert all(torch.equal(kv, before[f]) for f, kv in held(cache).items())
-    with pytest.raises(ConfigError, match=r"`keep_sink` needs the sink frames \(0 to 2\) in the"):
-        switch(chunk, new_cache(chunk, LONG), inputs, 39, keep_sink=True)

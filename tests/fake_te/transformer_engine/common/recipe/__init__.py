@@ -1,34 +1,25 @@
 """Recipes of 8-bit products: plain records of their options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 
 class Format(Enum):
-    """Kinds of 8-bit numbers."""
-
     E4M3 = "e4m3"
     E5M2 = "e5m2"
     HYBRID = "hybrid"
 
 
 class Recipe:
-    """Remembers its options; the real ones are pydantic dataclasses, which ignore others."""
-
     def __init__(self, **options: Any) -> None:
         self.options = options
 
     def described(self) -> str:
-        """Return class and format."""
         return f"{type(self).__name__}:{self.options['fp8_format'].value}"
 
 
 class DelayedScaling(Recipe):
-    """Scales of the steps before."""
-
     def __init__(
         self,
         margin: int = 0,
@@ -50,28 +41,20 @@ class DelayedScaling(Recipe):
 
 
 class Float8CurrentScaling(Recipe):
-    """Scales of each tensor."""
-
     def __init__(self, fp8_format: Format = Format.HYBRID, fp8_dpa: bool = False) -> None:
         super().__init__(fp8_format=fp8_format)
 
 
 class Float8BlockScaling(Recipe):
-    """Scales of blocks of 128."""
-
     def __init__(self, fp8_format: Format = Format.E4M3) -> None:
         super().__init__(fp8_format=fp8_format)
 
 
 class MXFP8BlockScaling(Recipe):
-    """Scales of runs of 32."""
-
     def __init__(self, fp8_format: Format = Format.E4M3) -> None:
         super().__init__(fp8_format=fp8_format)
 
 
 class CustomRecipe(Recipe):
-    """Quantizers of the user's own."""
-
     def __init__(self, qfactory: Callable[..., Any]) -> None:
         super().__init__(fp8_format=Format.E4M3, qfactory=qfactory)

@@ -1,7 +1,5 @@
 """Rotary positions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Rotate ``[s, b, n, d]`` by angles ``[s, 1, 1, d]``, in halves."""
     record("apply_rotary_pos_emb", fused=fused, interleaved=interleaved)
     first, second = t.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)

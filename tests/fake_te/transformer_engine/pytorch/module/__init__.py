@@ -1,7 +1,5 @@
 """Linear layers and norms."""
 
-from __future__ import annotations
-
 from transformer_engine.pytorch.module import base
 from transformer_engine.pytorch.module.linear import GroupedLinear, LayerNormLinear, Linear
 from transformer_engine.pytorch.module.norm import LayerNorm, RMSNorm

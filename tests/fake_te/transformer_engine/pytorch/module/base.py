@@ -1,7 +1,5 @@
 """The base of linear layers: their parameters' start, 8-bit weights, communication buffers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from types import MethodType
@@ -16,8 +14,6 @@ from transformer_engine.record import record
 
 
 class UserBufferQuantizationMode(Enum):
-    """The contents of the buffers."""
-
     NONE = "none"
     FP8 = "fp8"
 
@@ -31,7 +27,6 @@ def initialize_ub(
     ub_cfgs: Any = None,
     bootstrap_backend: Any = None,
 ) -> None:
-    """Set up the buffers."""
     record(
         "initialize_ub",
         shape=shape,
@@ -44,16 +39,12 @@ def initialize_ub(
 
 @dataclass
 class ParameterStart:
-    """The way a parameter is filled."""
-
     init_fn: Any
     get_rng_state_tracker: Any = None
     fp8_meta_index: int | None = None
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """A module that fills, and keeps in 8 bits, its own weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.param_init_meta: dict[str, ParameterStart] = {}
@@ -64,15 +55,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.keeps_initial_values = FP8GlobalStateManager.keeps_initial_values
 
     def get_extra_state(self) -> Tensor:
-        """Return nothing, as a real module in bf16 does."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Take it back."""
         record("set_extra_state")
 
     def register_parameter(self, name: str, param: Any, **start: Any) -> None:
-        """Register a parameter and how it is filled."""
         super().register_parameter(name, param)
         self.param_init_meta[name] = ParameterStart(**start)
 
@@ -108,8 +96,6 @@ def _forget(parameter: Any) -> None:
 
 
 class _Product(torch.autograd.Function):
-    """``x w^T`` whose weight gradient may be added to ``main_grad``."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, fuses: bool) -> Tensor:  # type: ignore[override]
         plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
@@ -130,7 +116,6 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Any, *, fuses: bool) -> Tensor:
-    """Compute ``x w^T``, recorded with the recipe that is in force."""
     record(
         "product",
         recipe=FP8GlobalStateManager.current(),

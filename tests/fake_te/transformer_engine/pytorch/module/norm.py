@@ -1,17 +1,16 @@
 """Norms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from transformer_engine.record import options_of
+
 
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, kind: str, zero_centered: bool
 ) -> Tensor:
-    """Normalize over the last dimension, in fp32."""
     gain = weight.float() + 1 if zero_centered else weight.float()
     full = x.float()
     if kind == "RMSNorm":
@@ -21,38 +20,27 @@ def normalize(
 
 
 class LayerNorm(torch.nn.Module):
-    """Layer norm, and what an RMS norm shares with it."""
-
     kind = "LayerNorm"
 
-    def __init__(
-        self,
-        normalized_shape: Any = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, **given: Any) -> None:
         super().__init__()
-        size, self.eps, self.zero_centered = hidden_size, eps, zero_centered_gamma
-        start = torch.zeros if zero_centered_gamma else torch.ones
-        self.weight = torch.nn.Parameter(start(size, dtype=params_dtype))
+        given.pop("device", None)  # one of the further keywords that the real norms ignore
+        options = options_of(self.kind, given, eps=1e-5)
+        size, dtype = options["hidden_size"], options["params_dtype"]
+        self.eps, self.zero_centered = options["eps"], options["zero_centered_gamma"]
+        start = torch.zeros if self.zero_centered else torch.ones
+        self.weight = torch.nn.Parameter(start(size, dtype=dtype))
         self.bias: Any = None
         if self.kind == "LayerNorm":
-            self.bias = torch.nn.Parameter(torch.zeros(size, dtype=params_dtype))
+            self.bias = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
         for parameter in self.parameters():
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = options["sequence_parallel"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``[s, b, h]``."""
         return normalize(
             x, self.weight, self.bias, self.eps, kind=self.kind, zero_centered=self.zero_centered
         )
 
 
 class RMSNorm(LayerNorm):
-    """RMS norm."""
-
     kind = "RMSNorm"

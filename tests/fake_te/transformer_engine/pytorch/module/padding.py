@@ -1,7 +1,5 @@
 """Rows of zeros that make each expert's number of tokens suit 8-bit products."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -11,14 +9,11 @@ UNIT = 16
 
 
 class Fp8Padding(torch.nn.Module):
-    """Pads each expert's rows."""
-
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
         self.unit = align_size or UNIT
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
-        """Return rows ``[m, h]`` of all experts, padded, and their numbers."""
         record("Fp8Padding", splits=list(m_splits))
         padded = [-(-rows // self.unit) * self.unit for rows in m_splits]
         pieces = [
@@ -29,14 +24,11 @@ class Fp8Padding(torch.nn.Module):
 
 
 class Fp8Unpadding(torch.nn.Module):
-    """Takes the rows away again."""
-
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
         self.unit = align_size or UNIT
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
-        """Return the rows of all experts without padding."""
         padded = [-(-rows // self.unit) * self.unit for rows in m_splits]
         pieces = inp.split(padded)
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, m_splits, strict=True)])

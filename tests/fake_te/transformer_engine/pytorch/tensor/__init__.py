@@ -26,12 +26,10 @@ class QuantizedTensor(Tensor):
         super().__init__()
 
     def dequantize(self) -> Tensor:
-        """Return the values in the shown dtype."""
         return self._bytes.view(torch.float8_e4m3fn).to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Quantize what is copied here; compute everything else from the values."""
         if func is torch.ops.aten.copy_.default and isinstance(args[0], QuantizedTensor):
             source = args[1].dequantize() if isinstance(args[1], cls) else args[1]
             args[0]._bytes.copy_(source.to(torch.float8_e4m3fn).view(torch.uint8))

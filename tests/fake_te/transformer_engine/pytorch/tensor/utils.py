@@ -1,7 +1,5 @@
 """Functions of data parallelism on tensors in 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ from transformer_engine.record import record
 
 
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
-    """Move the bytes into a buffer."""
     new_raw_data.copy_(tensor._bytes.view(new_raw_data.shape))
     tensor._bytes = new_raw_data
 
@@ -24,7 +21,6 @@ def cast_master_weights_to_fp8(
     group: Any,
     fsdp_shard_model_weights: Any = None,
 ) -> None:
-    """Quantize this rank's pieces of the weights in fp32."""
     record("cast_master_weights_to_fp8", count=len(model_weights), group=group.size())
     for weight, master, start in zip(model_weights, master_weights, start_offsets, strict=True):
         if master is not None and start is not None:

@@ -1,0 +1,200 @@
+"""Files that a run reads and writes: checkpoints, reports, and plans without a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag
+
+STRICTNESS = (
+    "assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all return_unexpected "
+    "return_all ignore_all"
+).split()
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Changeable):
+    """Names and defaults are Megatron-LM's, but checkpoints reshard by default."""
+
+    save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
+    save_interval: int | None = flag(
+        None,
+        "save after each multiple of this many steps; default: at the end only, or as the task "
+        "says",
+        COUNT,
+        "steps",
+        names=("--persistent-save-interval",),
+    )
+    save_retain_interval: int | None = flag(
+        None, "keep only the older checkpoints whose step is a multiple of this", COUNT, "steps"
+    )
+    keep_last: int | None = flag(None, "keep only this many of the newest checkpoints", COUNT)
+    keep_best: int | None = flag(
+        None, "besides, save and keep so many checkpoints of the lowest validation loss seen", COUNT
+    )
+    load: str | None = flag(None, "folder to continue from")
+    resume_mode: str | None = flag(
+        None,
+        "where to go on: auto, from the newest checkpoint of --save, else as --load or "
+        "--pretrained-checkpoint say; disable, nowhere; path, from --load, which must hold one; "
+        "default: from --load, where it holds one",
+        choices=("auto", "disable", "path"),
+    )
+    ckpt_step: int | None = flag(None, "iteration to load; default: the latest", NATURAL, "steps")
+    finetune: bool = flag(False, "load the weights only, and start at iteration 0")
+    pretrained_checkpoint: str | None = flag(None, "weights to start from, without --load")
+    pretrained_average: bool = flag(
+        False, "take the averaged weights of --pretrained-checkpoint, where it holds them"
+    )
+    no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
+    no_save_rng: bool = flag(False, "leave the random states out of checkpoints")
+    no_load_optim: bool = flag(False, "do not load the optimizer")
+    no_load_rng: bool = flag(False, "do not load the random states")
+    exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
+    use_checkpoint_args: bool = flag(False, "take the shape of the model from the checkpoint")
+    ckpt_format: str = flag("torch_dist", "format of checkpoints", choices=("torch_dist",))
+    ckpt_fully_parallel_save: bool = flag(True, "share the writing over replicas")
+    ckpt_fully_parallel_load: bool = flag(False, "share the reading over replicas")
+    dist_ckpt_strictness: str = flag(
+        "assume_ok_unexpected", "what to do about keys that do not match", choices=STRICTNESS
+    )
+    dist_ckpt_optim_fully_reshardable: bool = flag(
+        True, "optimizer state that loads in any layout (the default here)"
+    )
+
+    usual_save_interval: int | None = None
+    """The interval of a run that saves and does not say how often."""
+    starts_others: bool = False
+    """Networks besides the model of the run take weights of checkpoints."""
+
+    def resolved(self) -> CheckpointConfig:
+        """Return the section with the interval settled, where a folder is given."""
+        if self.save is None or self.save_interval is not None:
+            return self
+        return dataclasses.replace(self, save_interval=self.usual_save_interval)
+
+    def errors(self, *, evaluates: bool) -> Iterator[str]:
+        """Yield a sentence for everything that a run with or without evaluations cannot do."""
+        for name in ("save_interval", "save_retain_interval", "keep_best"):
+            if getattr(self, name) is not None and self.save is None:
+                yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."
+        interval, retain = self.save_interval, self.save_retain_interval
+        if interval and retain and retain % interval:
+            yield (
+                f"`--save-retain-interval` ({retain}) must be divisible by `--save-interval` "
+                f"({interval}); use {-(-retain // interval) * interval}."
+            )
+        if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
+            yield "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`; give one."
+        if self.keep_best is not None and not evaluates:
+            yield (
+                f"`--keep-best` ({self.keep_best}) needs evaluation, but `--eval-iters` is 0; give "
+                "a number of batches, or `--full-validation`."
+            )
+        if self.pretrained_average and not (
+            self.starts_others or self.finetune or self.pretrained_checkpoint
+        ):
+            yield (
+                "`--pretrained-average` needs a checkpoint that gives weights to start from; give "
+                "`--pretrained-checkpoint`, or `--load` with `--finetune`."
+            )
+        if self.resume_mode == "disable" and self.load is not None:
+            yield (
+                f"`--resume-mode disable` starts anew and contradicts `--load` ({self.load}); "
+                "leave one out, or give the weights to start from as `--pretrained-checkpoint`."
+            )
+        if self.resume_mode == "path" and self.load is None:
+            yield "`--resume-mode path` needs `--load`; give the folder to go on from."
+        if self.resume_mode == "path" and self.pretrained_checkpoint is not None:
+            yield (
+                "`--resume-mode path` goes on from `--load`, so `--pretrained-checkpoint` "
+                f"({self.pretrained_checkpoint}) has no use; leave one out."
+            )
+        if self.resume_mode == "auto":
+            yield from self._auto_errors()
+
+    def _auto_errors(self) -> Iterator[str]:
+        if self.save is None:
+            yield "`--resume-mode auto` needs `--save`; give the folder to go on in."
+        if self.ckpt_step is not None:
+            yield (
+                f"`--ckpt-step` ({self.ckpt_step}) contradicts `--resume-mode auto`, which takes "
+                "the newest checkpoint; use `--resume-mode path` with `--load`."
+            )
+        if self.finetune and self.load is not None and self.load == self.save:
+            yield (
+                f"With `--resume-mode auto` and `--finetune`, `--load` ({self.load}) must differ "
+                "from `--save`, or the run could not tell its own checkpoints from those that it "
+                "starts from; give another `--save`."
+            )
+
+
+@dataclass(frozen=True)
+class LoggingConfig(Changeable):
+    """Names and defaults are Megatron-LM's."""
+
+    log_interval: int = flag(100, "report after each multiple of this many steps", COUNT, "steps")
+    log_throughput: bool = flag(
+        False, "TFLOP/s per GPU to TensorBoard and Weights & Biases; the iteration line has them"
+    )
+    log_params_norm: bool = flag(False, "norm of the parameters in the iteration line")
+    log_progress: bool = flag(False, "append the progress of the run to progress.txt")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard; none without it")
+    tensorboard_log_interval: int = flag(
+        1, "write to TensorBoard after each multiple of this many steps", COUNT, "steps"
+    )
+    tensorboard_queue_size: int = flag(1000, "pending TensorBoard events", COUNT)
+    log_loss_scale_to_tensorboard: bool = flag(True, "loss scale to TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "perplexity to TensorBoard")
+    log_timers_to_tensorboard: bool = flag(False, "iteration time to TensorBoard")
+    log_memory_to_tensorboard: bool = flag(
+        False, "memory use to TensorBoard", gpu_only="memory of a GPU"
+    )
+    log_world_size_to_tensorboard: bool = flag(False, "number of ranks to TensorBoard")
+    wandb_project: str = flag("", "project in Weights & Biases; none without it")
+    wandb_exp_name: str = flag("", "name of the run in Weights & Biases")
+    wandb_entity: str = flag("", "entity, a user or team, in Weights & Biases")
+    wandb_save_dir: str = flag("", "folder on disk for files of Weights & Biases")
+    logging_level: int | None = flag(
+        None, "level of Python's logging, such as 20 for INFO", Range(0, 100)
+    )
+
+
+GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
+"""GPUs whose rates are known; see `planning.hardware`."""
+
+
+@dataclass(frozen=True)
+class PlanningConfig(Changeable):
+    """``--dry-run``: all checks, and what each rank would hold, send and take."""
+
+    dry_run: bool = flag(
+        False, "check everything, print what memory and time a step would take, start nothing"
+    )
+    dry_run_nodes: int | None = flag(
+        None, "machines of the planned run, each with --nproc-per-node ranks", SIZE, "machines"
+    )
+    dry_run_gpu: str | None = flag(
+        None,
+        f"estimate time for this GPU, and check what holds on GPUs: {', '.join(GPU_NAMES)}, or a "
+        "file .json that tools/doctor.py --json wrote",
+    )
+
+    def errors(self) -> Iterator[str]:
+        """Yield a sentence for everything that cannot be planned."""
+        for name in ("dry_run_nodes", "dry_run_gpu"):
+            value = getattr(self, name)
+            if value is not None and not self.dry_run:
+                yield f"`--{name.replace('_', '-')}` ({value}) needs `--dry-run`; give both."
+        if self.dry_run_gpu is not None and not is_gpu(self.dry_run_gpu):
+            yield (
+                f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}, or a "
+                "file .json that `tools/doctor.py --json` wrote."
+            )
+
+
+def is_gpu(name: str) -> bool:
+    """Return whether this names one of the GPUs, in any case, or a file that may describe some."""
+    return name.endswith(".json") or name.lower() in {known.lower() for known in GPU_NAMES}

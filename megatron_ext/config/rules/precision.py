@@ -1,0 +1,313 @@
+"""Rules of 8-bit products and of CUDA graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megatron_ext.config.flags import changed_fields, spelling_of
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.optimizer import LoraConfig, OptimizerConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.precision import TE_RECIPES, TORCH_RECIPES, WARMUP_STEPS, Fp8Config
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import TrainingConfig
+
+OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red")
+OF_TE = (
+    "fp8_param_gather fp8_quantizer_factory reuse_grad_buf_for_mxfp8_param_ag tp_only_amax_red "
+    "moe_router_padding_for_quantization"
+).split()
+OF_BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+UNIT = 16
+"""The numbers that the sides of a weight on one rank must divide by, for 8-bit products."""
+UNIT_OF_MXFP8 = 32
+TOKENS = 8
+"""The numbers that a rank's tokens must divide by in Transformer Engine's 8-bit products."""
+RECORDED_SCHEDULES = ("no-pipelining", "1f1b", "interleaved")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
+    """Yield a sentence for everything that cannot be run in 8 bits.
+
+    ``may_use_te``: Transformer Engine's layers would not be refused for other flags.
+    """
+    fp8, model = run.fp8, run.model
+    if fp8.fp8_format is None:
+        for name in changed_fields(fp8):
+            yield f"`{spelling_of(fp8, name)}` needs `--fp8-format`; give e4m3 or hybrid."
+        return
+    te = model.transformer_impl == "transformer_engine"
+    yield from _recipe_errors(fp8, te=te, may_use_te=may_use_te)
+    yield from _bf16_layer_errors(fp8, model, run.parallel, te=te)
+    if not run.precision.bf16:
+        yield "`--fp8-format` needs `--bf16` for all but its products; give it too."
+    if model.blocks_dealt_by_cost and fp8.first_last_layers_bf16:
+        yield (
+            "`--fp8-format` does not go with `--first-last-layers-bf16` in a model of several "
+            "kinds of blocks; leave that out."
+        )
+    if te:
+        yield from _te_errors(fp8, model, run.moe)
+        averages = run.ema.keeps_average(trains=not run.training.skip_train)
+        yield from _param_gather_errors(fp8, model, run.optimizer, averages=averages)
+    else:
+        instead = "use `--transformer-impl transformer_engine`, or " if may_use_te else ""
+        for name in (name for name in changed_fields(fp8) if name in OF_TE):
+            yield (
+                f"`{spelling_of(fp8, name)}` is an option of Transformer Engine's layers; "
+                f"{instead}leave it out."
+            )
+    yield from _size_errors(fp8, model, run.moe, run.parallel, run.training)
+
+
+def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[str]:
+    if fp8.fp8_recipe in TE_RECIPES and not te:
+        instead = ", or `--transformer-impl transformer_engine`" if may_use_te else ""
+        yield (
+            f"`--fp8-recipe` ({fp8.fp8_recipe}) is a recipe of Transformer Engine's layers; use "
+            f"delayed, tensorwise or rowwise{instead}."
+        )
+    if fp8.fp8_recipe in TORCH_RECIPES and te:
+        yield (
+            f"`--fp8-recipe` ({fp8.fp8_recipe}) is a recipe of the torch layers; use "
+            "`--transformer-impl torch`, or delayed, tensorwise, blockwise or mxfp8."
+        )
+    for name in changed_fields(fp8):
+        if name in OF_DELAYED and fp8.fp8_recipe != "delayed":
+            yield (
+                f"`{spelling_of(fp8, name)}` belongs to `--fp8-recipe delayed`, but the recipe is "
+                f"{fp8.fp8_recipe}; leave it out."
+            )
+
+
+def _bf16_layer_errors(
+    fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, *, te: bool
+) -> Iterator[str]:
+    """Yield a sentence for each fault of the layers that are to stay in bf16."""
+    if not fp8.first_last_layers_bf16:
+        for name in (name for name in changed_fields(fp8) if name in OF_BF16_LAYERS):
+            yield f"`{spelling_of(fp8, name)}` needs `--first-last-layers-bf16`; give it too."
+        return
+    num_layers = model.num_layers or 0
+    kept = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
+    per_stage = num_layers // max(1, parallel.pipeline_model_parallel_size)
+    if fp8.fp8_recipe == "delayed":
+        yield (
+            "`--first-last-layers-bf16` does not go with `--fp8-recipe delayed`, whose state is "
+            "that of all layers alike; use tensorwise."
+        )
+    elif kept >= num_layers > 0:
+        yield (
+            f"`--first-last-layers-bf16` keeps {kept} of the {num_layers} layers in bf16, so that "
+            "none is left for `--fp8-format`; leave that out."
+        )
+    elif te and per_stage > 0:
+        counts = {name: getattr(fp8, name) for name in OF_BF16_LAYERS}
+        for name, count in counts.items():
+            if count > per_stage:
+                yield (
+                    f"`{spelling_of(fp8, name)}` ({count}) must be at most the layers of a "
+                    f"pipeline stage ({per_stage}) with Transformer Engine's layers."
+                )
+
+
+def _te_errors(fp8: Fp8Config, model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+    """Refuse options that only Transformer Engine's layers have, and those that they lack."""
+    factory, custom = fp8.fp8_quantizer_factory, fp8.fp8_recipe == "custom"
+    if not fp8.fp8_wgrad:
+        yield (
+            "`--no-fp8-wgrad` is ignored by Transformer Engine since its version 2; use "
+            "`--transformer-impl torch`, or leave it out."
+        )
+    if custom and factory is None:
+        yield (
+            "`--fp8-recipe custom` needs `--fp8-quantizer-factory`; give package.module.function."
+        )
+    if not custom and factory is not None:
+        yield (
+            f"`--fp8-quantizer-factory` ({factory}) belongs to `--fp8-recipe custom`, but the "
+            f"recipe is {fp8.fp8_recipe}; leave it out."
+        )
+    modules = [name for name in model.recompute_modules or () if name in ("layernorm", "moe_act")]
+    selective = model.recompute_granularity == "selective"
+    if selective and modules and fp8.fp8_recipe == "delayed":
+        yield (
+            f"`--recompute-modules` ({modules[0]}) does not go with `--fp8-recipe delayed`; use "
+            "tensorwise."
+        )
+    padding, dispatcher = "`--moe-router-padding-for-quantization`", moe.moe_token_dispatcher_type
+    if fp8.moe_router_padding_for_quantization and moe.num_experts is None:
+        yield f"{padding} needs `--num-experts`; give both."
+    elif fp8.moe_router_padding_for_quantization and dispatcher == "allgather":
+        yield (
+            f"{padding} does not go with `--moe-token-dispatcher-type` ({dispatcher}); use "
+            "alltoall."
+        )
+
+
+def _param_gather_errors(
+    fp8: Fp8Config, model: ModelConfig, optimizer: OptimizerConfig, *, averages: bool
+) -> Iterator[str]:
+    mxfp8, reuses = fp8.fp8_recipe == "mxfp8", fp8.reuse_grad_buf_for_mxfp8_param_ag
+    reuse, gather = "`--reuse-grad-buf-for-mxfp8-param-ag`", "`--fp8-param-gather`"
+    if not fp8.fp8_param_gather:
+        if reuses:
+            yield f"{reuse} needs {gather}; give both."
+        return
+    if not optimizer.use_distributed_optimizer:
+        yield (
+            f"{gather} needs `--use-distributed-optimizer`, which holds the weights in fp32; give "
+            "both."
+        )
+    if fp8.fp8_recipe == "custom":
+        yield (
+            f"{gather} does not go with `--fp8-recipe custom`, whose weights megatron-core cannot "
+            "gather; leave it out."
+        )
+    if mxfp8 and not reuses:
+        yield f"{gather} with `--fp8-recipe mxfp8` needs {reuse}; give both."
+    if reuses and not mxfp8:
+        yield (
+            f"{gather} with {reuse} needs `--fp8-recipe mxfp8`, but it is {fp8.fp8_recipe}; leave "
+            "the latter out."
+        )
+    if reuses and optimizer.overlap_param_gather:
+        yield (
+            f"{gather} with {reuse} does not go with `--overlap-param-gather`, which would write "
+            "weights over gradients; leave it out."
+        )
+    if averages:
+        yield (
+            f"{gather} does not go with `--ema-decay`, whose average cannot take the place of "
+            "8-bit weights; leave one out."
+        )
+    if model.use_cpu_initialization:
+        yield (
+            f"{gather} does not go with `--use-cpu-initialization`, which leaves the fp32 weights "
+            "without their first values; leave the latter out."
+        )
+
+
+def _size_errors(
+    fp8: Fp8Config,
+    model: ModelConfig,
+    moe: MoEConfig,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+) -> Iterator[str]:
+    """Refuse sides of weights, and tokens, on one rank that 8-bit products cannot have."""
+    tp = parallel.tensor_model_parallel_size
+    unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
+    heads, channels = model.num_attention_heads or 0, model.kv_channels or 0
+    queries, groups = heads * channels, (model.num_query_groups or heads) * channels
+    sides = [
+        ("--hidden-size", model.hidden_size, 1),
+        ("--num-attention-heads times --kv-channels", queries, tp),
+        ("the width of queries, keys and values", queries + 2 * groups, tp),
+        ("--ffn-hidden-size", model.ffn_hidden_size, tp),
+    ]
+    if moe.num_experts is not None:
+        shared = moe.moe_shared_expert_intermediate_size
+        etp = parallel.expert_tensor_parallel_size or tp
+        sides.append(("--moe-ffn-hidden-size", moe.moe_ffn_hidden_size, etp))
+        sides.append(("--moe-shared-expert-intermediate-size", shared, tp))
+    for name, width, parts in sides:
+        if (width or 0) % (unit * parts):
+            yield (
+                f"`--fp8-format` needs layers whose sides divide by {unit} on every rank, but "
+                f"{name} ({width}) over {parts} rank(s) does not; use a multiple of {unit * parts}."
+            )
+    if model.transformer_impl != "transformer_engine":
+        return
+    unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else TOKENS
+    parts = max(1, parallel.context_parallel_size) * (tp if parallel.sequence_parallel else 1)
+    tokens = (model.seq_length or 0) * (training.micro_batch_size or 1)
+    if tokens % (parts * unit):
+        yield (
+            f"`--fp8-format` needs micro-batches whose tokens divide by {unit} on every rank, but "
+            f"`--seq-length` times `--micro-batch-size` ({tokens}) over {parts} rank(s) does not; "
+            f"use a multiple of {unit * parts}."
+        )
+
+
+def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
+    """Yield a sentence for everything that cannot be run with CUDA graphs."""
+    impl, steps = run.cuda_graphs.cuda_graph_impl, run.cuda_graphs.cuda_graph_warmup_steps
+    if impl == "none" and steps != WARMUP_STEPS:
+        yield f"`--cuda-graph-warmup-steps` ({steps}) needs `--cuda-graph-impl local`; give it too."
+    if impl == "transformer_engine":
+        yield (
+            "`--cuda-graph-impl` (transformer_engine), graphs by Transformer Engine, is not "
+            "supported; use local with `--transformer-impl torch`."
+        )
+    if impl != "local":
+        return
+    if run.model.blocks_dealt_by_cost:
+        reasons = ["does not go with models whose steps differ in shape; leave it out"]
+    else:
+        reasons = [
+            *_obstacles_in_layers(run.model, run.moe, run.lora, run.fp8, run.training),
+            *_obstacles_between_layers(run.model, run.parallel, run.training),
+        ]
+    yield from (f"`--cuda-graph-impl local` {reason}." for reason in reasons)
+    # NCCL registers a graph's buffers, which segments that grow do not survive.
+    grows = [name for name in ALLOCATOR if "expandable_segments:True" in os.environ.get(name, "")]
+    if run.device == "cuda" and grows and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        yield (
+            f"`--cuda-graph-impl local` with `{grows[0]}` (expandable_segments:True) needs "
+            "`NCCL_GRAPH_REGISTER=0` in the environment; set it."
+        )
+
+
+def _obstacles_in_layers(
+    model: ModelConfig, moe: MoEConfig, lora: LoraConfig, fp8: Fp8Config, training: TrainingConfig
+) -> Iterator[str]:
+    """Yield the reasons why graphs cannot stand for the layers of a run."""
+    if training.skip_train:
+        yield "has no effect with `--skip-train`, since evaluation uses none; leave it out"
+    if model.transformer_impl == "transformer_engine":
+        yield "records torch's layers, not Transformer Engine's; give `--transformer-impl torch`"
+    if moe.num_experts is not None:
+        yield "does not go with `--num-experts`, whose experts get any number of tokens"
+    if lora.lora_rank is not None:
+        yield "does not go with `--lora-rank`; leave one of them out"
+    if fp8.fp8_format is not None:
+        yield "does not go with `--fp8-format` yet; leave one of them out"
+    if model.recompute_granularity is not None:
+        yield (
+            f"does not go with `--recompute-granularity` ({model.recompute_granularity}), since a "
+            "graph's activations stay in its memory anyway; leave one of them out"
+        )
+
+
+def _obstacles_between_layers(
+    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
+) -> Iterator[str]:
+    """Yield the reasons that lie in random numbers, the schedule, communication and memory."""
+    if model.deterministic_dropout:
+        yield "does not go with `--deterministic-dropout`, whose masks the host seeds; leave it out"
+    elif model.attention_dropout > 0 and not parallel.sequence_parallel:
+        yield (
+            f"needs `--attention-dropout` ({model.attention_dropout:g}) to be 0 without "
+            "`--sequence-parallel`, since the random state is changed within a layer for it; give 0"
+        )
+    if parallel.pipeline_schedule not in (None, *RECORDED_SCHEDULES):
+        yield (
+            f"does not go with `--pipeline-schedule` ({parallel.pipeline_schedule}), which is "
+            "megatron-core's own or puts weight gradients off; use 1f1b or interleaved"
+        )
+    sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if parallel.distributed_backend == "gloo" and max(sizes) > 1:
+        yield (
+            "does not go with `--distributed-backend gloo`, whose communication within a layer "
+            "cannot be recorded; use nccl"
+        )
+    level = training.empty_unused_memory_level
+    if level:
+        yield (
+            f"keeps the memory that `--empty-unused-memory-level` ({level}) would give back; leave "
+            "one of them out"
+        )

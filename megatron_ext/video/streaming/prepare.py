@@ -1,0 +1,213 @@
+"""Check a streaming run before any rank starts, and derive what its data decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_ext.checkpoint.stored import check_weights
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.run import SampleConfig
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.text_encoders import width_of
+from megatron_ext.video.streaming.config import Role, StreamingConfig, StreamingSampleConfig
+from megatron_ext.video.streaming.decisions import (
+    clips_seen,
+    num_trained_clips,
+    switch_candidates,
+    warn_of_aliasing,
+)
+from megatron_ext.video.streaming.prompts import read_training_prompts, video_prompts
+from megatron_ext.video.streaming.rules import check_options, teacher_sizes
+
+if TYPE_CHECKING:
+    from megatron_ext.config.parallel import ParallelConfig
+    from megatron_ext.config.run import RunConfig
+
+
+def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
+    """Check prompts, text, latents and lengths before any rank starts; see `Task.preflight`.
+
+    Raises:
+        CheckpointError: weights that are not there.
+        ConfigError, DataError: flags or prompts that do not fit.
+    """
+    streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
+    check_weights("--critic-checkpoint", streaming.critic_checkpoint)
+    check_weights("--teacher-checkpoint", streaming.teacher_checkpoint)
+    rows = read_training_prompts(streaming)
+    streaming = dataclasses.replace(
+        streaming,
+        switches=rows[0].second_text is not None,
+        given_frames=0 if rows[0].start is None else streaming.frame_block,
+    )
+    check_options(streaming)
+    _check_sequences(streaming)
+    if int(os.environ.get("RANK", "0")) == 0:
+        micro_batch_size, batch = config.training.batch_sizes
+        accumulation = batch // (micro_batch_size * config.parallel.data_parallel_size)
+        warn_of_aliasing(streaming, accumulation)
+        print(f"> {coverage(streaming, accumulation)}", flush=True)
+        if streaming.teacher_checkpoint is None:
+            print("> the teacher has random weights; give `--teacher-checkpoint`", flush=True)
+    if sample.sample_interval is not None:
+        video_prompts(sample, config.section(StreamingSampleConfig), streaming)
+    return sized(config.with_section(streaming)), None
+
+
+def sized(config: RunConfig) -> RunConfig:
+    """Return the configuration with the sizes that text encoder, codec and clips decide.
+
+    Raises:
+        ConfigError: latents or a codec that do not fit the networks.
+    """
+    streaming = dataclasses.replace(
+        config.section(StreamingConfig), text_features=width_of(config.section(TextEncoderConfig))
+    )
+    samples = (
+        config.section(SampleConfig).sample_interval is not None
+        or config.section(StreamingSampleConfig).only_samples
+    )
+    _check_latents(streaming, config.section(CodecConfig), samples=samples)
+    _check_layout(streaming, config.parallel)
+    length = clip_tokens(streaming)
+    model = dataclasses.replace(
+        streaming.described(config.model),
+        padded_vocab_size=None,
+        seq_length=length,
+        max_position_embeddings=length,
+    )
+    return dataclasses.replace(config.with_section(streaming), model=model)
+
+
+def coverage(streaming: StreamingConfig, accumulation: int) -> str:
+    """Say in a sentence which clips of a sequence the generator is trained on."""
+    start = f"the generator is trained in one of {streaming.generator_interval} steps"
+    trained = num_trained_clips(streaming)
+    if trained is None:
+        return f"{start}, on chunks of sequences whose growth is drawn"
+    seen = len(clips_seen(streaming, trained, accumulation))
+    return f"{start}, on {seen} of the {trained} trained chunks of a sequence"
+
+
+def clip_tokens(streaming: StreamingConfig) -> int:
+    """Return the tokens of a clip."""
+    return streaming.chunk_frames * _frame_tokens(streaming)
+
+
+def _frame_tokens(streaming: StreamingConfig) -> int:
+    height, width = streaming.latent_size
+    return height * width // streaming.sizes().patch_size ** 2
+
+
+def _check_sequences(streaming: StreamingConfig) -> None:
+    """Check that flags of switches have a switch, and that all clips have frames that count.
+
+    Raises:
+        ConfigError: a flag that would have no effect, or frames that do not fit.
+    """
+    found, block = [], streaming.frame_block
+    switches = [
+        -(-frame // block) * block < length
+        for length in streaming.sequence_lengths
+        for frame in switch_candidates(streaming, length)
+    ]
+    if not streaming.switches:
+        for name, usual in (("switch_frames", None), ("sink_at_switch", "rebuild")):
+            value = getattr(streaming, name)
+            if value != usual:
+                found.append(
+                    f"`--{name.replace('_', '-')}` ({value}) needs prompts after a switch; give "
+                    "`--second-prompts-path`, or `second_text` in the jsonl."
+                )
+    elif not any(switches):
+        asked = streaming.switch_frames
+        found.append(
+            f"no sequence of `--sequence-lengths` ({_words(streaming.sequence_lengths)}) is long "
+            f"enough to switch {'inside' if asked is None else f'at {_words(asked)}'}; give longer "
+            "ones, or leave out the prompts after the switch."
+        )
+    if streaming.given_frames >= streaming.chunk_frames:
+        found.append(
+            f"`--chunk-frames` ({streaming.chunk_frames}) must exceed the frame block "
+            f"({block}) that the images or videos of `--prompts-path` begin with."
+        )
+    if found:
+        raise ConfigError(found)
+
+
+def _words(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
+    """Check that the codec has the channels of the networks, and that patches fill the latents.
+
+    Raises:
+        ConfigError: it does not, they do not, or nothing uses the codec.
+    """
+    sizes = streaming.sizes()
+    if any(x % sizes.patch_size for x in streaming.latent_size):
+        raise ConfigError(
+            f"`--latent-size` ({_words(streaming.latent_size)}) must be positive multiples of the "
+            f"patch size ({sizes.patch_size})."
+        )
+    if not streaming.encode_first_frame and not streaming.given_frames and not samples:
+        if codec != CodecConfig():
+            raise ConfigError(
+                "`--no-encode-first-frame` leaves nothing for the codec to do; leave the flags of "
+                "the codec out."
+            )
+        return
+    channels = build_codec(codec).channels
+    if channels != sizes.channels:
+        raise ConfigError(
+            f"`--codec` has {channels} latent channels, but `--generator-size "
+            f"{streaming.generator_size}` has {sizes.channels}; give `--codec-channels "
+            f"{sizes.channels}` or another codec, or, with `--no-encode-first-frame`, sample no "
+            "videos."
+        )
+
+
+def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
+    """Check that ranks can share heads, feed-forward layers and the tokens of a frame.
+
+    `teacher_errors` checks the teacher, which may have a layout of its own; only the heads that it
+    trades without one are checked here.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    found = list[str]()
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    roles: list[Role] = ["generator", "critic"]
+    if teacher_sizes(streaming, parallel) is None:
+        roles.append("teacher")
+    for role in roles:
+        name, sizes = getattr(streaming, f"{role}_size"), streaming.sizes(role)
+        if name is None:
+            continue  # as the generator
+        for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):
+            if number % tp and role != "teacher":
+                found.append(
+                    f"`--{role}-size {name}` has {number} {what}, which "
+                    f"`--tensor-model-parallel-size` ({tp}) does not divide; use fewer ranks."
+                )
+        if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % (tp * cp):
+            found.append(
+                f"`--cp-comm-type a2a` trades the {sizes.num_heads} heads of `--{role}-size "
+                f"{name}`, which tensor x context parallel size ({tp * cp}) does not divide; use "
+                "all_gather."
+            )
+    ranks, tokens = cp * (tp if parallel.sequence_parallel else 1), _frame_tokens(streaming)
+    if tokens % ranks:
+        found.append(
+            f"`--latent-size` ({_words(streaming.latent_size)}) gives a frame {tokens} tokens, "
+            f"which {ranks} ranks (context parallel, times tensor parallel with "
+            "`--sequence-parallel`) do not divide; use fewer ranks or another size."
+        )
+    if found:
+        raise ConfigError(found)

@@ -1,0 +1,286 @@
+"""Planned costs of a GPT: closed forms, the memory of real ranks, any combination of flags."""
+
+import dataclasses
+import random
+import traceback
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.device.gpus import GPUS
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.layers.transformer_config import check_core
+from megatron_ext.planning.hardware import gpu_named
+from megatron_ext.planning.memory import memory
+from megatron_ext.planning.network import Volume
+from megatron_ext.planning.report import model_parameters
+from megatron_ext.planning.state import rank_state
+from megatron_ext.planning.step_time import estimate, rank_volume
+from megatron_ext.text.cost.flops import GptFlops, flops_per_sample
+from megatron_ext.text.cost.network import GptNetwork, with_recomputation
+from megatron_ext.text.task import padded_to_ranks
+from tests.planning.measure import TOLERANCE, check_peak, check_state, configuration, measure
+from tests.text.cost.layouts import (
+    LAYOUTS,
+    MODEL,
+    MORE,
+    PEAKS,
+    QUICK,
+    QUICK_PEAKS,
+    flags_of,
+    llama,
+    llama_network,
+)
+from tests.training_runs import config_of
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *MORE])
+def test_operations_of_all_stages_are_those_of_the_training_log(name: str) -> None:
+    config = configuration(flags_of(name))
+    counted = GptNetwork.of(config).step_flops()
+    wanted = flops_per_sample(config.model, config.moe) * config.training.batch_sizes[1]
+    depths = config.model.mtp_num_layers or 0
+    # The log counts the norms of the depths too.
+    assert counted == pytest.approx(wanted, rel=1e-2 if depths else 1e-12)
+
+
+def test_full_recomputation_repeats_the_layers() -> None:
+    config = llama()
+    stage = GptNetwork.of(config).stages()[0]
+    full = GptNetwork.of(with_recomputation(config, "full"))
+    flops = GptFlops(full.config, full.sizes)
+    assert flops.recomputed(stage).again == 32 * flops.layer(0).forward
+    assert GptFlops(config, full.sizes).recomputed(stage).forward == 0
+
+
+def test_parameters_of_llama_3_8b() -> None:
+    """8,030,261,248 by its model card's weights."""
+    for more in ("", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4"):
+        assert model_parameters(memory(llama_network(more))) == 8_030_261_248
+
+
+def test_llama_8b_state_in_bf16_over_replicas() -> None:
+    """16 + 2 bytes a parameter: bf16 weights, fp32 gradients, main weights and two moments."""
+    (rank,) = memory(llama_network("--use-distributed-optimizer"))
+    assert rank.state.parameters == pytest.approx(2 * 8_030_261_248, rel=1e-4)
+    assert rank.state.gradients == pytest.approx(4 * 8_030_261_248, rel=1e-4)
+    assert rank.state.optimizer == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
+
+
+def _volume(more: str) -> Volume:
+    network = llama_network(more)
+    return rank_volume(network, memory(network)[0], 1)
+
+
+def test_tensor_parallel_messages_of_a_layer() -> None:
+    """A layer has four all-reduces of [s, b, h], 2 (n - 1) / n each; SP gathers twice more."""
+    tensor = 8192 * 4096 * 2
+    for flags, passes in (("", 8), ("--sequence-parallel", 10)):
+        network = llama_network(f"--tensor-model-parallel-size 4 {flags}")
+        layer = network.layer_traffic(experts=False)
+        assert layer.tensor == passes * 3 / 4 * tensor
+        assert layer.context == layer.expert == 0
+
+
+def test_messages_between_replicas() -> None:
+    gradients = memory(llama_network())[0].state.gradients
+    assert _volume("").data == 2 * 7 / 8 * gradients
+    shared = memory(llama_network("--use-distributed-optimizer"))[0].state
+    wanted = 7 / 8 * (shared.gradients + shared.parameters)
+    assert _volume("--use-distributed-optimizer").data == wanted
+
+
+def test_messages_between_stages_and_along_the_sequence() -> None:
+    tensor = 8192 * 4096 * 2
+    assert _volume("--pipeline-model-parallel-size 2").pipeline == tensor
+    keys = 32 * 2 * 4096 * 2 * 8 * 128 * 2  # layers, passes, tokens, keys and values, bytes
+    assert _volume("--context-parallel-size 2").context == keys
+    assert _volume("").total == _volume("").data
+
+
+def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
+    matrices = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
+    plain = llama("--use-distributed-optimizer")
+    eight = dataclasses.replace(plain, fp8=Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise"))
+    gathers = dataclasses.replace(eight, fp8=dataclasses.replace(eight.fp8, fp8_param_gather=True))
+    wide, low, held = (memory(GptNetwork.of(config))[0] for config in (plain, eight, gathers))
+    assert low.state == wide.state and low.fp8_weights == 2 * matrices
+    assert low.activations < 0.95 * wide.activations
+    assert held.fp8_weights == matrices
+    saved = wide.state.parameters - held.state.parameters
+    assert saved == pytest.approx(matrices, rel=1e-5)
+    assert held.state.optimizer == pytest.approx(wide.state.optimizer, rel=1e-5)
+    times = [estimate(GptNetwork.of(x), GPUS["H100"]).seconds for x in (plain, eight)]
+    assert 1.2 < times[0] / times[1] < 1.9
+    with pytest.raises(ConfigError, match="A100 has no fp8 products, but `--fp8-format`"):
+        estimate(GptNetwork.of(eight), GPUS["A100"])
+
+
+def test_adapters_of_llama_8b_have_no_other_gradients() -> None:
+    """Adapters of rank 16 hold 32 * 16 * the sum of both sides of the four matrices."""
+    (rank,) = memory(llama_network("--lora-rank 16"))
+    sides = (4096 + 6144) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096)
+    assert rank.state.gradients == 4 * 32 * 16 * sides
+    assert rank.state.frozen == 2 * 8_030_261_248
+    plain = estimate(llama_network(), GPUS["H100"])
+    assert estimate(llama_network("--lora-rank 16"), GPUS["H100"]).seconds < 0.8 * plain.seconds
+
+
+def _network(flags: Sequence[str]) -> GptNetwork:
+    return GptNetwork.of(configuration(flags))
+
+
+def _marked(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
+    """Return the names, those that are not quick marked as slow."""
+    return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]
+
+
+@pytest.mark.parametrize("name", _marked([*LAYOUTS, *PEAKS], [*QUICK, *QUICK_PEAKS]))
+def test_state_exactly_and_peak_within_a_tenth(name: str, tmp_path: Path) -> None:
+    ranks, network = measure(flags_of(name), tmp_path), _network(flags_of(name))
+    check_state(network, ranks)
+    check_peak(network, ranks)
+
+
+@pytest.mark.parametrize("name", _marked(MORE, QUICK))
+def test_parameters_and_state_are_exact_in_further_layouts(name: str, tmp_path: Path) -> None:
+    check_state(_network(flags_of(name)), measure(flags_of(name), tmp_path))
+
+
+RECOMPUTED = {
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    "selective": "--recompute-granularity selective",
+    "mlp": "--recompute-granularity selective --recompute-modules core_attn mlp",
+}
+
+
+@pytest.mark.parametrize("mode", _marked(RECOMPUTED, ["full"]))
+def test_peak_with_recomputation(mode: str, tmp_path: Path) -> None:
+    flags = [*flags_of("dp2"), *RECOMPUTED[mode].split()]
+    planned = memory(_network(flags))[0]
+    for rank in measure(flags, tmp_path):
+        assert planned.activations + planned.transient == pytest.approx(rank.peak, rel=TOLERANCE)
+
+
+def test_shares_of_all_replicas_make_the_whole() -> None:
+    network = _network(flags_of("dp2"))
+    (rank,) = memory(network)
+    (weights,) = rank.weights
+    held = partial(rank_state, network.config, network.sizes, 0, rank.weights)
+    counters = sum(held(replica=i).optimizer for i in range(2)) - 8 * rank.state.count
+    assert counters % 4 == 0
+    assert len(weights) * 4 <= counters <= (len(weights) + 1) * 4
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2vpp2", "zbv", "uneven", "layout", "mtp1 pp2"])
+def test_stages_hold_every_layer_once(name: str) -> None:
+    held = [layer for stage in _network(flags_of(name)).stages() for layer in stage.layers]
+    assert held == [0, 1, 2, 3]
+
+
+def test_recomputation_never_takes_more() -> None:
+    config = configuration(flags_of("pp2"))
+    peaks = [
+        [rank.activations for rank in memory(GptNetwork.of(with_recomputation(config, mode)))]
+        for mode in ("none", "selective", "full")
+    ]
+    for none, selective, full in zip(*peaks, strict=True):
+        assert none >= selective > full
+
+
+NUMBERS = (0, 1, 2, 3, 4, 6, 8, 16, 64, 100, -1)
+NUMBERED = (
+    "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
+    "expert-model-parallel-size expert-tensor-parallel-size num-attention-heads num-query-groups "
+    "kv-channels micro-batch-size num-virtual-stages-per-pipeline-rank "
+    "num-layers-per-virtual-pipeline-stage microbatch-group-size-per-virtual-pipeline-stage "
+    "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers num-experts "
+    "moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers "
+    "recompute-num-layers lora-rank num-layers-at-start-in-bf16 ddp-num-buckets ddp-bucket-size "
+    "vocab-size padded-vocab-size make-vocab-size-divisible-by cross-entropy-chunk-size"
+).split()
+CHOICES: dict[str, tuple[object, ...]] = {
+    **{f"--{name}": NUMBERS for name in NUMBERED},
+    "--num-layers": (*NUMBERS, 12, 48),
+    "--hidden-size": (*NUMBERS, 256, 1024),
+    "--ffn-hidden-size": (*NUMBERS, 1000),
+    "--seq-length": (*NUMBERS, 4096),
+    "--max-position-embeddings": (*NUMBERS, 4096),
+    "--global-batch-size": (*NUMBERS, 256),
+    "--pipeline-model-parallel-layout": ("Et|tttL", "Ettt|tL", "E|tttt|L", "Et*4L", "", "x|y"),
+    "--pipeline-schedule": ("1f1b", "gpipe", "zb-h1", "zb-v", "interleaved", "core-1f1b"),
+    "--moe-layer-freq": ("[0,1]", "2", "[1]*4", "0", "[]", "([1]+[0])*2"),
+    "--moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
+    "--recompute-granularity": ("full", "selective"),
+    "--recompute-method": ("uniform", "block"),
+    "--recompute-modules": ("core_attn", "mlp", "moe", "layernorm"),
+    "--cp-comm-type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "--lora-target-modules": ("linear_qkv", "linear_fc1", "linear_kv"),
+    "--fp8-format": ("e4m3", "hybrid"),
+    "--fp8-recipe": ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"),
+    "--ema-decay": (0, 0.5, 1, 2),
+    "--optimizer": ("adam", "sgd"),
+    "--cross-entropy-impl": ("chunked", "eager", "core"),
+    "--normalization": ("LayerNorm", "RMSNorm"),
+    "--position-embedding-type": ("rope", "learned_absolute", "none"),
+    "--hidden-dropout": (0, 0.5, 1, -1),
+    "--attention-dropout": (0, 0.5),
+    "--transformer-impl": ("torch", "transformer_engine", "local"),
+}
+SWITCHES = (
+    "--sequence-parallel --bf16 --fp16 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --no-swiglu --add-bias-linear --add-qkv-bias --qk-layernorm "
+    "--no-group-query-attention --no-untie-embeddings-and-output-weights --use-tp-pp-dp-mapping "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+    "--first-last-layers-bf16 --moe-shared-expert-gate --deterministic-dropout "
+    "--no-fp8-wgrad --moe-layer-recompute --calculate-per-token-loss"
+).split()
+CASUALTIES = (AssertionError, LookupError, ArithmeticError, TypeError, AttributeError)
+
+
+def words_of(seed: int) -> list[str]:
+    """Return up to six random flags after those of a good run, whose place they take."""
+    draw = random.Random(seed)
+    words = list(MODEL)
+    for name in draw.sample(sorted(CHOICES), draw.randint(1, 4)):
+        words += [name, str(draw.choice(CHOICES[name]))]
+    return words + draw.sample(SWITCHES, draw.randint(0, 2))
+
+
+def outcome(seed: int) -> str:
+    """Return ``plan`` or ``errors``; anything else is a traceback."""
+    draw = random.Random(-seed)
+    world = draw.choice((1, 2, 4, 8, 12, 64))
+    device, gpu = draw.choice(("cpu", "cuda")), draw.choice(sorted(GPUS))
+    try:
+        config = config_of(words_of(seed), ranks=world, device=device)
+        model = padded_to_ranks(config.model, config.parallel, 500)
+        config = dataclasses.replace(config, model=model)
+        check_core(config)
+        network = GptNetwork.of(config)
+        assert all(rank.total > 0 for rank in memory(network))
+        assert estimate(network, gpu_named(gpu)).seconds > 0
+    except MegatronExtError as error:
+        return "errors" if error.messages and all(map(str.strip, error.messages)) else "silence"
+    return "plan"
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(300), pytest.param(range(300, 5300), marks=pytest.mark.slow)]
+)
+def test_random_runs_end_in_a_plan_or_in_sentences(seeds: range) -> None:
+    counts, broken = {"plan": 0, "errors": 0}, list[str]()
+    for seed in seeds:
+        try:
+            counts[outcome(seed)] += 1
+        except (*CASUALTIES, ValueError, RuntimeError):
+            said = traceback.format_exc(limit=-3)
+            broken.append(f"{seed}: {' '.join(words_of(seed)[len(MODEL) :])}\n{said}")
+    assert not broken, "\n".join(broken[:5])
+    # A fuzz whose runs are all refused, or none, would show nothing.
+    assert min(counts.values()) >= 50

@@ -1,0 +1,89 @@
+"""Ends of a run by a signal or by the clock, and warnings that are known."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint.files import read_tracker
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.reporting.files import read_metrics
+from megatron_ext.train.run import EXIT_CODE_SIGNAL, StopRequests
+from tests.ranks import ParallelContext, ranks
+from tests.training_runs import (
+    TINY,
+    config_of,
+    mock_data,
+    train_on_ranks,
+    train_steps,
+    training_rows,
+)
+
+FLAGS = [*TINY, *mock_data(), "--train-iters", "500"]
+
+
+def test_the_exit_signal_saves_and_gives_its_code(tmp_path: Path) -> None:
+    def send_when_training() -> None:
+        end = time.monotonic() + 60
+        while len(read_metrics(tmp_path / "metrics.jsonl")) < 3 and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send_when_training)
+    sender.start()
+    code, rows = train_on_ranks([*FLAGS, "--exit-signal-handler"], ranks=2, save=tmp_path)
+    sender.join()
+    assert code == EXIT_CODE_SIGNAL == 143
+    assert 3 <= len(training_rows(rows)) < 500
+    assert read_tracker(tmp_path) == training_rows(rows)[-1]["iteration"]
+
+
+def test_the_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
+    rows = train_steps([*FLAGS, "--exit-duration-in-mins", "0.03"], tmp_path)
+    assert len(rows) < 500
+    assert read_tracker(tmp_path) == rows[-1]["iteration"]
+
+
+@ranks(dp=2)
+def test_a_gpu_is_told_a_step_later_on_all_ranks_alike(context: ParallelContext) -> None:
+    training = config_of([*FLAGS, "--exit-signal-handler"], ranks=2).training
+    requests = StopRequests(training, time.time())
+    device = torch.device("cpu")
+    assert requests.check(device, late=True) is None
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert requests.check(device, late=True) is None
+    assert requests.check(device, late=True) == "signal"
+    assert requests.check(device) == "signal"
+
+
+COLLECTIVE = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
+ORDER = (
+    "When using sequence parallelism it is recommended to set the environment variable "
+    "CUDA_DEVICE_MAX_CONNECTIONS to 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "message", "kind", "heard"),
+    [
+        ("cpu", COLLECTIVE, FutureWarning, False),
+        ("cuda", COLLECTIVE, FutureWarning, False),
+        ("cpu", ORDER, UserWarning, False),
+        ("cuda", ORDER, UserWarning, True),
+        ("cpu", "the data is odd", UserWarning, True),
+    ],
+)
+def test_only_known_noise_is_silent(
+    device: str, message: str, kind: type[Warning], heard: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        silence_known_warnings(device)
+        warnings.warn(message, kind, stacklevel=1)
+    assert bool(caught) is heard
