@@ -1,6 +1,8 @@
 """One import of torch and megatron-core for the whole session; ranks are forked from it."""
 
 import os
+from collections.abc import Iterator
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -12,6 +14,13 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """Undo what a test sets: megatron-core's models choose `NVTE_*` for their whole process."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
