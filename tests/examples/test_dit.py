@@ -56,6 +56,10 @@ def of_one_rank(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return rows
 
 
+def check_close(rows: list[Any], wanted: list[Any], tolerance: float, name: str = "loss") -> None:
+    assert [x[name] for x in rows] == pytest.approx([x[name] for x in wanted], rel=tolerance)
+
+
 @pytest.mark.parametrize(
     ("more", "ranks"),
     [
@@ -70,9 +74,8 @@ def test_losses_are_those_of_one_rank(
     more: str, ranks: int, latents: Path, of_one_rank: list[Any], tmp_path: Path
 ) -> None:
     rows = run(latents, tmp_path, more, ranks)
-    for name in ("loss", "grad_norm"):
-        expected = [row[name] for row in of_one_rank]
-        assert [row[name] for row in rows] == pytest.approx(expected, rel=1e-5)
+    check_close(rows, of_one_rank, 1e-5)
+    check_close(rows, of_one_rank, 1e-5, "grad_norm")
 
 
 def test_a_stopped_run_goes_on(latents: Path, of_one_rank: list[Any], tmp_path: Path) -> None:
@@ -80,14 +83,10 @@ def test_a_stopped_run_goes_on(latents: Path, of_one_rank: list[Any], tmp_path: 
     run(latents, tmp_path, f"{PP2} --save-interval {half} --exit-interval {half}", 2)
     rows = run(latents, tmp_path, f"--load {tmp_path}")
     assert [row["iteration"] for row in rows] == list(range(1, STEPS + 1))
-    assert [row["loss"] for row in rows] == pytest.approx(
-        [row["loss"] for row in of_one_rank], rel=1e-5
-    )
+    check_close(rows, of_one_rank, 1e-5)
 
 
-def test_every_weight_is_trained_in_bf16(
-    latents: Path, of_one_rank: list[Any], tmp_path: Path
-) -> None:
+def test_bf16_trains_every_weight(latents: Path, of_one_rank: list[Any], tmp_path: Path) -> None:
     class Watch(Callback):
         def on_train_start(self) -> None:
             self.named = dict(self.run.chunks[0].named_parameters())
@@ -101,9 +100,7 @@ def test_every_weight_is_trained_in_bf16(
     task = dataclasses.replace(TASK, callbacks=(Watch,))
     rows = run(latents, tmp_path, "--bf16", task=task)
     assert (tmp_path / "watched").exists()
-    assert [row["loss"] for row in rows] == pytest.approx(
-        [row["loss"] for row in of_one_rank], rel=2e-2
-    )
+    check_close(rows, of_one_rank, 2e-2)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +118,7 @@ def test_every_weight_is_trained_in_bf16(
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_before_ranks_start(
-    words: str, sentence: str, latents: Path, tmp_path: Path
-) -> None:
+def test_refused_before_ranks(words: str, sentence: str, latents: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", "1", *words.split()]
     with pytest.raises(ConfigError, match=sentence):
         train_on_ranks(flags, ranks=2, save=tmp_path, task=TASK)

@@ -130,9 +130,7 @@ def test_ours_is_held_against_the_best_of_the_peers(capfd: pytest.CaptureFixture
     )
 
 
-def test_peers_that_are_absent_say_so(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_peers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import peers
 
     monkeypatch.setitem(peers.PACKAGES, "torchtitan", "no-such-package")
@@ -140,7 +138,7 @@ def test_peers_that_are_absent_say_so(
     assert table_of(capfd.readouterr().out) == [["torchtitan", "not installed"]]
 
 
-def test_throughput_of_what_runs_and_the_reason_of_what_does_not(
+def test_throughput_of_what_runs_or_why_it_does_not(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = "--device cpu --tiny --precisions bf16 fp8-tensorwise -- --label-smoothing 0.1"

@@ -40,7 +40,7 @@ def run(save: Path, words: str, ranks: int = 1, steps: int = 3, **options: Any) 
     return [[row.get(name) for name in NAMES] for row in rows]
 
 
-def test_with_the_losses_and_parts_of_gpt_it_trains_what_pretrain_gpt_trains(
+def test_with_losses_and_parts_of_gpt_it_trains_what_pretrain_gpt_trains(
     tmp_path: Path,
 ) -> None:
     words = f"{PARTS} {SMOOTH}"
@@ -86,9 +86,7 @@ def test_flags_that_its_loss_does_not_know_are_refused() -> None:
     assert z_loss.startswith("`--z-loss-coeff` (0.001) is a part of cross-entropy")
 
 
-def test_its_own_flag_comes_back_from_its_checkpoint(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_its_flag_is_in_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = f"{PARTS} --hidden-cap 2"
     whole = run(tmp_path / "whole", words, steps=4, **OWN)
     half = f"{words} --save-interval 2 --exit-interval 2 --lr-decay-iters 4"

@@ -65,9 +65,7 @@ def test_every_script_has_a_smoke_mode_that_a_test_runs() -> None:
 
 
 @pytest.mark.parametrize("script", FULL_SIZE)
-def test_full_size_commands_have_no_errors_on_gpus(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_size_on_gpus(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, more in (("python", ""), ("srun", ""), ("scontrol", "echo node0")):
         stub(tmp_path, name, more)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[0-3]"}
@@ -111,9 +109,7 @@ def test_the_fp8_example_is_llama_3_8b_in_8_bits(tmp_path: Path) -> None:
         ("echo error: no such file >&2; exit 2", 2, False),
     ],
 )
-def test_a_job_is_queued_only_after_its_plan(
-    said: str, code: int, queued: bool, tmp_path: Path
-) -> None:
+def test_a_job_is_queued_after_its_plan(said: str, code: int, queued: bool, tmp_path: Path) -> None:
     stub(tmp_path, "python", said)
     stub(tmp_path, "sbatch")
     script, words = EXAMPLES / "slurm" / "pretrain_gpt.sbatch", ["data", "tokenizer", "out"]
@@ -206,9 +202,7 @@ def words_of(name: str, corpus: Path, folder: Path, load: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_of_megatron_lm_trains_and_goes_on(
-    name: str, corpus: Path, tmp_path: Path
-) -> None:
+def test_scripts_of_megatron_lm_train_and_go_on(name: str, corpus: Path, tmp_path: Path) -> None:
     save = tmp_path / "whole"
     words = words_of(name, corpus, tmp_path, str(save))
     whole = train_steps(words, save, ranks=2)

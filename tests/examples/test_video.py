@@ -203,10 +203,8 @@ def test_the_published_hyper_parameters_on_four_nodes(script: str, commands: Com
 def test_the_modes_and_layouts_of_the_stages(commands: Commands) -> None:
     first, last = (configured(commands(script)[1], 8) for script in (STAGE1, I2V))
     assert first.section(ConditionConfig).modes == ("t2v",)
-    weights = {
-        mode: last.section(ConditionConfig).weight(mode)
-        for mode in last.section(ConditionConfig).modes
-    }
+    conditions = last.section(ConditionConfig)
+    weights = {mode: conditions.weight(mode) for mode in conditions.modes}
     assert weights == {"t2v": 1, "i2v_head": 5, "i2v_tail": 1, "i2v_loop": 1}
     sizes = [
         (p.tensor_model_parallel_size, p.context_parallel_size, p.data_parallel_size)
@@ -217,9 +215,7 @@ def test_the_modes_and_layouts_of_the_stages(commands: Commands) -> None:
 
 
 @pytest.mark.parametrize(("script", "references"), [(STAGE1, ()), (I2V, (1,))])
-def test_clips_are_encoded_for_the_stage(
-    script: str, references: tuple[int, ...], commands: Commands
-) -> None:
+def test_clips_for_the_stage(script: str, references: tuple[int, ...], commands: Commands) -> None:
     encoding, _ = commands(script)
     assert encoding[0] == "tools/preprocess_video.py"
     words = [str(VIDEO / Path(w).name) if w.endswith(".json") else w for w in encoding[1:]]
@@ -235,9 +231,7 @@ def test_clips_are_encoded_for_the_stage(
         ("buckets_768px.json", {"256px": (130, 14, 10, 7, 6), "768px": (38, 6, 4, 3, 2)}),
     ],
 )
-def test_micro_batch_sizes_are_the_published_ones(
-    name: str, expected: dict[str, tuple[int, ...]]
-) -> None:
+def test_micro_batch_sizes_are_published(name: str, expected: dict[str, tuple[int, ...]]) -> None:
     plan = parse_plan((VIDEO / name).read_text())
     assert set(plan.rules) == set(expected)
     for resolution, sizes in expected.items():

@@ -96,9 +96,7 @@ def mean_loss(mask: Tensor, output: Tensor, *, parts: int) -> Any:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_losses_without_a_count_are_means_of_micro_batches(
-    parts: int, program: Path, tmp_path: Path
-) -> None:
+def test_uncounted_losses_are_micro_batch_means(parts: int, program: Path, tmp_path: Path) -> None:
     page = runpy.run_path(str(program))
 
     def forward_step(data_iterator: Any, model: torch.nn.Module) -> Any:
@@ -106,9 +104,8 @@ def test_losses_without_a_count_are_means_of_micro_batches(
         output = model(tokens, positions, attention_mask, labels=labels)
         return output, partial(mean_loss, mask, parts=parts)
 
-    task = megatron_task(
-        page["train_valid_test_datasets_provider"], page["model_provider"], forward_step
-    )
+    providers = page["train_valid_test_datasets_provider"], page["model_provider"]
+    task = megatron_task(*providers, forward_step)
     rows = train_steps(RUN, tmp_path / "means", 2, task=task)
     gpt = curve([*RUN, "--no-calculate-per-token-loss"], tmp_path / "gpt", 2)
     name = "lm loss" if parts == 2 else "loss"
@@ -223,9 +220,8 @@ def test_globals_are_there_only_in_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_flags_that_only_gpts_step_honours_are_refused(program: Path, tmp_path: Path) -> None:
     page = runpy.run_path(str(program))
-    task: Task = megatron_task(
-        page["train_valid_test_datasets_provider"], page["model_provider"], page["forward_step"]
-    )
+    names = ("train_valid_test_datasets_provider", "model_provider", "forward_step")
+    task: Task = megatron_task(*(page[name] for name in names))
     with pytest.raises(ConfigError, match="`--loss-reduction` does nothing in a program whose"):
         train_on_ranks([*RUN, "--loss-reduction", "sample"], save=tmp_path, task=task)
     with pytest.raises(ConfigError, match=r"`--mtp-num-layers` is left out .* \(`forward_step`\)"):

@@ -41,9 +41,8 @@ def sentences() -> list[str]:
     dice = random.Random(5)
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
     words = ["".join(dice.choices(syllables, k=dice.randint(1, 3))) for _ in range(400)]
-    return [
-        " ".join(dice.choices(words, k=dice.randint(3, 14))).capitalize() + "." for _ in range(2000)
-    ]
+    drawn = (dice.choices(words, k=dice.randint(3, 14)) for _ in range(2000))
+    return [" ".join(some).capitalize() + "." for some in drawn]
 
 
 @functools.cache
@@ -148,9 +147,8 @@ def write_expected(
 
     named = {**dataclasses.asdict(flags), "tokenizer_hf_use_fast": True}
     tokenizer: Any = build_tokenizer(SimpleNamespace(**named))
-    builder = IndexedDatasetBuilder(
-        f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size)
-    )
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for value in values:
         sequences = value if isinstance(value, list) else [value]
         if split is not None:

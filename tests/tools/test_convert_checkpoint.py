@@ -64,9 +64,8 @@ def test_wan_there_and_back(tmp_path: Path) -> None:
         "",
         "error: `--seq-length` has no effect on Wan, which has no vocabulary; leave it out.\n",
     )
-    code, out, errors = in_fork(
-        tmp_path / "2", "import", "--hf", source, "--save", root, "--dtype", "bfloat16"
-    )
+    words = ("import", "--hf", source, "--save", root, "--dtype", "bfloat16")
+    code, out, errors = in_fork(tmp_path / "2", *words)
     assert (code, errors) == (0, "")
     _, words, others = out.splitlines()
     assert shlex.split(words) == [

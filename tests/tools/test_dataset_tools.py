@@ -65,9 +65,7 @@ def test_merge_refuses(tmp_path: Path) -> None:
     assert error().startswith(f"error: {folder / 'a.idx'} is missing beside its other half; copy")
 
 
-def test_a_long_merge_shows_how_much_time_is_left_on_a_terminal_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_is_told_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_writer, "_COPY_BYTES", 2)
     real = indexed_writer._kernel_copy
 
@@ -109,9 +107,8 @@ def test_counts_histogram_and_warnings(tmp_path: Path) -> None:
         "Token id 604 is beyond the tokenizer's vocabulary (0 to 100): the dataset was made with "
         "another tokenizer.",
     ]
-    assert inspect_dataset(str(prefix), None, scan=False).warnings == [
-        "1 of 7 documents are empty."
-    ]
+    report = inspect_dataset(str(prefix), None, scan=False)
+    assert report.warnings == ["1 of 7 documents are empty."]
 
 
 def test_pad_that_is_eos_is_warned_of(tmp_path: Path) -> None:
@@ -151,9 +148,8 @@ def test_a_changed_byte_is_found_by_the_digest(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"verified   no: there is no {prefix}.sha256"
     done = run("inspect_dataset.py", prefix, "--write-digest", "--samples", "0")
     assert (done.returncode, done.stderr) == (0, "")
-    theirs = subprocess.run(
-        ["sha256sum", "-c", "d.sha256"], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = ["sha256sum", "-c", "d.sha256"]
+    theirs = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (theirs.returncode, theirs.stdout) == (0, "d.bin: OK\nd.idx: OK\n")
     done = run("inspect_dataset.py", f"{prefix}.bin", "--digest")
     assert done.stdout.splitlines()[-1] == f"verified   as in {prefix}.sha256"
@@ -187,9 +183,7 @@ def test_inspect_refuses_flags_that_make_no_sense(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (2, f"error: {sentence}\n")
 
 
-def test_a_dataset_that_cannot_be_read_gets_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_dataset_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user id that may not read is played by `open`, since tests may run as root."""
     prefix = write(tmp_path / "d", [3])
 
@@ -210,9 +204,7 @@ def test_a_dataset_that_cannot_be_read_gets_a_sentence(
         )
 
 
-def test_a_full_disk_while_merging_leaves_all_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [write(tmp_path / "a", [3]), write(tmp_path / "b", [4])]
     before = read_pair(write(tmp_path / "all", [1]))
 

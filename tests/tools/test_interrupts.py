@@ -65,9 +65,8 @@ def test_an_interrupted_program_cleans_up_and_says_so() -> None:
 
 
 def test_an_interruption_of_the_imports_is_no_traceback() -> None:
-    process = _start(
-        "-c", RUN.replace("def main", "print('importing', flush=True)\nimport torch\ndef main")
-    )
+    imports = "print('importing', flush=True)\nimport torch\ndef main"
+    process = _start("-c", RUN.replace("def main", imports))
     assert process.stdout.readline() == "importing\n"
     code, _, err = _interrupt(process)
     assert (code, err) == (130, "interrupted\n")
@@ -80,9 +79,7 @@ def test_a_program_of_the_background_ignores_it_still() -> None:
     assert _interrupt(process) == (0, "cleaned up\n", "")
 
 
-def test_an_interrupted_merge_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_merges_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(out: BinaryIO, path: Path, **_: object) -> None:
         out.write(path.read_bytes())
         raise KeyboardInterrupt

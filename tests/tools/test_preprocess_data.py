@@ -37,9 +37,7 @@ def run(
 
 
 def expected(folder: Path, documents: list[dict[str, object]]) -> tuple[bytes, bytes]:
-    flags = TokenizerConfig(
-        tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tiny.sentencepiece_model())
-    )
+    flags = TokenizerConfig("SentencePieceTokenizer", str(tiny.sentencepiece_model()))
     texts = [str(document["text"]) for document in documents]
     return write_expected(folder / "expected", texts, flags, append_eod=True)
 
@@ -80,13 +78,8 @@ def test_pipes_of_a_shell_are_read(tmp_path: Path, shell: str) -> None:
     tiny.write_jsonl(tmp_path / "in.jsonl", documents)
     words = command(tmp_path, "--workers", "2", source="SOURCE")
     line = shlex.join(words).replace("SOURCE", shell)
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=tmp_path,
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-    )
+    how = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "timeout": 60}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, **how)
     assert done.returncode == 0, done.stderr.decode()
     assert read_pair(tmp_path / "out_text_document") == expected(tmp_path, documents)
 
@@ -203,11 +196,8 @@ def test_megatrons_flags_reach_the_options() -> None:
     ]
     options, notes = parse_options([*GOOD, *more])
     assert (options.inputs, options.output_prefix) == (["a", "b*"], "x")
-    assert (options.json_keys, options.lang, options.log_interval) == (
-        ["text", "title"],
-        "german",
-        50,
-    )
+    found = options.json_keys, options.lang, options.log_interval
+    assert found == (["text", "title"], "german", 50)
     assert (options.workers, options.partitions, options.keep_sequential_samples) == (4, 2, True)
     assert options.split_sentences and options.keep_newlines and options.append_eod
     assert (options.tokenizer.vocab_size, options.tokenizer.merge_file) == (7, "m")
@@ -244,8 +234,7 @@ def test_flags_that_cannot_be_honoured(more: list[str], sentences: list[str]) ->
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--output-prefix", "x"]) == 2
-    assert capsys.readouterr().err == (
-        "error: The following arguments are required: --input; see --help.\n"
-    )
+    said = "error: The following arguments are required: --input; see --help.\n"
+    assert capsys.readouterr().err == said
     assert main(["--input", "none.jsonl", "--output-prefix", "x"]) == 2
     assert "error: `--tokenizer-type` is missing; give one of" in capsys.readouterr().err

@@ -95,9 +95,7 @@ MARKED_SUM = """\
 """
 
 
-def test_the_trained_tokens_are_marked_and_counted(
-    sft: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_marks_and_counts(sft: list[str], folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """HELLO has 33 tokens, 12 of them trained; SUM 72, of them 3 and 6."""
     assert run(sft, "--strict") == 0
     shown = capfd.readouterr().out
@@ -148,9 +146,7 @@ class Spans(HTMLParser):
             self.tokens[-1]["text"] += data
 
 
-def test_the_page_shows_the_same_tokens_and_weights(
-    sft: list[str], folder: Path, tmp_path: Path
-) -> None:
+def test_the_page_shows_tokens_and_weights(sft: list[str], folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     assert run([*sft, "--mtp-num-layers", "1"], "--html", str(path)) == 0
     page = path.read_text(encoding="utf-8")
@@ -182,9 +178,7 @@ def test_the_page_shows_the_same_tokens_and_weights(
     assert "prefers-color-scheme: dark" in page
 
 
-def test_suspicious_data_fails_with_strict_only(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_suspicious_data_fails_if_strict(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = words_of(folder, "a.jsonl", "masked.jsonl")
     assert run(words) == 0
     assert run(words, "--strict") == 1
@@ -285,9 +279,7 @@ def compare(words: Sequence[str], folder: Path, first: int, count: int) -> list[
 @pytest.mark.parametrize(
     ("batching", "epochs"), [("packed", 3), ("padded", 1), ("token-budget", 1)]
 )
-def test_the_rows_are_those_of_a_run_on_conversations(
-    folder: Path, tmp_path: Path, batching: str, epochs: int
-) -> None:
+def test_rows_are_those_of_a_run(folder: Path, tmp_path: Path, batching: str, epochs: int) -> None:
     words = f"--global-batch-size 4 --sft-batching {batching} --train-epochs {epochs}".split()
     more = "--loss-reduction square --mtp-num-layers 2".split()
     words = [*words_of(folder, "many.jsonl"), *words, *more]

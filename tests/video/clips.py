@@ -3,12 +3,10 @@
 C = 4, 8 × 8 latents of 1, 3 and 5 frames, 8 text tokens.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +75,11 @@ def write_clips(
             sample = clip(bucket, number % (distinct or len(numbered)), lengths)
             writer.add(sample, index)
     write_null(folder, torch.zeros(TEXT, WIDTH), torch.zeros(POOLED), storage)
-    entries = [
-        {"shape": dataclasses.asdict(bucket), "micro_batch_size": (sizes or {}).get(bucket)}
-        for bucket in buckets
-    ]
+    sizes = sizes or {}
+    entries = [{"shape": asdict(b), "micro_batch_size": sizes.get(b)} for b in buckets]
     content = {
         "format": FORMAT,
-        "codec": dataclasses.asdict(CodecConfig(codec_channels=CHANNELS)),
+        "codec": asdict(CodecConfig(codec_channels=CHANNELS)),
         "text_encoder": build_text_encoder(HASHED).identity,
         "encode": {"fps_cap": 24, "reference_lengths": list(lengths)},
         "plan": {"64px": {str(bucket.num_frames): [1.0, None] for bucket in buckets}},

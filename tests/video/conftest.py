@@ -1,7 +1,5 @@
 """Folders of clips, and a run with adapters, that several files only read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

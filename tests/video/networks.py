@@ -1,7 +1,5 @@
 """One harness for the networks of video models: problems, steps on any layout, and the truth."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,9 +59,7 @@ class Problem:
         """Return gradients of the plain network by the names of the parallel one, whose shapes
         ``like`` has. Since `to_plain` only moves numbers, its adjoint moves them back.
         """
-        leaves = {
-            n: torch.zeros_like(x, dtype=torch.float64).requires_grad_() for n, x in like.items()
-        }
+        leaves = {n: torch.zeros_like(x).double().requires_grad_() for n, x in like.items()}
         moved = self.to_plain(leaves)
         back = torch.autograd.grad(
             [moved[n] for n in plain], [*leaves.values()], [*plain.values()], allow_unused=True
@@ -73,7 +69,7 @@ class Problem:
     def prepare(self, chunk: VideoChunk) -> None:
         """Change initial weights whose constants would hide a fault."""
 
-    def on_one_rank(self) -> Problem:
+    def on_one_rank(self) -> "Problem":
         """Return the problem whose truth this one has."""
         names = [field.name for field in dataclasses.fields(self.options)]
         plain = {name: 0 for name in names if name.startswith("recompute")}
@@ -101,9 +97,8 @@ def build(problem: Problem, context: ParallelContext) -> tuple[Any, list[Any]]:
     mark_methods(config)
     num_chunks, chunks = context.placement.num_chunks, []
     for stage in range(num_chunks) if num_chunks > 1 else [None]:
-        chunk = problem.network.build(
-            problem.sizes, problem.options, config, context, vp_stage=stage
-        )
+        sizes, options = problem.sizes, problem.options
+        chunk = problem.network.build(sizes, options, config, context, vp_stage=stage)
         chunk.vp_stage = stage
         chunks.append(chunk)
     initialize_by_name(chunks, config, SEED)
@@ -131,11 +126,7 @@ class Step:
 
 
 def run_engine(
-    problem: Any,
-    context: ParallelContext,
-    config: Any,
-    chunks: Sequence[Any],
-    given: Sequence[dict[str, Any]],
+    problem: Any, context: ParallelContext, config: Any, chunks: Sequence[Any], given: list[Any]
 ) -> float:
     """Return the loss of a step through the pipeline engine; ``main_grad`` holds the gradients."""
     ddp = wrapped(chunks, config, context, use_distributed_optimizer=False)
@@ -156,12 +147,8 @@ def wrapped(
     chunks: Sequence[Any], config: Any, context: ParallelContext, **settings: bool
 ) -> list[DistributedDataParallel]:
     ddp_config = DistributedDataParallelConfig(**settings)
-    return [
-        DistributedDataParallel(
-            config=config, ddp_config=ddp_config, module=chunk, pg_collection=context.pgs
-        )
-        for chunk in chunks
-    ]
+    wrap = partial(DistributedDataParallel, config, ddp_config, pg_collection=context.pgs)
+    return [wrap(module=chunk) for chunk in chunks]
 
 
 def _forward_step(problem: Any, batches: Iterator[dict[str, Any]] | None, model: Any) -> Any:

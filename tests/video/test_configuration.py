@@ -1,7 +1,5 @@
 """Configurations that are printed, fed back, taken from checkpoints, tried dry, or in epochs."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_a_printed_configuration_gives_itself_back(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_printing_is_lossless(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = [*FLAGS, "--video-data-path", "x", "--save", "y", *WORDS[name].split()]
     assert main(FLOW, [*flags, "--print-config"]) == 0
     printed = capfd.readouterr().out
@@ -112,9 +108,7 @@ def test_all_faults_are_told_in_one_dry_run(
         assert any(sentence in line for line in lines), (flags, lines)
 
 
-def test_the_worst_and_the_typical_bucket_are_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_worst_and_typical_bucket_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = write_clips(tmp_path / "clips", {SHORT: 40, LONG: 16})
     flags = [*COMMON, "--video-data-path", str(data), "--dry-run", "--dry-run-gpu", "H200"]
     assert main(VIDEO, flags) == 0
@@ -135,9 +129,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clips(tmp_path_factory.mktemp("epochs") / "clips", {IMAGE: 9, SHORT: 9, LONG: 8})
 
 
-def test_epochs_are_so_many_steps_on_any_number_of_replicas(
-    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_epochs(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = {"flags": WITHOUT_ITERS}
     num_steps = 2 * PER_EPOCH
     wanted = steps(data, tmp_path / "steps", f"{EPOCHS} --train-iters {num_steps}", **flags)
@@ -168,9 +160,7 @@ def _parsed(words: str, device: str = "cpu") -> Any:
     return parse_args(flags, VIDEO, world_size=1, device=device)
 
 
-def test_the_usual_warm_up_is_shortened_in_short_runs_and_said(
-    data: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_short_runs_shorten_the_warm_up(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
     short, long = _parsed("--train-iters 60"), _parsed("--train-iters 1001")
     assert short.config.optimizer.lr_warmup_iters == 6
     assert "The usual warm-up of 1000 steps is shortened to 6, a tenth of" in short.notes[-1]

@@ -1,7 +1,5 @@
 """Layouts train alike through the whole program, MMDiTs, video DiTs, and with 8-bit products."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache, partial
@@ -61,15 +59,11 @@ def test_layouts_train_alike(
     check(run(clips, valid, tmp_path, words, ranks=ranks), one_rank, TOLERANCE)
 
 
-def test_four_micro_batches_are_one_large_batch(
-    clips: Path, valid: Path, one_rank: Rows, tmp_path: Path
-) -> None:
+def test_four_batches_are_one(clips: Path, valid: Path, one_rank: Rows, tmp_path: Path) -> None:
     check(run(clips, valid, tmp_path, "--micro-batch-size 8"), one_rank, 1e-6)
 
 
-def test_means_of_micro_batches_do_not_depend_on_who_holds_the_text(
-    clips: Path, valid: Path, tmp_path: Path
-) -> None:
+def test_means_are_the_same_wherever_the_text_is(clips: Path, valid: Path, tmp_path: Path) -> None:
     """Give the rank with the text fewer image tokens, or none of the images'."""
     words = "--no-calculate-per-token-loss --micro-batch-size 1"
     one = run(clips, valid, tmp_path / "one", words)
@@ -108,9 +102,7 @@ def test_mixed_buckets_train_alike_on_replicas(clips: Path, valid: Path, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["mmdit", "video-dit"])
-def test_stages_exchange_16_bits_wherever_the_last_stage_lies(
-    clips: Path, tmp_path: Path, kind: str
-) -> None:
+def test_stages_exchange_16_bits_wherever_they_lie(clips: Path, tmp_path: Path, kind: str) -> None:
     """Compare bf16 losses of a V-shaped schedule with one rank's, but for the rounding of sums."""
     words = f"--bf16 --video-model {kind} --train-iters 2"
     if kind == "video-dit":
@@ -247,9 +239,7 @@ def note_layers(run: Run, path: Path) -> None:
         pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
     ],
 )
-def test_an_mmdit_with_8_bits_is_near_bf16(
-    clips: Path, ranks: int, layout: str, tmp_path: Path
-) -> None:
+def test_an_mmdit_in_fp8_is_near_bf16(clips: Path, ranks: int, layout: str, tmp_path: Path) -> None:
     """Train over several buckets; modulation, embedding and last layer stay as they are."""
     bf16 = steps(clips, tmp_path / "bf16", f"--bf16 {layout}", ranks=ranks)
     layers = tmp_path / "layers"

@@ -1,7 +1,5 @@
 """Logs of video runs: losses by time and mode, rates, and validation; and a clip overfitted."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Times, paths and losses of flow matching against plain arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Refusals of flow matching before any rank starts, and their sentences."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,9 +101,7 @@ def test_references_sequences_and_steps_must_fit(refused: Refused, clips: Path, 
     assert refused(clips, words) == f"error: {MISFITS[words]}\n"
 
 
-def test_validation_clips_must_be_encoded_alike(
-    refused: Refused, clips: Path, tmp_path: Path
-) -> None:
+def test_validation_must_be_encoded_alike(refused: Refused, clips: Path, tmp_path: Path) -> None:
     counts = {SHORT: 8, LONG: 8}
     codec = write_clips(tmp_path / "codec", counts, codec={"codec": "/vae"})
     assert refused(clips, f"--video-valid-path {codec}") == (
@@ -116,9 +112,7 @@ def test_validation_clips_must_be_encoded_alike(
     assert "by another text encoder than" in refused(clips, f"--video-valid-path {text}")
 
 
-def test_what_clips_are_sampled_with_is_known_before_the_run(
-    refused: Refused, tmp_path: Path
-) -> None:
+def test_what_samples_clips_is_known_before_the_run(refused: Refused, tmp_path: Path) -> None:
     samples = f"--sample-interval 1 --sample-texts left --sample-dir {tmp_path / 'samples'}"
     of_words = write_clips(tmp_path / "words", {SHORT: 8})
     assert refused(of_words, samples, STARTED) == ""
@@ -239,8 +233,6 @@ WRONG_IN_PART = {
 
 
 @pytest.mark.parametrize("words", [*WRONG_FOR_WAN, *WRONG_IN_PART])
-def test_what_a_video_dit_would_ignore_or_cannot_do_is_refused(
-    refused: Refused, mixed: Path, words: str
-) -> None:
+def test_what_a_video_dit_cannot_do_is_refused(refused: Refused, mixed: Path, words: str) -> None:
     part = WRONG_IN_PART.get(words) or f"error: {WRONG_FOR_WAN[words]}\n"
     assert part in refused(mixed, words, usual=WAN_FLAGS)

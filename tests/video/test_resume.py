@@ -1,7 +1,5 @@
 """Killed video runs go on with the clips, the noise, the rates and the averages that come next."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

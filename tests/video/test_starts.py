@@ -1,7 +1,5 @@
 """Runs that start from other weights: with references, of video DiTs, streaming, and on UMT5."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -133,9 +131,7 @@ def compare(run: Run, twin: Tensors, causal: Tensors, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "ema."])
-def test_a_streaming_run_starts_from_flow_matching(
-    trained: dict[str, Path], prefix: str, tmp_path: Path
-) -> None:
+def test_streaming_starts_from_flows(trained: dict[str, Path], prefix: str, tmp_path: Path) -> None:
     twin, causal = (
         whole_tensors(folder / "iter_0000002", tmp_path / f"{kind}.pt")
         for kind, folder in trained.items()
@@ -152,9 +148,7 @@ def test_a_streaming_run_starts_from_flow_matching(
     assert row["iteration"] == 1
 
 
-def test_averages_that_are_not_kept_are_noted(
-    encoded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_dropped_averages(encoded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare"
     train(encoded, bare, f"{KINDS['video-dit']} --ema-decay 0")
     words = f"{KINDS['video-dit']} --ema-decay 0 --pretrained-checkpoint {bare}"

@@ -1,7 +1,5 @@
 """Steps of video runs: updates, rates, precision, logs, validation, and what they ask for."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

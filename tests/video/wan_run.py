@@ -1,7 +1,5 @@
 """A step of flow matching with a video DiT, by the program and in plain torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from functools import partial

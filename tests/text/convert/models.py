@@ -113,9 +113,8 @@ def check_logits(context: Any, config: RunConfig, expected: Tensor) -> None:
     """Check that our model, loaded as a run loads it, gives the logits ``[b, s, v]``."""
     core = build_transformer_config(config)
     (chunk,) = build_chunks(build_gpt_chunk, config, core, context)
-    CheckpointManager(config.checkpoint, context).load(
-        model=[chunk], optimizer=None, scheduler=None
-    )
+    manager = CheckpointManager(config.checkpoint, context)
+    manager.load(model=[chunk], optimizer=None, scheduler=None)
     ids, group = tokens(), context.pgs.pp
     if not context.is_first_stage:
         hidden = torch.empty(LENGTH, len(ids), config.model.hidden_size or 0)

@@ -62,9 +62,7 @@ def test_both_spellings_of_positions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0}])
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_frequencies_are_those_of_transformers(
-    tmp_path: Path, scaling: dict[str, Any] | None, theta: float
-) -> None:
+def test_rotary_frequencies(tmp_path: Path, scaling: dict[str, Any] | None, theta: float) -> None:
     sizes = {"rope_theta": theta, "max_position_embeddings": 32768, "head_dim": 128}
     model = resolved(read(tmp_path, rope_scaling=scaling, **sizes).fields)
     ours = RotaryEmbedding(
@@ -216,10 +214,8 @@ def test_the_parts_of_tensor_parallel_ranks() -> None:
 def test_gated_and_plain_rows() -> None:
     tensor, shape = torch.arange(6.0), SHAPES[0]
     parts = split_rows("linear_fc1", tensor, shape)
-    assert {k: v.tolist() for k, v in parts.items()} == {
-        "mlp.gate_proj": [0, 1, 2],
-        "mlp.up_proj": [3, 4, 5],
-    }
+    found = {name: part.tolist() for name, part in parts.items()}
+    assert found == {"mlp.gate_proj": [0, 1, 2], "mlp.up_proj": [3, 4, 5]}
     assert torch.equal(join_rows("linear_fc1", parts, shape), tensor)
     assert split_rows("linear_fc2", tensor, shape) == {"mlp.down_proj": tensor}
     assert join_rows("linear_proj", {"self_attn.o_proj": tensor}, shape) is tensor
@@ -227,9 +223,8 @@ def test_gated_and_plain_rows() -> None:
 
 def test_full_names_there_and_back() -> None:
     shape, name = SHAPES[0], "decoder.layers.12.self_attention.linear_qkv.bias"
-    assert hf_names(name) == {
-        f"self_attn.{x}_proj": f"model.layers.12.self_attn.{x}_proj.bias" for x in "qkv"
-    }
+    names = [f"self_attn.{x}_proj" for x in "qkv"]
+    assert hf_names(name) == {name: f"model.layers.12.{name}.bias" for name in names}
     tensor = torch.randn(48)
     theirs = to_hf(name, tensor, shape)
     assert theirs.keys() == set(hf_names(name).values())

@@ -192,9 +192,7 @@ def test_missing_and_damaged_files(source: Path, tmp_path: Path) -> None:
 
 def test_dtypes_that_cannot_be_kept(source: Path, tmp_path: Path) -> None:
     change(source, model__norm__weight=torch.ones(64, dtype=torch.bfloat16))
-    assert "tensors in bfloat16 and float32, but a checkpoint has one dtype" in refusal(
-        source, tmp_path / "x"
-    )
+    assert "tensors in bfloat16 and float32, but a check" in refusal(source, tmp_path / "x")
     change(source, model__norm__weight=torch.ones(64, dtype=torch.int8))
     assert "holds `model.norm.weight` as I8" in refusal(source, tmp_path / "x")
 
@@ -211,9 +209,7 @@ def test_dtypes_that_cannot_be_kept(source: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_tensors_that_do_not_fit(
-    source: Path, tmp_path: Path, changed: dict[str, Any], text: str
-) -> None:
+def test_wrong_tensors(source: Path, tmp_path: Path, changed: dict[str, Any], text: str) -> None:
     change(source, **changed)
     assert text in child_refusal(source, tmp_path / "x")
 
@@ -266,9 +262,7 @@ def save_with_one_more(root: Path, target: Path) -> Path:
         return manager.save(7, run_config=config.to_dict(), **state)
 
 
-def test_weights_are_not_lost_in_silence(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_weight_is_lost(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, more = tmp_path / "ours", tmp_path / "more"
     imported(source, root)
     path = in_child(lambda: save_with_one_more(root, more), tmp_path / "path")

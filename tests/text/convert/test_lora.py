@@ -53,9 +53,7 @@ def test_goes_on_in_another_layout(tmp_path: Path) -> None:
     assert [*first, *more] == pytest.approx(truth, rel=1e-6)
 
 
-def test_starts_on_weights_saved_without_adapters(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_starts_without_saved_adapters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base = tmp_path / "base"
     losses = train(base, "--exit-interval", "2")
     pretrained = ["--pretrained-checkpoint", str(base)]
@@ -155,9 +153,7 @@ def export(run: RunConfig, root: Path, output: Path, **options: Any) -> list[str
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("rslora", [[], ["--lora-rslora"]])
 @ranks(tp=2)
-def test_peft_gives_the_same_logits(
-    context: ParallelContext, tmp_path: Path, rslora: list[str]
-) -> None:
+def test_peft_gives_our_logits(context: ParallelContext, tmp_path: Path, rslora: list[str]) -> None:
     peft = pytest.importorskip("peft")
     llama = hugging_face_llama()
     grouped = f"--group-query-attention --num-query-groups {GROUPS}".split()

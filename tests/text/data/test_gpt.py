@@ -109,9 +109,7 @@ def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [("", ""), ("1", "2")])
-def test_blends_whose_other_splits_hold_less_than_a_sample_train(
-    weights: tuple[str, str], tmp_path: Path
-) -> None:
+def test_blends_train_with_other_splits_too_short(weights: tuple[str, str], tmp_path: Path) -> None:
     words = []
     for name, weight in zip(("docs", "more"), weights, strict=True):
         _write(str(tmp_path / name), 400)
@@ -155,19 +153,15 @@ def test_blends_are_read_as_megatron_lm_reads_them(words: list[str], blend: Any)
 def test_lists_from_files(tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
     words.write_text("0.5 a\n0.5 b\n")
-    assert read_blend(_config("--data-args-path", str(words)).section(DataConfig)).blend == (
-        ["a", "b"],
-        [0.5, 0.5],
-    )
+    config = _config("--data-args-path", str(words))
+    assert read_blend(config.section(DataConfig)).blend == (["a", "b"], [0.5, 0.5])
     splits = tmp_path / "splits.json"
     splits.write_text('{"train": "a", "valid": ["b"], "test": ["c"]}')
-    per_split = read_blend(
-        _config("--per-split-data-args-path", str(splits)).section(DataConfig)
-    ).per_split
-    assert per_split == [(["a"], None), (["b"], None), (["c"], None)]
+    config = _config("--per-split-data-args-path", str(splits))
+    assert read_blend(config.section(DataConfig)).per_split == [([x], None) for x in "abc"]
     splits.write_text("[1]")
     with pytest.raises(DataError, match="must be a JSON object with the keys train, valid"):
-        read_blend(_config("--per-split-data-args-path", str(splits)).section(DataConfig))
+        read_blend(config.section(DataConfig))
 
 
 def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,9 +68,7 @@ def texts_of(documents: list[dict[str, Any]]) -> list[str]:
     return [str(document["text"]) for document in documents]
 
 
-def assert_holds(
-    folder: Path, texts: Sequence[Any], name: str = "text_document", **how: Any
-) -> None:
+def check_pair(folder: Path, texts: Sequence[Any], name: str = "text_document", **how: Any) -> None:
     how = {"flags": sentencepiece(), "append_eod": True, **how}
     assert read_pair(folder / f"out_{name}") == write_expected(folder / "e", texts, **how)
 
@@ -92,12 +90,11 @@ def test_bytes_are_megatrons(tmp_path: Path, make: Any, engine: str, append_eod:
     assert said[0].startswith("Tokenizing with" + " gigatoken, equal to" * (engine == "auto"))
     for key in ("text", "title"):
         values = [document[key] for document in documents]
-        assert_holds(tmp_path, values, f"{key}_document", **how)
+        check_pair(tmp_path, values, f"{key}_document", **how)
     assert report.documents == 300
     assert report.tokens == sum(check_indexed_dataset(p).num_tokens for p in report.prefixes)
-    assert left_in(tmp_path) == [
-        f"out_{key}_document.{kind}" for key in ("text", "title") for kind in ("bin", "idx")
-    ]
+    names = [f"out_{key}_document" for key in ("text", "title")]
+    assert left_in(tmp_path) == [f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
 
 
 def dealt(documents: list[Any], count: int, *, sequential: bool) -> list[list[Any]]:
@@ -118,8 +115,8 @@ def test_partitions_are_megatrons(tmp_path: Path, count: int, sequential: bool) 
     order = []
     for p, mine in enumerate(dealt(texts, count, sequential=sequential)):
         order += mine
-        assert_holds(tmp_path, mine, f"{p}_text_document")
-    assert_holds(tmp_path, order)
+        check_pair(tmp_path, mine, f"{p}_text_document")
+    check_pair(tmp_path, order)
 
 
 @pytest.mark.parametrize("sequential", [False, True])
@@ -131,7 +128,7 @@ def test_a_refused_line_keeps_its_turn_in_the_dealing(tmp_path: Path, sequential
     run(tmp_path, path, partitions=3, keep_sequential_samples=sequential, on_bad_line="quarantine")
     for p, mine in enumerate(dealt(texts, 3, sequential=sequential)):
         kept = [text for text in mine if text is not None]
-        assert_holds(tmp_path, kept, f"{p}_text_document")
+        check_pair(tmp_path, kept, f"{p}_text_document")
 
 
 def test_sequential_partitions_never_change_the_merged_dataset(tmp_path: Path) -> None:
@@ -150,7 +147,7 @@ def test_sentences_in_one_run(tmp_path: Path, keep_newlines: bool) -> None:
     path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
     run(tmp_path, path, split_sentences=True, keep_newlines=keep_newlines)
     split = sentence_splitter("english", keep_newlines=keep_newlines)
-    assert_holds(tmp_path, texts_of(documents), "text_sentence", split=split)
+    check_pair(tmp_path, texts_of(documents), "text_sentence", split=split)
     info = check_indexed_dataset(tmp_path / "out_text_sentence")
     assert info.num_sequences > 2 * info.num_documents
 
@@ -167,7 +164,7 @@ def test_packed_files_and_globs(tmp_path: Path, workers: int) -> None:
         tiny.write_jsonl(text, piece)
         (tmp_path / name).write_bytes(pack(text.read_bytes()))
     run(tmp_path, f"{tmp_path}/[abc].jsonl*", workers=workers)
-    assert_holds(tmp_path, texts_of(documents))
+    check_pair(tmp_path, texts_of(documents))
 
 
 def test_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
@@ -176,7 +173,7 @@ def test_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
     run(tmp_path, path, flags=flags)
     info = check_indexed_dataset(tmp_path / "out_text_document")
     assert (info.dtype, info.num_tokens) == (np.int32, 4)
-    assert_holds(tmp_path, ["0 65498 65499"], flags=flags)
+    check_pair(tmp_path, ["0 65498 65499"], flags=flags)
 
 
 def test_empty_input(tmp_path: Path) -> None:
@@ -240,7 +237,7 @@ def test_quarantine(tmp_path: Path) -> None:
     }
     assert found[2]["text"] == '{"text": "\\xff"}'
     kept = [json.loads(line)["text"] for n, line in enumerate(lines[:200], 1) if n not in bad]
-    assert_holds(tmp_path, kept * 2)
+    check_pair(tmp_path, kept * 2)
     run(tmp_path, tiny.write_jsonl(path, tiny.corpus(5)), on_bad_line="quarantine")
     assert not (tmp_path / "out.rejected.jsonl").exists()
 
@@ -301,15 +298,13 @@ def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch, folder: Path, path: 
             run(folder, path, workers=1)
 
 
-def test_finished_parts_are_kept_unless_anything_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(300))
     stop_after(4, monkeypatch, tmp_path, path)
     report, said = run(tmp_path, path, workers=2)
     assert report.resumed_parts == 4
     assert said[0].startswith("Resuming: 4 of ")
-    assert_holds(tmp_path, texts_of(tiny.corpus(300)))
+    check_pair(tmp_path, texts_of(tiny.corpus(300)))
     assert not (tmp_path / "out.parts").exists()
 
     for change in ({"append_eod": False}, {"json_keys": ("title",)}, {"flags": huggingface()}):
@@ -329,7 +324,7 @@ def test_a_damaged_part_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
     victim.write_bytes(victim.read_bytes()[:-2])
     report, _ = run(tmp_path, path)
     assert report.resumed_parts == 3
-    assert_holds(tmp_path, texts_of(tiny.corpus(300)))
+    check_pair(tmp_path, texts_of(tiny.corpus(300)))
 
 
 def test_two_runs_at_one_prefix(tmp_path: Path) -> None:
@@ -353,7 +348,7 @@ def test_a_fifo_is_read_beside_a_file(tmp_path: Path, fifo: Path, packed: bool) 
     writer.start()
     run(tmp_path, fifo, tmp_path / "lines.jsonl")
     writer.join()
-    assert_holds(tmp_path, texts_of(tiny.corpus(60)) * 2)
+    check_pair(tmp_path, texts_of(tiny.corpus(60)) * 2)
 
 
 def test_a_fifo_that_nobody_writes_into_ends_the_run(tmp_path: Path, fifo: Path) -> None:
@@ -378,7 +373,7 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path, fifo: Path) -> None:
     writer.start()
     run(tmp_path, fifo)
     writer.join()
-    assert_holds(tmp_path, texts_of(tiny.corpus(60)))
+    check_pair(tmp_path, texts_of(tiny.corpus(60)))
 
 
 def test_a_stream_named_twice_is_refused(tmp_path: Path, fifo: Path) -> None:
@@ -388,9 +383,7 @@ def test_a_stream_named_twice_is_refused(tmp_path: Path, fifo: Path) -> None:
             run(tmp_path, *names)
 
 
-def test_an_input_changed_behind_its_size_and_time_starts_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hidden_change_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = tiny.corpus(300)
     path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
     about = path.stat()
@@ -401,7 +394,7 @@ def test_an_input_changed_behind_its_size_and_time_starts_anew(
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (about.st_size, about.st_mtime_ns)
     report, _ = run(tmp_path, path)
     assert report.resumed_parts == 0
-    assert_holds(tmp_path, texts_of(documents))
+    check_pair(tmp_path, texts_of(documents))
 
 
 def test_files_in_the_way_of_the_work_are_left_alone(tmp_path: Path) -> None:
@@ -419,9 +412,7 @@ def test_files_in_the_way_of_the_work_are_left_alone(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
-def test_a_full_disk_while_joining_keeps_parts_and_the_old_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines(tmp_path)
     run(tmp_path, tiny.write_jsonl(tmp_path / "old.jsonl", tiny.corpus(5)))
     old = read_pair(tmp_path / "out_text_document")
@@ -438,12 +429,10 @@ def test_a_full_disk_while_joining_keeps_parts_and_the_old_dataset(
     assert read_pair(tmp_path / "out_text_document") == old
     report, _ = run(tmp_path, tmp_path / "lines.jsonl")
     assert report.resumed_parts > 0
-    assert_holds(tmp_path, texts_of(tiny.corpus(60)))
+    check_pair(tmp_path, texts_of(tiny.corpus(60)))
 
 
-def test_a_difference_found_on_the_way_starts_over_natively(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_difference_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is right on all that is compared at the start, and wrong later on."""
     path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": "ba"}] * 300 + tiny.corpus(100))
     real = FastEncoder.encode_batch
@@ -455,15 +444,11 @@ def test_a_difference_found_on_the_way_starts_over_natively(
     main = os.getpid()
     monkeypatch.setattr(FastEncoder, "encode_batch", wrong)
     _, said = run(tmp_path, path)
-    assert said[1].startswith(
-        "Starting over with SentencePieceTokenizer's own library: gigatoken gives other ids for a"
-    )
-    assert_holds(tmp_path, ["ba"] * 300 + texts_of(tiny.corpus(100)))
+    assert said[1].startswith("Starting over with SentencePieceTokenizer's own library: gigatoken ")
+    check_pair(tmp_path, ["ba"] * 300 + texts_of(tiny.corpus(100)))
 
 
-def test_a_difference_on_the_input_rules_the_engine_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_differences_rule_the_engine_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": "zebra"}, {"text": "ba"}])
     real = FastEncoder.encode_batch
 

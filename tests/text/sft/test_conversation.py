@@ -22,11 +22,8 @@ ASSISTANT = {"role": "assistant", "content": "Hello"}
 
 
 def test_messages() -> None:
-    row = {
-        "messages": [USER, {**ASSISTANT, "loss_mask": 0}, USER, {**ASSISTANT, "loss_mask": 1}],
-        "id": 4,
-    }
-    read = read_conversation(row, PLACE)
+    masked, trained = ({**ASSISTANT, "loss_mask": mask} for mask in (0, 1))
+    read = read_conversation({"messages": [USER, masked, USER, trained], "id": 4}, PLACE)
     assert read.messages == (USER, ASSISTANT, USER, ASSISTANT)
     assert read.trained == (False, False, False, True)
     assert read.tools is None and read.enable_thinking is None and read.place == PLACE

@@ -51,9 +51,7 @@ def test_the_same_case_from_a_row() -> None:
 
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", [12, 20, EOS]), ("right", [10, 11, 12])])
-def test_truncation_keeps_the_last_or_the_first_tokens(
-    truncation: Truncation, kept: list[int]
-) -> None:
+def test_truncation_keeps_the_last_or_first_tokens(truncation: Truncation, kept: list[int]) -> None:
     assert TOKENS.ids[kept_tokens(3, truncation)] == kept
     assert TOKENS.ids[kept_tokens(5, truncation)] == TOKENS.ids
 
@@ -176,9 +174,8 @@ def test_each_position_of_padding_is_a_document_of_its_own(train: SftDataset) ->
 
 
 def test_a_sample_knows_its_file(train: SftDataset) -> None:
-    assert [Path(train.source_of(i)).name for i in (0, 24, 25, 39)] == ["a.jsonl"] * 2 + [
-        "b.jsonl"
-    ] * 2
+    names = [Path(train.source_of(i)).name for i in (0, 24, 25, 39)]
+    assert names == ["a.jsonl"] * 2 + ["b.jsonl"] * 2
 
 
 def test_a_loader_process_gets_a_small_dataset(train: SftDataset) -> None:

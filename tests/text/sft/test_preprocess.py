@@ -40,7 +40,7 @@ def preprocess(folder: Path, *words: Any) -> int:
     return main(["--sft", *kind, *map(str, words)])
 
 
-def assert_holds(store: SftStore, rows: list[dict[str, Any]]) -> None:
+def check_pair(store: SftStore, rows: list[dict[str, Any]]) -> None:
     assert len(store) == len(rows)
     tokenizer = tiny.tokenizer("chatml")
     for number, row in enumerate(rows):
@@ -65,7 +65,7 @@ def test_files_of_every_kind_keep_their_order(workers: int, folder: Path, tmp_pa
     inputs = ["--input", plain, packed, other, table]
     assert preprocess(folder, *inputs, "--output-prefix", prefix, *words) == 0
     store = SftStore(str(prefix))
-    assert_holds(store, rows)
+    check_pair(store, rows)
     sources = [Path(store.source_of(number)[0]).name for number in (0, 19, 20, 25, 30, 39)]
     assert sources == ["a.jsonl"] * 2 + ["b.jsonl.gz", "c.jsonl.zst"] + ["d.parquet"] * 2
     assert not list(tmp_path.glob("*.parts"))
@@ -83,9 +83,7 @@ def test_tools_of_a_parquet_file_have_no_keys_of_other_rows(tmp_path: Path) -> N
     assert sum(read for _, read in pieces) == (tmp_path / "f.parquet").stat().st_size
 
 
-def test_a_damaged_parquet_file_is_named(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_parquet(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "f.parquet").write_bytes(b"PAR1 and no more")
     assert preprocess(folder, "--input", tmp_path / "f.parquet", "--output-prefix", "o") == 1
     assert "f.parquet is not a whole parquet file (" in capfd.readouterr().err
@@ -124,16 +122,14 @@ def test_a_bad_row_stops_the_run_or_is_set_aside(
     assert f"f.jsonl line 5 {reason}" in capfd.readouterr().err
     assert not about_path(tmp_path / "o").exists()
     assert preprocess(folder, *words, "--on-bad-line", "quarantine", "--workers", 2) == 0
-    assert_holds(SftStore(str(tmp_path / "o")), rows)
+    check_pair(SftStore(str(tmp_path / "o")), rows)
     rejected = json.loads((tmp_path / "o.rejected.jsonl").read_text())
     assert rejected["line"] == 5
     assert rejected["text"] == line
     assert rejected["reason"].startswith(reason)
 
 
-def test_no_conversation_is_an_error(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_conversations(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "f.jsonl").write_text("")
     words = ["--input", tmp_path / "f.jsonl", "--output-prefix", tmp_path / "o"]
     assert preprocess(folder, *words) == 1
@@ -192,9 +188,7 @@ def identity(folder: Path, **flags: Any) -> dict[str, Any]:
     return build_chat(build_tokenizer(settings), settings, SftConfig(sft=True, **flags)).identity
 
 
-def test_a_store_knows_its_tokenizer_and_template(
-    store: SftStore, folder: Path, tmp_path: Path
-) -> None:
+def test_stores_know_tokenizer_and_template(store: SftStore, folder: Path, tmp_path: Path) -> None:
     store.check(identity(folder), 1000)
     store.check(identity(tiny.save(tmp_path / "moved")), 1000)
     with pytest.raises(DataError, match="o_sft.json was made with another tokenizer than this run"):
@@ -260,9 +254,8 @@ def test_further_special_tokens_have_the_ids_of_the_trainer(tmp_path: Path) -> N
     )
     tokenizer = build_tokenizer(settings)
     chat = build_chat(tokenizer, settings, SftConfig(sft=True))
-    row = {
-        "messages": [{"role": "user", "content": "<|two|>"}, {"role": "assistant", "content": "x"}]
-    }
+    asked, answer = {"role": "user", "content": "<|two|>"}, {"role": "assistant", "content": "x"}
+    row = {"messages": [asked, answer]}
     ids = tokenize_conversation(chat.tokenizer, read_conversation(row, Place("f", 1))).ids
     assert tokenizer.vocab_size - 1 in ids
     assert tokenizer.tokenize("<|two|>") == [tokenizer.vocab_size - 1]
@@ -295,9 +288,7 @@ def opened(run: tuple[RunConfig, Chat], *names: Any) -> tuple[list[SftStore], li
     return _open(run, names, said), said
 
 
-def test_files_are_tokenized_once_until_they_change(
-    run: tuple[RunConfig, Chat], tmp_path: Path
-) -> None:
+def test_unchanged_files_are_tokenized_once(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
     one = tiny.write_jsonl(tmp_path / "one.jsonl", tiny.chats(3))
     two = tiny.write_jsonl(tmp_path / "two.jsonl", tiny.chats(4))
     stores, said = opened(run, one, two)

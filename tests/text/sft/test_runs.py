@@ -141,9 +141,7 @@ def final_weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["packed", "token-budget"])
-def test_a_run_resumes_in_the_middle_of_an_epoch(
-    kind: str, data: list[str], tmp_path: Path
-) -> None:
+def test_runs_resume_in_the_middle_of_an_epoch(kind: str, data: list[str], tmp_path: Path) -> None:
     size = {"packed": 2, "token-budget": 4}[kind]
     words = f"--sft-batching {kind} --global-batch-size {size} --train-iters {STEPS}"
     whole = training_rows(run(data, words, tmp_path / "whole"))
@@ -187,9 +185,8 @@ def test_another_batch_size_does_not_go_on_in_an_epoch(
     flags = [*MODEL, *data, *words.split(), "4", "--load", str(tmp_path / "s")]
     flags.append("--override-opt-param-scheduler")
     assert train_on_ranks(flags, save=tmp_path / "s")[0] != 0
-    assert "The run has consumed 2 samples, which is no whole number of steps of `--global" in (
-        capfd.readouterr().err
-    )
+    said = "The run has consumed 2 samples, which is no whole number of steps of `--global"
+    assert said in capfd.readouterr().err
 
 
 def test_epochs_become_steps_and_validation_is_whole(data: list[str]) -> None:
@@ -236,9 +233,7 @@ def test_validation_does_not_depend_on_the_layout(data: list[str], tmp_path: Pat
         ),
     ],
 )
-def test_data_and_tokenizers_that_cannot_be_used(
-    words: str, sentence: str, data: list[str]
-) -> None:
+def test_data_and_tokenizers_of_no_use(words: str, sentence: str, data: list[str]) -> None:
     at = data.index("--train-data-path")
     flags = [*MODEL, *data[:at], "--train-iters", "1", *words.replace("FILE", data[at + 1]).split()]
     with pytest.raises(MegatronExtError) as caught:
@@ -253,9 +248,7 @@ LAYOUTS = f"mbs4,dp2,dp1{PACKED},cp2{PACKED},pp2dp2{PACKED},tp2sp{PACKED}"
 @pytest.mark.parametrize(
     "reduction", ["token", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sample", "square"))]
 )
-def test_packing_changes_no_gradient(
-    reduction: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_packed_gradient(reduction: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     chats = tiny.write_jsonl(tmp_path / "chats.jsonl", tiny.chats(24, turns=2, words=3))
     words = [
         *MODEL,

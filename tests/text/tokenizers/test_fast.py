@@ -37,9 +37,8 @@ def pair(request: pytest.FixtureRequest) -> tuple[Tokenizer, FastEncoder]:
 @given(texts=st.lists(TEXT, max_size=4))
 def test_ids_are_the_native_ones(pair: tuple[Tokenizer, FastEncoder], texts: list[str]) -> None:
     tokenizer, fast = pair
-    assert [list(map(int, ids)) for ids in fast.encode_batch(texts)] == [
-        tokenizer.tokenize(text) for text in texts
-    ]
+    found = [list(map(int, ids)) for ids in fast.encode_batch(texts)]
+    assert found == [tokenizer.tokenize(text) for text in texts]
 
 
 NORMALIZED_APART = [
@@ -58,9 +57,7 @@ NORMALIZED_APART = [
 
 
 @pytest.mark.parametrize("text", NORMALIZED_APART)
-def test_characters_that_combine_go_to_the_native_tokenizer(
-    pair: tuple[Tokenizer, FastEncoder], text: str
-) -> None:
+def test_combining_characters_go_native(pair: tuple[Tokenizer, FastEncoder], text: str) -> None:
     """Some of these come out of gigatoken otherwise, for it normalizes by grapheme cluster."""
     tokenizer, fast = pair
     plain = "plain \u4e2d\u6587 caf\u00e9"
@@ -94,7 +91,7 @@ def test_control_texts_are_those_of_the_model() -> None:
     assert native(KINDS[1]).control_texts() == ("<|endoftext|>", "<|pad|>")
 
 
-def test_documents_with_control_texts_go_to_the_native_tokenizer(
+def test_documents_with_control_texts_go_native(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer = native(KINDS[0])

@@ -100,9 +100,8 @@ def test_gpt2_equals_transformers() -> None:
     vocab, merges = tiny.gpt2_files()
     ours = build_tokenizer(flags("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges)))
     theirs = GPT2Tokenizer(vocab=str(vocab), merges=str(merges))
-    assert [ours.tokenize(t) for t in TEXTS] == [
-        theirs.convert_tokens_to_ids(theirs.tokenize(t)) for t in TEXTS
-    ]
+    want = [theirs.convert_tokens_to_ids(theirs.tokenize(t)) for t in TEXTS]
+    assert [ours.tokenize(t) for t in TEXTS] == want
     assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, 600)
 
 
@@ -126,9 +125,8 @@ def test_a_class_that_rebuilds_itself_goes_through_transformers(tmp_path: Path) 
     ours = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=str(folder)))
     theirs = AutoTokenizer.from_pretrained(str(folder))
     texts = [*TEXTS, "1234567 we'LL"]
-    assert [ours.tokenize(t) for t in texts] == [
-        theirs.convert_tokens_to_ids(theirs.tokenize(t)) for t in texts
-    ]
+    want = [theirs.convert_tokens_to_ids(theirs.tokenize(t)) for t in texts]
+    assert [ours.tokenize(t) for t in texts] == want
     assert ours.eod == theirs.eos_token_id
 
 
@@ -166,9 +164,8 @@ def test_what_the_config_adds_is_what_core_sees(tmp_path: Path, config: dict[str
     config = {"tokenizer_class": "TokenizersBackend", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     for include in (False, True):
-        chosen = dataclasses.replace(
-            huggingface(tokenizer_hf_include_special_tokens=include), tokenizer_model=str(folder)
-        )
+        chosen = huggingface(tokenizer_hf_include_special_tokens=include)
+        chosen = dataclasses.replace(chosen, tokenizer_model=str(folder))
         ours, theirs = build_tokenizer(chosen), core(chosen)
         texts = [*TEXTS, "x <a><b> <eos>"]
         assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(t) for t in texts]
@@ -200,11 +197,8 @@ def test_identity_follows_a_folders_tokenizer(tmp_path: Path) -> None:
     assert build_tokenizer(chosen).unique_identifiers != first
 
 
-LIBRARIES = {
-    "sentencepiece": "sentencepiece",
-    "huggingface": "tokenizers",
-    "tiktoken_v2": "tiktoken",
-}
+SENTENCEPIECE = "sentencepiece"
+LIBRARIES = {SENTENCEPIECE: SENTENCEPIECE, "huggingface": "tokenizers", "tiktoken_v2": "tiktoken"}
 
 
 @pytest.mark.parametrize("case", LIBRARIES)
@@ -251,9 +245,7 @@ def test_core_accepts_it_as_a_dataset_tokenizer() -> None:
 
 
 @pytest.mark.parametrize(("_section", "case", "sentence"), refusals("tokenizers"))
-def test_bad_settings_are_told_in_one_sentence(
-    tmp_path: Path, _section: str, case: str, sentence: str
-) -> None:
+def test_bad_settings_are_told(tmp_path: Path, _section: str, case: str, sentence: str) -> None:
     """A case names the kind of error (ConfigError or DataError), the tokenizer and its flags."""
     (tmp_path / "junk").write_bytes(b"\xff\x00 no model")
     (tmp_path / "empty.json").write_text("{}")

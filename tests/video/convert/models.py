@@ -1,7 +1,5 @@
 """Tiny random models of diffusers in both namings, and the outputs of their own class."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

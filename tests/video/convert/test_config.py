@@ -1,7 +1,5 @@
 """Published configurations, names and shapes are understood; other models are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

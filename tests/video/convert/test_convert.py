@@ -1,7 +1,5 @@
 """Weights of Wan go to a checkpoint and back and compute the same; what does not fit is refused."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

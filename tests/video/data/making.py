@@ -1,7 +1,5 @@
 """Clips of a moving bar, as files of every kind, datasets of them, and tiny models that encode."""
 
-from __future__ import annotations
-
 import struct
 from fractions import Fraction
 from pathlib import Path
@@ -121,9 +119,8 @@ def write_umt5(root: Path, *, tokenizer: str = "tokenizer") -> Path:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     # White space counts as a word, as it may do to a sentencepiece model, unless it is one space.
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "removed")
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
+    ended = {"single": "$A </s>", "special_tokens": [("</s>", 1)]}
+    made.post_processor = tokenizers.processors.TemplateProcessing(**ended)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(root / tokenizer)

@@ -1,7 +1,5 @@
 """The patch codec, VAEs of diffusers, and latents decoded part by part."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -195,7 +193,7 @@ class ReachingCodec:
         return shifted.sum(-1).repeat_interleave(2, dim=2)[:, :, 1:]
 
 
-def test_other_codecs_are_decoded_with_an_overlap_and_exact_where_it_is_long_enough(
+def test_other_codecs_are_exact_where_the_overlap_is_long_enough(
     folders: dict[str, Path],
 ) -> None:
     codec: Any = ReachingCodec(reach=4)
@@ -278,9 +276,7 @@ def resaved(folder: Path, copy: Path, change: Callable[[dict[str, Any]], Any]) -
     return copy
 
 
-def test_settings_of_a_vae_are_taken_as_diffusers_takes_them(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_vae_settings_are_taken_as_by_diffusers(folders: dict[str, Path], tmp_path: Path) -> None:
     """Take missing defaults from the class, and ignore what a newer diffusers notes."""
     wan = folders["AutoencoderKLWan"]
     names = ("scale_factor_spatial", "scale_factor_temporal")
@@ -356,9 +352,7 @@ def test_folders_of_no_use(
         CodecConfig(str(tmp_path), codec_spatial=4)
 
 
-def test_shards_of_a_vae_hold_what_online_encoding_gives(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_shards_of_a_vae_hold_online_encodings(folders: dict[str, Path], tmp_path: Path) -> None:
     """Read in any order, since a clip's posterior sample depends on its number alone."""
     vae = str(folders["AutoencoderKLHunyuanVideo"])
     for i in range(3):

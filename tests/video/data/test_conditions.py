@@ -1,7 +1,5 @@
 """Modes, their frames and tokens, dropped captions, and the numbers that decide about them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle
@@ -139,9 +137,8 @@ def test_references_stand_where_the_mode_has_them() -> None:
 
 
 def test_modes_that_cannot_be_are_refused() -> None:
-    only = ConditionConfig(
-        t2v_weight=0, i2v_head_weight=0, i2v_tail_weight=0, i2v_loop_weight=0, v2v_head_weight=1
-    )
+    zero = {f"{mode}_weight": 0.0 for mode in MODES}
+    only = ConditionConfig(**{**zero, "v2v_head_weight": 1.0})  # type: ignore[arg-type]
     assert draw_modes(only, 10, torch.tensor([0.5])).tolist() == [MODES.index("v2v_head")]
     with pytest.raises(ConfigError, match=r"\(v2v_head\) must fit .* which have 9 latent frames"):
         draw_modes(only, 9, torch.tensor([0.5]))
@@ -155,7 +152,6 @@ def test_modes_that_cannot_be_are_refused() -> None:
     assert first.startswith("`--i2v-head-weight` (-1) must be at least 0")
     assert second.startswith("`--v2v-frames` (0) must be at least 1")
     assert third.startswith("`--reference-loss` (some) must be one of masked, all, trimmed")
-    zero = {f"{mode}_weight": 0.0 for mode in MODES}
     with pytest.raises(ConfigError, match="weights of all condition modes are 0"):
         ConditionConfig(**zero)  # type: ignore[arg-type]
 

@@ -1,7 +1,5 @@
 """Datasets of shards and of clips encoded online, their batches, and the steps of buckets."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -107,9 +105,7 @@ def test_loader_processes_read_both_alike(source: Path, tmp_path: Path) -> None:
             assert torch.equal(one.latents, other.latents)
 
 
-def test_damaged_clips_give_their_place_to_the_next_of_their_bucket(
-    source: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_clips_are_replaced(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     clips = planned(source)
     bad = dataclasses.replace(clips[7], clip=dataclasses.replace(clips[7].clip, path="/gone"))
     online = OnlineVideos([*clips[:7], bad, clips[8]], encoder(), PLAN)
@@ -214,9 +210,7 @@ def test_mixed_refuses_pipeline_stages_and_too_few_clips_are_refused() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (1, 3), (2, 2), (4, 1)])
-def test_an_epoch_sees_every_clip_once_but_those_left_out(
-    num_ranks: int, num_microbatches: int, mixed: bool
-) -> None:
+def test_an_epoch_sees_every_clip_once(num_ranks: int, num_microbatches: int, mixed: bool) -> None:
     members = {SMALL: Members(range(50), 4), LONG: Members(range(50, 77), 2)}
     plan = BucketSteps(members, num_ranks, num_microbatches, 3, mixed)
     for epoch in range(3):

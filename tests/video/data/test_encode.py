@@ -1,7 +1,5 @@
 """Sizes and buckets of clips, and clips encoded with their references and captions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -70,13 +68,12 @@ def test_every_clip_is_planned_or_dropped_with_its_reason(tmp_path: Path) -> Non
 def test_no_later_frame_leaks_into_a_head_and_no_earlier_one_into_a_tail(tmp_path: Path) -> None:
     one, late, early = pictures(13), pictures(13), pictures(13)
     late[5:], early[:8] = 255 - late[5:], 255 - early[:8]
-    first, changed_late, changed_early = (
-        encoded(tmp_path / str(i), made) for i, made in enumerate((one, late, early))
-    )
-    for name, piece in first.references.items():
-        assert torch.equal(piece, changed_late.references[name]) == name.startswith("head")
-        assert torch.equal(piece, changed_early.references[name]) == name.startswith("tail")
-    assert torch.equal(first.latents[:, :2], changed_late.latents[:, :2])
+    videos = {"whole": one, "late": late, "early": early}
+    whole, in_late, in_early = (encoded(tmp_path / n, made) for n, made in videos.items())
+    for name, piece in whole.references.items():
+        assert torch.equal(piece, in_late.references[name]) == name.startswith("head")
+        assert torch.equal(piece, in_early.references[name]) == name.startswith("tail")
+    assert torch.equal(whole.latents[:, :2], in_late.latents[:, :2])
 
 
 def test_references_are_pieces_encoded_by_themselves(tmp_path: Path) -> None:
@@ -170,9 +167,7 @@ def encoded(folder: Path, made: np.ndarray, lengths: tuple[int, ...] = (1, 2)) -
     return encoder(config).sample(planned_folder(folder, len(made)))
 
 
-def test_random_codecs_are_told_the_clip_and_the_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codecs_are_told_clip_and_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path / "a", pictures(5))
     made = encoder()
     asked, encode = [], type(made.codec).encode

@@ -1,7 +1,5 @@
 """Clips to shards by tools/preprocess_video.py, its refusals, and runs that are cut short."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -150,9 +148,7 @@ def damage(kind: str, output: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cut", "missing", "marker", "no clips"])
-def test_shards_that_are_not_whole_are_made_again(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shards_are_remade(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = make_clips(tmp_path), tmp_path / "out"
     assert run(source, output, "--clips-per-shard=2") == 0
     before = contents(output)
@@ -162,9 +158,7 @@ def test_shards_that_are_not_whole_are_made_again(
     assert contents(output) == before
 
 
-def test_finished_shards_of_other_options_are_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_shards_stay_as_they_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = make_clips(tmp_path), tmp_path / "out"
     assert run(source, output, "--clips-per-shard=2") == 0
     (output / "manifest.json").unlink()
@@ -196,9 +190,7 @@ def cut_png(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:60])
 
 
-def test_clips_that_turn_out_to_be_damaged_are_counted_and_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_clips_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_clips(tmp_path, 3)
     folder = write_folder(tmp_path / "cut", pictures(5))
     cut_png(folder / "003.png")
@@ -220,16 +212,12 @@ def test_clips_that_turn_out_to_be_damaged_are_counted_and_explained(
     assert "cut cannot be read (" in dropped[0]["detail"]
 
 
-def test_a_folder_of_nothing_that_can_be_decoded_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_decodable_clip_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut_png(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("noise")
     assert run(tmp_path, tmp_path.with_name("out")) == 1
     said = capsys.readouterr().err
-    assert re.search(
-        r"None of the 1 planned clips could be decoded; the first: The clip .*a.png", said
-    )
+    assert re.search(r"None of the 1 planned clips could be decoded; the first: The .*a.png", said)
     assert not (tmp_path.with_name("out") / "manifest.json").exists()
 
 

@@ -1,7 +1,5 @@
 """Shards and manifests: what is written is read, and what is not whole is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -70,19 +68,17 @@ def same(one: VideoSample, other: VideoSample, dtype: torch.dtype) -> None:
     assert (one.fps, one.number, one.caption) == (other.fps, other.number, other.caption)
 
 
-@pytest.mark.parametrize(
-    ("storage", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
-)
-def test_round_trip(tmp_path: Path, storage: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_round_trip(tmp_path: Path, storage: str) -> None:
+    dtype = getattr(torch, storage)
     shard = Shard(tmp_path, "shard_00000", written(tmp_path, storage), 3)
     assert len(shard) == 3 and shard.buckets().tolist() == [0, 1, 2]
     # Also in a process of a data loader.
     for reader in (shard, pickle.loads(pickle.dumps(shard))):
         for row, one in enumerate(SAMPLES):
             same(reader.sample(row), one, dtype)
-    bytes_each = {"float32": 4, "bfloat16": 2}[storage]
     latents = sum(one.latents.numel() for one in SAMPLES)
-    assert (tmp_path / "shard_00000_latents.bin").stat().st_size == latents * bytes_each
+    assert (tmp_path / "shard_00000_latents.bin").stat().st_size == latents * dtype.itemsize
     shard.sample(0).latents.zero_()  # what is read may be changed in place
     same(shard.sample(0), SAMPLES[0], dtype)
 

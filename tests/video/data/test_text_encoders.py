@@ -1,7 +1,5 @@
 """Captions as vectors: hashed words, T5 with CLIP, and UMT5 as Wan's video DiTs take it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -281,9 +279,7 @@ def test_umt5_is_run_as_by_hand(umt5: Path) -> None:
     torch.testing.assert_close(long[:, :LENGTH], rows[:1], atol=1e-6, rtol=0)
 
 
-def test_umt5_is_what_the_pipeline_of_diffusers_computes(
-    umt5: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_umt5_equals_diffusers(umt5: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wan = pytest.importorskip("diffusers.pipelines.wan.pipeline_wan")
     monkeypatch.setattr(wan, "is_ftfy_available", lambda: False)
     tokenizer, model = umt5_models(umt5)

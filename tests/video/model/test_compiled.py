@@ -1,8 +1,7 @@
 """Compiled functions and blocks give what they give as written; attention feeds no copies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from operator import attrgetter
 
 import pytest
 import torch
@@ -91,16 +90,14 @@ BY_KERNELS = ("joint heads", "add and modulate", "joint heads without text")
 @pytest.mark.parametrize(
     "case",
     [x if x.name in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES],
-    ids=lambda case: case.name,
+    ids=attrgetter("name"),
 )
 def test_graphs_are_exact(case: Case) -> None:
     check_exact(case, "aot_eager")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [x for x in CASES if x.name in BY_KERNELS], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [x for x in CASES if x.name in BY_KERNELS], ids=attrgetter("name"))
 def test_kernels_are_exact_and_in_half_precision_no_coarser(case: Case) -> None:
     check_kernels(case)
 
@@ -141,9 +138,7 @@ def check(problem: Problem, context: ParallelContext) -> None:
     ids=["mmdit", "wan", "wan twin"],
 )
 @ranks()
-def test_outputs_and_gradients_are_those_of_the_eager_network(
-    context: ParallelContext, problem: Problem
-) -> None:
+def test_compiled_networks_are_the_eager_ones(context: ParallelContext, problem: Problem) -> None:
     check(problem, context)
 
 
@@ -159,9 +154,7 @@ def test_compiled_networks_are_the_eager_ones_on_ranks(
 
 @NETWORKS
 @ranks()
-def test_data_parallelism_is_told_of_every_weight_that_is_used(
-    context: ParallelContext, network: type[Problem]
-) -> None:
+def test_ddp_is_told_of_every_used_weight(context: ParallelContext, network: type[Problem]) -> None:
     problem = network()  # type: ignore[call-arg]
     chunk = one(problem, context)
     names = called(chunk)

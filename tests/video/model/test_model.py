@@ -1,7 +1,5 @@
 """Both networks on one rank: against plain torch, their starts, and what they refuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -54,9 +52,7 @@ def test_velocity_of_an_mmdit_is_that_of_plain_torch(context: ParallelContext) -
 @pytest.mark.parametrize("options", [CAUSAL, BIDIRECTIONAL], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("first_frame", [0, 1200])
 @ranks()
-def test_flow_of_wan_is_that_of_plain_torch(
-    context: ParallelContext, options: VideoDiTOptions, first_frame: int
-) -> None:
+def test_flow_of_wan(context: ParallelContext, options: VideoDiTOptions, first_frame: int) -> None:
     """Compare also beyond the 1024 frames of the original's rotary table."""
     problem = WanProblem(options=options, frames=21)
     chunk, inputs = one(problem, context, torch.float64), problem.inputs(dtype=torch.float64)
@@ -70,9 +66,7 @@ def test_flow_of_wan_is_that_of_plain_torch(
 
 @NETWORKS
 @ranks()
-def test_bfloat16_gives_nearly_the_output_of_float32(
-    context: ParallelContext, network: Any
-) -> None:
+def test_bfloat16_gives_nearly_the_float32_output(context: ParallelContext, network: Any) -> None:
     chunk, inputs = one(network(), context), network().inputs()
     want = chunk(**inputs)
     got = chunk.bfloat16()(**inputs)
@@ -81,7 +75,7 @@ def test_bfloat16_gives_nearly_the_output_of_float32(
 
 
 @ranks()
-def test_conditions_start_without_effect_and_adaln_zero_at_the_mean_square(
+def test_conditions_start_without_effect_and_adaln_zero_at_means(
     context: ParallelContext,
 ) -> None:
     with_cond = MMDiTProblem(sizes=dataclasses.replace(MMDIT_SIZES["tiny"], cond_embed=True))

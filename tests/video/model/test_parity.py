@@ -4,8 +4,6 @@ Ranks of an MMDiT hold unequal numbers of image tokens wherever the sequence is 
 holds all text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cache
@@ -38,9 +36,7 @@ DELICATE = (
 """Parameters of the MMDiT of which at least one of each kind must have been compared."""
 SP: dict[str, Any] = {"sequence_parallel": True}
 A2A: dict[str, Any] = {"options": MMDiTOptions(cp_comm_type="a2a")}
-RECOMPUTED = MMDiTOptions(
-    cp_comm_type="a2a", recompute_double_blocks=1, recompute_single_blocks=100
-)
+RECOMPUTED = MMDiTOptions(cp_comm_type="a2a", recompute_double_blocks=1, recompute_single_blocks=99)
 LAST = {"mask": "last frame"}
 """Options under which the mask sits on one rank, so that the others' tokens count nothing."""
 TEXT = {"num_text": 16, "mask": "all"}

@@ -1,7 +1,5 @@
 """Sizes of the networks, their parameters, blocks dealt to stages, and windows of frames."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any
@@ -54,9 +52,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("sizes", "change", "message"), REFUSED)
-def test_sizes_that_do_not_fit_are_refused(
-    sizes: dict[str, Any], change: dict[str, Any], message: str
-) -> None:
+def test_refused_sizes(sizes: dict[str, Any], change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(sizes["tiny"], **change)
 
@@ -73,9 +69,7 @@ def test_sizes_that_do_not_fit_are_refused(
         ),
     ],
 )
-def test_options_out_of_range_are_refused(
-    options: Any, change: dict[str, Any], message: str
-) -> None:
+def test_wrong_options_are_refused(options: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options(**change)
 
@@ -83,9 +77,7 @@ def test_options_out_of_range_are_refused(
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("double_cost", [0.7, 1.0, 2.4])
 @pytest.mark.parametrize(("double", "single"), [(2, 2), (3, 5), (0, 6), (5, 0)])
-def test_no_other_deal_of_an_mmdits_blocks_is_better(
-    double: int, single: int, double_cost: float, num_stages: int
-) -> None:
+def test_no_deal_is_better(double: int, single: int, double_cost: float, num_stages: int) -> None:
     sizes = dataclasses.replace(MMDIT["tiny"], num_double_blocks=double, num_single_blocks=single)
     costs = [double_cost] * double + [1.0] * single
     got = stage_blocks(sizes, num_stages, double_cost)
@@ -99,9 +91,7 @@ def test_no_other_deal_of_an_mmdits_blocks_is_better(
 
 
 @pytest.mark.parametrize(("num_blocks", "num_stages"), [(40, 8), (30, 4), (2, 2), (5, 3)])
-def test_stages_of_wan_hold_nearly_equal_numbers_of_blocks(
-    num_blocks: int, num_stages: int
-) -> None:
+def test_stages_of_wan_hold_about_equal_numbers_of_blocks(num_blocks: int, num_stages: int) -> None:
     stages = wan_stage_blocks(num_blocks, num_stages)
     assert [number for stage in stages for number in stage] == list(range(num_blocks))
     counts = [len(stage) for stage in stages]

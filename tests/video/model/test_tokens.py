@@ -1,7 +1,5 @@
 """Videos as tokens, the tokens that ranks hold, and rotary positions over three axes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

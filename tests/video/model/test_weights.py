@@ -1,7 +1,5 @@
 """Weights at the start, which depend on no layout, in checkpoints, and with adapters."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
@@ -61,7 +59,7 @@ def test_initial_weights_are_those_of_one_rank(
         assert torch.equal(mine[name], weight), name
 
 
-def test_weights_are_drawn_as_torch_draws_those_of_an_mmdit_and_as_wans_are_published(
+def test_weights_are_drawn_as_torch_and_wan_draw_them(
     single: dict[Problem, Tensors],
 ) -> None:
     """Draw within 1 / sqrt(fan_in), weights and biases; both pieces of W2 have one fan-in."""

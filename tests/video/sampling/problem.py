@@ -1,7 +1,5 @@
 """A tiny MMDiT on any layout, ready to be sampled from."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

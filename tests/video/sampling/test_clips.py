@@ -1,7 +1,5 @@
 """Files of sampled clips and long videos, read back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,8 @@ ASKED = [ClipRequest("a red square moves left"), ClipRequest("Größe " * 40, "a
 
 def smooth(num_clips: int = 2, frames: int = 9, height: int = 32, width: int = 48) -> Tensor:
     """Return slow waves, which H.264 hardly changes, ``[P, 3, f, H, W]``."""
-    t, y, x = torch.meshgrid(
-        *(torch.linspace(0, 3, size) for size in (frames, height, width)), indexing="ij"
-    )
+    axes = (torch.linspace(0, 3, size) for size in (frames, height, width))
+    t, y, x = torch.meshgrid(*axes, indexing="ij")
     phases = torch.arange(num_clips * 3).reshape(num_clips, 3, 1, 1, 1)
     return 0.8 * torch.sin(t + 0.7 * y + 0.5 * x + phases)
 
@@ -80,7 +77,7 @@ def test_the_contact_sheet_has_a_row_for_each_clip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(1, 32, 32), (3, 31, 33)])
-def test_images_and_odd_sizes_are_playable(
+def test_images_and_odd_sizes_can_play(
     tmp_path: Path, frames: int, height: int, width: int
 ) -> None:
     pixels = smooth(1, frames, height, width)
@@ -89,9 +86,7 @@ def test_images_and_odd_sizes_are_playable(
     assert found.shape == (frames, height + height % 2, width + width % 2, 3) and fps == 1
 
 
-def test_older_samples_are_replaced_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_samples_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     write_clips(out, smooth(), ASKED, fps=12, seed=5)
 

@@ -1,7 +1,5 @@
 """Sampling with models whose flow is known."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -84,9 +82,7 @@ def test_a_constant_velocity_is_followed_to_its_end(num_steps: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "patch_size", "tokens"), [((5, 8, 8), 1, 64), ((5, 24, 42), 2, 252)]
 )
-def test_training_and_sampling_shift_alike(
-    shape: tuple[int, int, int], patch_size: int, tokens: int
-) -> None:
+def test_times_shift_alike(shape: tuple[int, int, int], patch_size: int, tokens: int) -> None:
     """Compare a uniform step s of the sampler with a training draw with sigmoid(u) = s."""
     factor = (1 + (tokens - 256) * 2 / 3840) * math.sqrt(5)
     sampled = times(FLOW, 8, shape, patch_size)

@@ -1,7 +1,5 @@
 """Clips of every layout against those that plain sampling on one process gives."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -120,9 +118,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_gives_the_clips_of_one_process(
-    name: str, truth: Tensor, reference: Path
-) -> None:
+def test_layouts_give_the_clips_of_one_process(name: str, truth: Tensor, reference: Path) -> None:
     """Let two context-parallel ranks hold 20 and 28 of 48 image tokens, beside 8 text tokens."""
     sizes, settings = LAYOUTS[name]
     arguments = {"asked": requests_with(reference), "want": truth, "settings": settings}
@@ -160,9 +156,7 @@ def test_fewer_prompts_than_replicas(context: ParallelContext) -> None:
 
 
 @ranks(dp=2)
-def test_failures_of_the_reporting_rank_are_those_of_every_rank(
-    context: ParallelContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_fails_too(context: ParallelContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Tensor:
         raise MemoryError("16 TiB")
 
@@ -172,9 +166,7 @@ def test_failures_of_the_reporting_rank_are_those_of_every_rank(
 
 
 @ranks(pp=2)
-def test_bad_input_is_refused_on_every_rank(
-    context: ParallelContext, tmp_path: Path, reference: Path
-) -> None:
+def test_every_rank_refuses_them(context: ParallelContext, tmp_path: Path, reference: Path) -> None:
     missing = [ClipRequest("a", str(tmp_path / "none.mp4"), "i2v_head")]
     with pytest.raises(DataError, match=r"^The clip \S*none\.mp4 cannot be read"):
         clips_of(context, missing)

@@ -1,7 +1,5 @@
 """Prompts from files, their references, and where the captions of long videos switch."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path
@@ -78,9 +76,8 @@ def test_rows_of_a_jsonl_have_references_or_switch_often(tmp_path: Path) -> None
         ClipRequest("three", "/b.mp4", "i2v_loop", 4.0),
     ]
     switches = [{"frame": 60, "text": "a dog "}, {"frame": 120, "text": "a bird"}]
-    found = read_video_prompts(
-        prompts(tmp_path, {"text": "a cat", "switches": switches}, {"text": "a fish"})
-    )
+    path = prompts(tmp_path, {"text": "a cat", "switches": switches}, {"text": "a fish"})
+    found = read_video_prompts(path)
     assert found[0] == VideoPrompt("a cat", (Switch(60, "a dog"), Switch(120, "a bird")))
     assert found[0].title == "a cat > a dog > a bird" and found[0].frames == (60, 120)
     assert found[1] == VideoPrompt("a fish")
@@ -177,9 +174,7 @@ def test_captions_have_the_suffix_of_training() -> None:
         ("v2v_tail", {2: [11, 13, 15, 17, 19]}),
     ],
 )
-def test_references_are_the_frames_of_their_side_encoded_by_themselves(
-    mode: str, frames: dict[int, list[int]], video: Path
-) -> None:
+def test_references_are_encoded_alone(mode: str, frames: dict[int, list[int]], video: Path) -> None:
     encoded = encode(ClipRequest("a"), ClipRequest("b", str(video), mode))
     given = encoded.references
     assert given is not None and given.latents.shape == (2, *encoded.latent_shape)

@@ -1,7 +1,5 @@
 """The velocity of one model on many ranks: whole, exact, and without traces in the training."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -95,9 +93,8 @@ def test_training_is_left_as_it_was(context: ParallelContext) -> None:
     frozen = next(m for c in velocity.chunks for m in c.modules() if isinstance(m, torch.nn.Linear))
     frozen.eval()
     modes: list[bool] = []
-    hook = velocity.chunks[0].register_forward_pre_hook(
-        lambda module, _: modes.append(module.training)
-    )
+    first = velocity.chunks[0]
+    hook = first.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     before = torch.get_rng_state()
     found = velocity.of_shape(LATENT)(*inputs_of(I2V))
     hook.remove()
@@ -180,7 +177,7 @@ def own_velocity(context: ParallelContext, *, joins_text: bool = False) -> Paral
 
 
 @ranks()
-def test_models_that_lack_a_method_or_give_another_shape_are_refused(
+def test_models_without_a_method_or_of_another_shape_are_refused(
     context: ParallelContext,
 ) -> None:
     engine = own_velocity(context).engine

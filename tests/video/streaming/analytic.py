@@ -3,8 +3,6 @@
 Each latent frame is drawn by itself from a mixture of Gaussians with independent features.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A causal network of a few layers with a real KV cache, in plain torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

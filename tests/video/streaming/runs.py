@@ -1,7 +1,5 @@
 """A tiny streaming run: 4 clips in a sequence, 4 tokens in a frame, a switch of prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A teacher whose score is known, a distance of distributions, and a generator that learns them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

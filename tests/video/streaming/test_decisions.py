@@ -1,7 +1,5 @@
 """Decisions that all ranks share, noise that replicas do not, and which clips a network sees."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math
@@ -134,9 +132,7 @@ def _drawn(run: Run) -> dict[str, Any]:
         pytest.param(4, 2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_agree_on_control_flow_and_replicas_differ_in_noise(
-    tmp_path: Path, ranks: int, batch: int, layout: str
-) -> None:
+def test_ranks_agree_but_for_noise(tmp_path: Path, ranks: int, batch: int, layout: str) -> None:
     _, seen = observed(tmp_path, f"{DRAWN} {layout}", _drawn, ranks=ranks, batch=batch)
     first = seen[0]["decisions"]
     assert len({x[4] for x in first if len(x) > 2}) == 2 and any(x[-1] for x in first)

@@ -1,7 +1,5 @@
 """The same run on other ranks, with its batch cut otherwise, and in 16 bits."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass
@@ -113,9 +111,7 @@ def test_layouts_train_alike(
         pytest.param(2, f"{TP} --sequence-parallel --recompute-blocks 1", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_through_critic_and_teacher_are_whole_on_all_layouts(
-    tmp_path: Path, sid: Result, ranks: int, words: str
-) -> None:
+def test_distilled_gradients_are_whole(tmp_path: Path, sid: Result, ranks: int, words: str) -> None:
     check_same(trained(tmp_path, f"{SID} {words}", ranks=ranks), sid)
 
 
@@ -167,9 +163,7 @@ def _gradients(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("per_frame", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_frames_of_accumulated_clips_count_alike_or_clips_do(
-    tmp_path: Path, per_frame: bool
-) -> None:
+def test_frames_of_accumulated_clips_count_or_clips_do(tmp_path: Path, per_frame: bool) -> None:
     """Compare a step of two clips for each network with two steps of one."""
     words = "" if per_frame else "--no-calculate-per-token-loss"
     found = []

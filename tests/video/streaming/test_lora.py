@@ -1,7 +1,5 @@
 """Adapters in streaming runs, and the networks that a checkpoint tells the next run."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -156,9 +154,7 @@ def test_adapters_do_not_go_on_without_their_weights(
     failed(tmp_path, words, capfd, message.format(**where))
 
 
-def test_random_weights_under_adapters_are_known_by_their_seed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_random_weights_have_their_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = f"{ADAPTERS} --train-iters 2"
     run(tmp_path, f"{words} --exit-interval 1")
     words += f" --load {tmp_path / 'save'}"

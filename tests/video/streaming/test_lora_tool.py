@@ -1,7 +1,5 @@
 """Adapters of a streaming run are merged into its networks, and given to diffusers and peft."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,9 +152,7 @@ def test_peft_and_diffusers_add_the_same(
         assert (delta - want[name]).abs().max() <= 1e-7, name
 
 
-def test_diffusers_computes_what_the_tuned_critic_does(
-    tuned: Tuned, tmp_path: Path, wan: Any
-) -> None:
+def test_diffusers_computes_as_the_tuned_critic(tuned: Tuned, tmp_path: Path, wan: Any) -> None:
     """Check the weights under the adapters, and then both."""
     model = wan.eval()
     model.load_state_dict(in_wans_names(tuned.seen["before"]["critic"]))
@@ -176,9 +172,7 @@ def test_diffusers_computes_what_the_tuned_critic_does(
     assert (flow() - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-def test_networks_of_runs_without_adapters_are_refused(
-    tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_adapters(tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert export(tuned.base, tmp_path / "adapter") == 1
     assert f"`--load` ({tuned.base}) holds a model without adapters" in capfd.readouterr().err
     words = ["--load", tuned.base, "--save", tmp_path / "merged", "--pretrained-checkpoint", "x"]

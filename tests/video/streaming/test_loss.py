@@ -1,7 +1,5 @@
 """The noise table and the losses of generator and critic against sums that are written out."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Prompts from files, and given frames that sequences begin with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

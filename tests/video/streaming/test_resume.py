@@ -1,7 +1,5 @@
 """Streaming runs that go on in the middle of a sequence bit for bit, that fail, or that start."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os
@@ -104,9 +102,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, batch: int, layou
         pytest.param(2, "--use-distributed-optimizer --bf16", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_with_adapters_goes_on_bit_for_bit(
-    tuned: Tuned, tmp_path: Path, ranks: int, layout: str
-) -> None:
+def test_adapters_go_on_bit_for_bit(tuned: Tuned, tmp_path: Path, ranks: int, layout: str) -> None:
     batch = 2 if "distributed" in layout else 1
     words = f"{tuned.words} {ADAPTERS} {layout} --train-iters {STEPS} --save-interval {SAVED}"
     whole, saved = tuned.rows, tuned.saved
@@ -270,9 +266,7 @@ def _fail(run: Run, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["critic", "prompts"])
-def test_an_exception_on_one_rank_ends_the_run(
-    tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_ends_all(tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     fail = partial(_fail, where=where)
     code, rows = attempt(tmp_path, "--train-iters 9", ranks=2, batch=2, prepare=fail)
@@ -325,9 +319,7 @@ def test_weights_of_critic_and_teacher_do_not_come_from_the_run_itself(tmp_path:
     assert teacher and not differ(teacher, other)
 
 
-def test_a_run_of_another_kind_is_not_gone_on_with(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_kind_of_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def hide_critic(run: Run) -> None:
         save = run.checkpoints.save
         run.checkpoints.save = lambda *args, **parts: save(  # type: ignore[method-assign]

@@ -1,7 +1,5 @@
 """Two phases against one graph, predictions about clips, and what gradients reach."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """tools/sample_video.py --streaming: long videos from a checkpoint, in any layout."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -79,9 +77,7 @@ def sample(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return call
 
 
-def test_videos_are_the_same_in_every_layout(
-    sample: Sample, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_layouts_agree(sample: Sample, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base, said = sample(), capfd.readouterr().out
     assert [video.size(0) for video in base] == [12] * 3
     folder = tmp_path / "videos"
@@ -105,9 +101,7 @@ def test_videos_are_the_same_in_every_layout(
         assert (tmp_path / "parallel" / LIST).read_text() == (folder / LIST).read_text()
 
 
-def test_a_switch_acts_from_its_frame_on_and_only_on_its_video(
-    sample: Sample, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_acts_on_its_video_alone(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
     base = sample()
     monkeypatch.setattr(f"{__name__}.ASKED", ASKED.replace("hut", "palace"))
     moved = sample()
@@ -224,9 +218,7 @@ def moved(tuned: Tuned, tmp_path: Path) -> Iterator[Path]:
     folder.rename(tuned.base)
 
 
-def test_adapters_sample_as_merged_ones(
-    tuned: Tuned, adapted: Callable[..., Tensor], tmp_path: Path
-) -> None:
+def test_adapters_as_merged(tuned: Tuned, adapted: Callable[..., Tensor], tmp_path: Path) -> None:
     want = adapted(merged(tuned.saved, tmp_path / "merged"))
     found = adapted(tuned.saved)
     check(found, want)
@@ -281,9 +273,7 @@ def test_other_weights_are_refused(
     assert unused in capfd.readouterr().err
 
 
-def test_random_weights_under_adapters_are_drawn_again(
-    adapted: Callable[..., Tensor], tmp_path: Path
-) -> None:
+def test_random_weights_are_drawn_again(adapted: Callable[..., Tensor], tmp_path: Path) -> None:
     run(tmp_path, f"{ADAPTERS} {FAST} --train-iters 2")
     want = adapted(merged(tmp_path / "save", tmp_path / "merged"))
     check(adapted(tmp_path / "save"), want)

@@ -1,7 +1,5 @@
 """Long videos: block by block as without any cache, and without any effect on a training."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -114,9 +112,7 @@ def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> No
 @pytest.mark.parametrize("sink", ["rebuild", "keep"])
 @pytest.mark.parametrize("context_noise", [0.0, 100.0])
 @pytest.mark.parametrize("switch", [None, 3, 15])
-def test_blocks_are_those_of_a_training_rollout_with_all_steps(
-    switch: int | None, context_noise: float, sink: str
-) -> None:
+def test_blocks_are_those_of_a_rollout(switch: int | None, context_noise: float, sink: str) -> None:
     """Let training encode as many frames anew as the window holds, also after a switch."""
     options = PLAIN if switch is None else switching_at(switch, OPTIONS)
     options = dataclasses.replace(
@@ -256,9 +252,7 @@ def test_videos_are_files_with_their_switches(tmp_path: Path) -> None:
         assert row["averaged_weights"] is False
 
 
-def test_videos_that_are_not_finite_do_not_end_the_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_infinite_videos_end_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def spoil(run: Run) -> None:
         assert run.ema is not None
         average = next(iter(run.ema._parts)).average

@@ -1,7 +1,5 @@
 """Sequences against lengths and masks that are written out, and what a switch of prompts does."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """The changes, constants, counts and averages of the steps of a streaming run."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -77,7 +75,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, dict[str, 
     return rows, seen
 
 
-def test_the_generator_is_trained_in_every_fifth_step(
+def test_the_generator_is_trained_every_fifth_step(
     recorded: tuple[Rows, dict[str, Any]],
 ) -> None:
     rows, seen = recorded
@@ -108,9 +106,7 @@ def _applied_norms(run: Run) -> dict[str, float]:
     return applied
 
 
-def test_each_network_is_clipped_by_itself(
-    tmp_path: Path, recorded: tuple[Rows, dict[str, Any]]
-) -> None:
+def test_networks_are_clipped_alone(tmp_path: Path, recorded: tuple[Rows, dict[str, Any]]) -> None:
     words = "--train-iters 1 --clip-grad 0.002 --critic-clip-grad 0.003"
     (row,), (applied,) = observed(tmp_path, words, _applied_norms, interval=INTERVAL)
     assert applied == pytest.approx({"generator": 0.002, "critic": 0.003}, rel=1e-3)
@@ -220,9 +216,7 @@ def averages(folder: Path) -> dict[str, Tensor]:
         pytest.param("", 200, (6,), marks=pytest.mark.slow),
     ],
 )
-def test_the_average_follows_the_updates_of_the_generator(
-    tmp_path: Path, words: str, start: int, steps: tuple[int, ...]
-) -> None:
+def test_average_of_updates(tmp_path: Path, words: str, start: int, steps: tuple[int, ...]) -> None:
     """Begin with the weights of the first of the steps, of those that train the generator; a
     start that has not come leaves the weights.
     """
@@ -252,7 +246,7 @@ def test_sharded_averages_are_the_whole_ones_bit_for_bit(tmp_path: Path) -> None
         assert torch.equal(found[name], wanted[name]), name
 
 
-def test_passes_advance_one_sequence_and_the_teacher_never_changes(
+def test_passes_advance_one_sequence_and_no_teacher(
     recorded: tuple[Rows, dict[str, Any]],
 ) -> None:
     kinds = "".join("gc" if trains else "c" for trains in TRAINED)

@@ -1,7 +1,5 @@
 """A teacher in a layout of its own predicts as on one rank, and stays as it is."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial
@@ -220,9 +218,7 @@ def random_states() -> list[Any]:
         pytest.param({"tp": 2, "cp": 2}, f"{TENSOR} 1 {STAGES} 2", marks=pytest.mark.slow),
     ],
 )
-def test_any_number_of_samples_is_shared_out(
-    tmp_path: Path, layout: dict[str, int], words: str
-) -> None:
+def test_all_samples_are_shared_out(tmp_path: Path, layout: dict[str, int], words: str) -> None:
     """Give numbers that the groups do not divide, and each replica samples of its own."""
     counts, path = (1, 2, 3), tmp_path / "alone.pt"
     num_rows = max(counts) * layout.get("dp", 1)
@@ -247,9 +243,7 @@ def test_any_number_of_samples_is_shared_out(
 
 
 @ranks(tp=2)
-def test_a_teacher_saved_under_one_layout_loads_under_another(
-    context: ParallelContext, tmp_path: Path
-) -> None:
+def test_a_teacher_loads_under_another_layout(context: ParallelContext, tmp_path: Path) -> None:
     config = configuration(context, f"--save {tmp_path}")
     saved = build_teacher(config, context, torch.device("cpu"))
     with torch.no_grad():

@@ -4,8 +4,6 @@ Nothing of the package is used but the sizes. Names and shapes are those of FLUX
 queries, keys and values one behind the other, ``linear1`` and ``linear2`` in one piece.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -93,9 +91,8 @@ class PlainMMDiT(nn.Module):
 
     def heads(self, qkv: Tensor, stream: nn.Module) -> list[Tensor]:
         """Return normed queries, keys and values, ``[b, n, s, d]``."""
-        q, k, v = (
-            part.unflatten(-1, (self.z.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
-        )
+        parts = [part.unflatten(-1, (self.z.num_heads, -1)) for part in qkv.chunk(3, -1)]
+        q, k, v = (part.transpose(1, 2) for part in parts)
         return [stream.query_norm(q), stream.key_norm(k), v]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:

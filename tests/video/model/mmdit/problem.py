@@ -1,7 +1,5 @@
 """A small training step of an MMDiT, on any layout and in plain torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

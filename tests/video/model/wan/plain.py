@@ -4,8 +4,6 @@ Nothing of the package is used but the sizes. Attention is dense, under a mask t
 the window gives, frame by frame.
 """
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -27,11 +25,9 @@ def frame_mask(frames: range, rule: Rule | None) -> Tensor:
     rows = []
     for query in frames:
         s = query // block * block
-        seen = [
-            k < min(sink, s + block) or max(sink, s + block - (window - sink)) <= k < s + block
-            for k in frames
-        ]
-        rows.append(seen)
+        end = s + block
+        first = max(sink, end - (window - sink))
+        rows.append([k < min(sink, end) or first <= k < end for k in frames])
     return torch.tensor(rows)
 
 

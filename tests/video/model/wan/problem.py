@@ -1,7 +1,5 @@
 """Small networks of Wan and their inputs, on any layout and in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,12 +113,8 @@ def plain_of(chunk: VideoDiT) -> PlainVideoDiT:
 
 def frames_of(inputs: dict[str, Tensor], first: int, count: int) -> dict[str, Any]:
     cut = slice(first, first + count)
-    return {
-        "x": inputs["x"][:, cut],
-        "timesteps": inputs["timesteps"][:, cut],
-        "text": inputs["text"],
-        "first_frame": first,
-    }
+    parts = {name: inputs[name][:, cut] for name in ("x", "timesteps")}
+    return {**parts, "text": inputs["text"], "first_frame": first}
 
 
 def new_cache(chunk: VideoDiT, problem: Problem, **settings: Any) -> KVCache:
@@ -140,16 +134,12 @@ def cached(
 
 
 @torch.no_grad()
-def stream(
-    chunk: VideoDiT, cache: KVCache, inputs: dict[str, Tensor], block: int, start: int = 0
-) -> Tensor:
+def stream(chunk: VideoDiT, cache: KVCache, inputs: Tensors, block: int, start: int = 0) -> Tensor:
     """Return the flow of all frames from ``start`` on, block by block through the cache."""
     blocks = range(start, inputs["x"].size(1), block)
     return torch.cat([chunk(**frames_of(inputs, i, block), cache=cache) for i in blocks], dim=1)
 
 
 def held(cache: KVCache) -> dict[int, Tensor]:
-    return {
-        f: torch.stack([x[cache.slot_of(f)] for x in (*cache.keys, *cache.values)]).clone()
-        for f in cache.frames
-    }
+    kept = (*cache.keys, *cache.values)
+    return {f: torch.stack([x[cache.slot_of(f)] for x in kept]).clone() for f in cache.frames}

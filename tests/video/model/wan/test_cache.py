@@ -1,7 +1,5 @@
 """The cache: streaming equals the dense masked forward, its bookkeeping, and the text's memo."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any
@@ -34,9 +32,7 @@ WINDOWS = [(3, 12, 3), (3, 12, 0), (3, 6, 3), (3, 6, 0), (2, 9, 3), (3, 14, 4)]
 
 @pytest.mark.parametrize("sizes", WINDOWS, ids=str)
 @ranks()
-def test_streaming_equals_the_dense_masked_forward(
-    context: ParallelContext, sizes: tuple[int, int, int]
-) -> None:
+def test_streaming_is_the_dense_pass(context: ParallelContext, sizes: tuple[int, int, int]) -> None:
     """Pass 36 frames through a cache of 12 or fewer; plain torch makes the dense mask itself."""
     window = FrameWindow(*sizes)
     options = dataclasses.replace(CAUSAL, window=window)
@@ -55,9 +51,7 @@ def test_streaming_equals_the_dense_masked_forward(
 
 @pytest.mark.parametrize("capacity", [30, 33])
 @ranks()
-def test_a_cache_with_room_for_a_chunk_gives_the_same(
-    context: ParallelContext, capacity: int
-) -> None:
+def test_a_cache_of_a_chunk_gives_the_same(context: ParallelContext, capacity: int) -> None:
     """Pass several blocks at once, and more frames than the cache holds."""
     problem = Problem(frames=42, batch=1)
     chunk, inputs = one(problem, context, torch.float64), problem.inputs(dtype=torch.float64)

@@ -1,7 +1,5 @@
 """Gradients through a cache and where they end, recomputation, and history encoded anew."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -128,16 +126,13 @@ def first_frames(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     return {**inputs, "x": inputs["x"][:, :count], "timesteps": inputs["timesteps"][:, :count]}
 
 
-def switch(
-    chunk: VideoDiT, cache: KVCache, inputs: dict[str, Tensor], end: int, **settings: object
-) -> None:
+def switch(chunk: VideoDiT, cache: KVCache, inputs: Tensors, end: int, **settings: Any) -> None:
     first = max(0, end - LENGTH)
     if not settings and first:
         settings = {"sink_latents": inputs["x"][:, :3]}
     x = inputs["x"][:, first:end]
-    recache(
-        chunk, cache, latents=x, first_frame=first, timestep=0.0, text=inputs["text"], **settings
-    )
+    given = {"latents": x, "first_frame": first, "text": inputs["text"]}
+    recache(chunk, cache, timestep=0.0, **given, **settings)
 
 
 @pytest.mark.parametrize("end", [12, 21])
