@@ -23,14 +23,9 @@ def start(
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     done = subprocess.run(
         ["bash" if shell else sys.executable, *words],
-        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment}, cwd=cwd, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
     return done.returncode, done.stdout
 
 
@@ -42,7 +37,6 @@ def succeed(*command: object, timeout: float = 60, **options: Any) -> str:
 
 
 def smoke(script: str, out: Path, timeout: float = 240, **environment: str) -> str:
-    """Return the output of an example under SMOKE=1."""
     return succeed(
         EXAMPLES / script,
         timeout=timeout,
@@ -74,6 +68,5 @@ def calls(folder: Path, name: str) -> list[list[str]]:
 
 
 def rows(folder: Path, *kinds: str) -> list[Mapping[str, Any]]:
-    """Return the rows of ``metrics.jsonl``, or those of some kinds."""
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [row for row in found if not kinds or row["kind"] in kinds]

@@ -13,12 +13,9 @@ from tests.examples.scripts import rows as rows_of
 PNG = b"\x89PNG\r\n\x1a\n"
 
 TRAINING = [
-    "gpt/pretrain_gpt_1node.sh",
-    "gpt/pretrain_llama3_8b.sh",
-    "gpt/pretrain_llama3_8b_fp8.sh",
-    "slurm/pretrain_gpt.sbatch",
-    "custom_model/train.sh",
-]
+    "gpt/pretrain_gpt_1node.sh", "gpt/pretrain_llama3_8b.sh", "gpt/pretrain_llama3_8b_fp8.sh",
+    "slurm/pretrain_gpt.sbatch", "custom_model/train.sh",
+]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -67,18 +67,14 @@ def test_sizes_are_the_published_ones() -> None:
 
 
 def hugging_face_twin() -> tuple[Any, TorchLlama]:
-    """Return transformers' model, and `TorchLlama` with the same weights."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
     theirs = LlamaForCausalLM(hugging_face_config(TINY, 32)).float()
     mine = TorchLlama(TINY)
     state: dict[str, Tensor] = theirs.state_dict()
-    named = {
-        "embedding.weight": state["model.embed_tokens.weight"],
-        "norm.weight": state["model.norm.weight"],
-        "head.weight": state["lm_head.weight"],
-    }
+    outer = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    named = {f"{new}.weight": state[f"{old}.weight"] for new, old in outer.items()}
     for number in range(TINY.layers):
         old, new = f"model.layers.{number}", f"layers.{number}"
         parts = [state[f"{old}.self_attn.{x}_proj.weight"] for x in "qkv"]
@@ -125,9 +121,8 @@ def test_ours_is_held_against_the_best_of_the_peers(capfd: pytest.CaptureFixture
     place: Any = None
     comparison = gpu_peers.Comparison(argparse.Namespace(**vars(ON_A_GPU), size="3b"), place)
     comparison._tokens = {"plain torch": 900.0, "Hugging Face": 1000.0, "ours": 1200.0}
-    assert comparison._verdict("ours", 0.5) == (
-        "G1 MFU MISSED: 0.500 < 0.6; G1 over the best peer met: 1.200 ≥ 1.1"
-    )
+    want = "G1 MFU MISSED: 0.500 < 0.6; G1 over the best peer met: 1.200 ≥ 1.1"
+    assert comparison._verdict("ours", 0.5) == want
 
 
 def test_absent_peers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +152,6 @@ def test_throughput_of_what_runs_or_why_it_does_not(
     assert float(fp8_row[12]) == pytest.approx(speeds[1] / speeds[0], rel=2e-3)
     assert te_row[1] == "te"
     assert te_row[5].startswith("refused: `--transformer-impl transformer_engine` needs")
-
-
-def test_shares_of_a_ceiling() -> None:
     assert Ceiling(8e14, 1e15).shares(4e14) == ("50.0%", "40.0%")
     assert Ceiling(8e14, None).shares(4e14) == ("50.0%", "n/a")
 
@@ -230,9 +222,8 @@ def test_targets_are_judged_on_a_gpu_at_full_size_only() -> None:
     below, above = (LOSS_TIME, 0.84), (LOSS_TIME, 0.86)
     assert verdict(ON_A_GPU, [below]) == "G3 time met: 0.840 ≤ 0.85"
     assert verdict(ON_A_GPU, [above]) == "G3 time MISSED: 0.860 > 0.85"
-    assert verdict(ON_A_GPU, [(MFU, 0.6), (LOSS_TIME, None)]) == (
-        "G1 MFU met: 0.600 ≥ 0.6; G3 time not judged: nothing to compare with"
-    )
+    want = "G1 MFU met: 0.600 ≥ 0.6; G3 time not judged: nothing to compare with"
+    assert verdict(ON_A_GPU, [(MFU, 0.6), (LOSS_TIME, None)]) == want
     assert verdict(ON_A_GPU, []) == verdict(ON_A_CPU, []) == "no target"
     assert verdict(ON_A_CPU, [below]) == "not judged: cpu"
     assert (over(1.0, 4.0), over(1.0, 0.0)) == (0.25, None)

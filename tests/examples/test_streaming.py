@@ -38,10 +38,12 @@ def swings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def prompts_in(folder: Path) -> list[list[str]]:
+    return [(folder / x).read_text().splitlines() for x in ("prompts.txt", "second_prompts.txt")]
+
+
 def test_prompts_switch_colours_and_some_pairs_are_held_out(swings: Path) -> None:
-    first, second = (
-        (swings / f"{name}.txt").read_text().splitlines() for name in ("prompts", "second_prompts")
-    )
+    first, second = prompts_in(swings)
     rows = [json.loads(line) for line in (swings / "held_out.jsonl").read_text().splitlines()]
     held_out = [(row["text"], row["switches"][0]["text"]) for row in rows]
     pairs = [*zip(first, second, strict=True), *held_out]
@@ -109,10 +111,7 @@ def test_motion_and_shape_are_measured(films: Any) -> None:
 
 
 def test_prompt_files_go_together() -> None:
-    first, second = (
-        (STREAMING / f"{name}.txt").read_text().splitlines()
-        for name in ("prompts", "second_prompts")
-    )
+    first, second = prompts_in(STREAMING)
     assert len(first) == len(second) == len(set(first)) == len(set(second)) == 12
 
 
@@ -143,12 +142,10 @@ def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:
         assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.0, 0.999)
         assert (optimizer.weight_decay, optimizer.clip_grad) == (0.01, 10.0)
         assert streaming.teacher_checkpoint == "teacher"
-    rates = [
-        (c.optimizer.lr, c.section(StreamingConfig).critic_lr, c.training.train_iters)
-        for c in stages
-    ]
-    assert rates == [(2e-6, 4e-7, 700), (1e-5, 2e-6, 3000)]
     early, late = (config.section(StreamingConfig) for config in stages)
+    assert [x.optimizer.lr for x in stages] == [2e-6, 1e-5]
+    assert [early.critic_lr, late.critic_lr] == [4e-7, 2e-6]
+    assert [x.training.train_iters for x in stages] == [700, 3000]
     assert (early.sequence_lengths, late.sequence_lengths) == ((21,), (240,))
     assert (first.ema.ema_decay, first.ema.ema_start) == (0.99, 200)
     assert not last.ema.keeps_average(trains=True)
@@ -235,9 +232,8 @@ def test_gradients_that_differ_are_told() -> None:
 
 @ranks()
 def test_frames_through_the_cache_are_those_of_the_mask(context: ParallelContext) -> None:
-    found = streaming_speed.measure(
-        context, SIZES["tiny"], 6, blocks=6, stretch=2, rounds=2, height=4
-    )
+    sizes = {"blocks": 6, "stretch": 2, "rounds": 2, "height": 4}
+    found = streaming_speed.measure(context, SIZES["tiny"], 6, **sizes)
     assert list(found.times) == [2, 4]
     assert [len(times) for of in found.times.values() for times in of] == [2] * 4
     assert len(found.ratios) == 2
@@ -251,8 +247,7 @@ def test_ratio_is_that_of_the_medians() -> None:
     nothing = streaming_speed.Differences(0.0, 0.0, 0.0)
     times = {10: [[1.0, 2.0, 9.0], [2.0, 2.0, 2.0]], 20: [[3.0] * 3] * 2, 30: [[4.0] * 3] * 2}
     found = streaming_speed.Found(times, nothing)
-    assert found.ratios == [2.0, 2.0]
-    assert found.ratio == 2.0
+    assert (found.ratios, found.ratio) == ([2.0, 2.0], 2.0)
     assert "last over first stretch 2.000" in streaming_speed.summary(12, found)[0]
 
 

@@ -34,7 +34,6 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Render two clips of each of 32 captions."""
     folder = tmp_path_factory.mktemp("clips")
     done = run("make_clips.py", folder, "--per-caption=2", "--held-out=16")
     assert done.returncode == 0, done.stderr
@@ -124,13 +123,10 @@ def test_a_shape_that_moves_slowly_or_aslant_goes_where_it_goes_furthest(modules
         assert (measure.colour_of(frames), measure.direction_of(frames)) == ("yellow", name)
 
 
-def test_a_caption_without_colour_is_refused(modules: Any) -> None:
+def test_no_colour_and_no_samples_are_refused(modules: Any, tmp_path: Path) -> None:
     _, measure = modules
     with pytest.raises(SystemExit, match="`a cat moves left` must name one colour"):
         measure.wanted("a cat moves left")
-
-
-def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
     done = run("measure_clips.py", tmp_path)
     assert done.returncode == 1
     assert "samples.jsonl does not exist; give a folder that sample_video.py wrote" in done.stderr
@@ -206,11 +202,9 @@ def test_the_modes_and_layouts_of_the_stages(commands: Commands) -> None:
     conditions = last.section(ConditionConfig)
     weights = {mode: conditions.weight(mode) for mode in conditions.modes}
     assert weights == {"t2v": 1, "i2v_head": 5, "i2v_tail": 1, "i2v_loop": 1}
-    sizes = [
-        (p.tensor_model_parallel_size, p.context_parallel_size, p.data_parallel_size)
-        for p in (first.parallel, last.parallel)
-    ]
-    assert sizes == [(4, 1, 2), (2, 4, 1)]
+    names = ("tensor_model_parallel_size", "context_parallel_size", "data_parallel_size")
+    sizes = [[getattr(x.parallel, name) for name in names] for x in (first, last)]
+    assert sizes == [[4, 1, 2], [2, 4, 1]]
     assert last.checkpoint.pretrained_checkpoint == "stage1"
 
 

@@ -167,19 +167,18 @@ def check_kernels(case: Case) -> None:
         assert error(x, want) <= HALF_FACTOR * error(y, want) + 1e-3, index
 
 
-@pytest.mark.parametrize(
-    "case",
-    [x if x.name in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES],
-    ids=lambda case: case.name,
-)
+def over(cases: Sequence[Case], quick: Sequence[str]) -> pytest.MarkDecorator:
+    """Run a test over cases, of which those that are not quick are slow."""
+    marked = [x if x.name in quick else pytest.param(x, marks=pytest.mark.slow) for x in cases]
+    return pytest.mark.parametrize("case", marked, ids=lambda case: case.name)
+
+
+@over(CASES, QUICK)
 def test_graphs_are_exact(case: Case) -> None:
     check_exact(case, "aot_eager")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [x for x in CASES if x.name in BY_KERNELS], ids=lambda case: case.name
-)
+@over([x for x in CASES if x.name in BY_KERNELS], ())
 def test_kernels_are_exact_and_in_half_precision_no_coarser(case: Case) -> None:
     check_kernels(case)
 

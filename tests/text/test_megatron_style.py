@@ -22,20 +22,11 @@ from megatron_ext.text.megatron_style import get_args, get_tokenizer, megatron_t
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.task import Task
-from tests.training_runs import (
-    SMALL,
-    check_refused,
-    config_of,
-    curve,
-    train,
-    train_on_ranks,
-    train_steps,
-    training_rows,
-)
+from tests import training_runs as runs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "porting.md"
 RUN = [
-    *SMALL,
+    *runs.SMALL,
     *"--train-iters 3 --eval-interval 2 --eval-iters 1 --init-method-std 0.1".split(),
     *("--position-embedding-type", "rope"),
 ]
@@ -52,7 +43,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(rows: list[dict[str, Any]]) -> list[list[float]]:
-    return [[row["lm loss"], row["grad_norm"]] for row in training_rows(rows)]
+    return [[row["lm loss"], row["grad_norm"]] for row in runs.training_rows(rows)]
 
 
 def run_program(program: Path, words: list[str], save: Path, monkeypatch: Any) -> list[Any]:
@@ -70,7 +61,7 @@ def test_the_pages_program_trains_what_pretrain_gpt_trains(
 ) -> None:
     words = [*RUN, *layout.split()]
     ported = run_program(program, words, tmp_path / "ported", monkeypatch)
-    rows = train(words, tmp_path / "gpt", 2)
+    rows = runs.train(words, tmp_path / "gpt", 2)
     assert losses(ported) == [pytest.approx(row, rel=1e-6) for row in losses(rows)]
     validation = [row["lm loss"] for row in rows if row["kind"] == "evaluation"]
     found = [row["lm loss"] for row in ported if row["kind"] == "evaluation"]
@@ -106,8 +97,8 @@ def test_uncounted_losses_are_micro_batch_means(parts: int, program: Path, tmp_p
 
     providers = page["train_valid_test_datasets_provider"], page["model_provider"]
     task = megatron_task(*providers, forward_step)
-    rows = train_steps(RUN, tmp_path / "means", 2, task=task)
-    gpt = curve([*RUN, "--no-calculate-per-token-loss"], tmp_path / "gpt", 2)
+    rows = runs.train_steps(RUN, tmp_path / "means", 2, task=task)
+    gpt = runs.curve([*RUN, "--no-calculate-per-token-loss"], tmp_path / "gpt", 2)
     name = "lm loss" if parts == 2 else "loss"
     found = [(row[name], row["grad_norm"]) for row in rows]
     assert found == [pytest.approx(row, rel=1e-6) for row in gpt]
@@ -160,7 +151,7 @@ def test_datasets_and_models_that_are_no_gpt_train(layout: str, tmp_path: Path) 
     found = []
     for name, more, ranks in (("one", "", 1), ("two", layout, 2)):
         flags = [*RUN, "--micro-batch-size", "2", *more.split()]
-        rows = train_steps(flags, tmp_path / name, ranks, task=task)
+        rows = runs.train_steps(flags, tmp_path / name, ranks, task=task)
         found.append([[row["squared error"], row["grad_norm"]] for row in rows])
     assert found[1] == [pytest.approx(row, rel=1e-5) for row in found[0]]
 
@@ -178,10 +169,10 @@ def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def test_arguments_of_argparse_are_flags() -> None:
     kind = section_of(with_own)
     words = "--width 3 --lrs 1 2 --kind b --fast-path --disable-cap".split()
-    config = config_of([*RUN, *words], TEXT.with_sections(kind))
+    config = runs.config_of([*RUN, *words], TEXT.with_sections(kind))
     found = {"width": 3, "rates": [1.0, 2.0], "kind": "b", "fast_path": True, "cap": False}
     assert dataclasses.asdict(config.section(kind)) == found
-    check_refused(RUN, "`--width` is required; give it.", TEXT.with_sections(kind))
+    runs.check_refused(RUN, "`--width` is required; give it.", TEXT.with_sections(kind))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +214,6 @@ def test_flags_that_only_gpts_step_honours_are_refused(program: Path, tmp_path: 
     names = ("train_valid_test_datasets_provider", "model_provider", "forward_step")
     task: Task = megatron_task(*(page[name] for name in names))
     with pytest.raises(ConfigError, match="`--loss-reduction` does nothing in a program whose"):
-        train_on_ranks([*RUN, "--loss-reduction", "sample"], save=tmp_path, task=task)
+        runs.train_on_ranks([*RUN, "--loss-reduction", "sample"], save=tmp_path, task=task)
     with pytest.raises(ConfigError, match=r"`--mtp-num-layers` is left out .* \(`forward_step`\)"):
-        train_on_ranks([*RUN, "--mtp-num-layers", "1"], save=tmp_path, task=task)
+        runs.train_on_ranks([*RUN, "--mtp-num-layers", "1"], save=tmp_path, task=task)

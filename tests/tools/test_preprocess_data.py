@@ -60,10 +60,8 @@ def test_run_and_report(tmp_path: Path, stdin: bool) -> None:
 def test_bad_line_exits_nonzero(tmp_path: Path) -> None:
     done = run(tmp_path, "--workers", "2", source="-", stdin=b'{"text": "a"}\n\n')
     assert done.returncode == 1
-    assert done.stderr.decode().splitlines()[-1] == (
-        "error: standard input line 2 is blank; mend the line, or set bad lines aside with "
-        "`--on-bad-line quarantine` of tools/preprocess_data.py."
-    )
+    said = done.stderr.decode().splitlines()[-1]
+    assert said.startswith("error: standard input line 2 is blank; mend the line, or set bad lines")
     assert list(tmp_path.iterdir()) == []
     done = run(tmp_path, "--on-bad-line=quarantine", source="-", stdin=b'{"text": "a"}\n\n')
     assert done.returncode == 0
@@ -201,10 +199,8 @@ def test_megatrons_flags_reach_the_options() -> None:
     assert (options.workers, options.partitions, options.keep_sequential_samples) == (4, 2, True)
     assert options.split_sentences and options.keep_newlines and options.append_eod
     assert (options.tokenizer.vocab_size, options.tokenizer.merge_file) == (7, "m")
-    assert [note.partition(" has no effect here: ")[0] for note in notes] == [
-        "`--padded-vocab-size`",
-        "`--tokenizer-hf-use-fast`",
-    ]
+    unused = [note.partition(" has no effect here: ")[0] for note in notes]
+    assert unused == ["`--padded-vocab-size`", "`--tokenizer-hf-use-fast`"]
 
 
 @pytest.mark.parametrize(

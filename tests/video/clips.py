@@ -62,10 +62,7 @@ def write_clips(
     distinct: int | None = None, lengths: Sequence[int] = (1,), storage: str = "float32",
     **manifest: Any,
 ) -> Path:  # fmt: skip
-    """Write a folder of clips, numbered bucket by bucket; after ``distinct`` ones they repeat.
-
-    Buckets may have micro-batch ``sizes`` of their own, the manifest other entries.
-    """
+    """Write a folder of clips, numbered bucket by bucket; after ``distinct`` ones they repeat."""
     folder.mkdir(parents=True)
     names = reference_names(lengths)
     buckets = sorted(counts)
@@ -99,7 +96,6 @@ def attempt(
     data: Path, save: Path, words: str = "", *, flags: Sequence[str] = FLAGS, ranks: int = 1,
     **options: Any,
 ) -> tuple[int, Rows]:  # fmt: skip
-    """Return the exit code and all rows of ``metrics.jsonl`` of a run on a folder of clips."""
     flags = [*flags, "--video-data-path", str(data), *words.split()]
     return train_on_ranks(flags, ranks=ranks, save=save, **{"task": FLOW, **options})
 

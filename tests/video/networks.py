@@ -50,7 +50,6 @@ class Problem:
     plain: ClassVar[type[nn.Module]]
 
     def plain_model(self, weights: Tensors) -> Any:
-        """Return the network in plain torch, in double precision."""
         model = self.plain(self.sizes).double()
         model.load_state_dict({k: v.double() for k, v in self.to_plain(weights).items()})
         return model
@@ -83,16 +82,13 @@ def core_config(problem: Any, context: ParallelContext) -> StepTransformerConfig
     return StepTransformerConfig(
         **problem.sizes.transformer_fields(),
         **{name: getattr(context.layout, name) for name in names},
-        sequence_parallel=problem.sequence_parallel,
-        pipeline_dtype=torch.float32,
-        calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=True,
+        sequence_parallel=problem.sequence_parallel, pipeline_dtype=torch.float32,
+        calculate_per_token_loss=True, deallocate_pipeline_outputs=True,
         weight_gradients=DeferredWeightGradients() if deferred else None,
-    )
+    )  # fmt: skip
 
 
 def build(problem: Problem, context: ParallelContext) -> tuple[Any, list[Any]]:
-    """Return this rank's configuration and chunks, with weights drawn by name."""
     config = core_config(problem, context)
     mark_methods(config)
     num_chunks, chunks = context.placement.num_chunks, []
@@ -157,7 +153,6 @@ def _forward_step(problem: Any, batches: Iterator[dict[str, Any]] | None, model:
 
 
 def train_step(problem: Any, context: ParallelContext) -> Step:
-    """Run one step on micro-batches of the replicas, with megatron-core's DDP and finalize."""
     config, chunks = build(problem, context)
     own = range(context.dp_rank, problem.num_microbatches, context.pgs.dp.size())
     given = [problem.microbatch(i) for i in own]
@@ -171,7 +166,6 @@ def reported(total: Tensor, count: Tensor) -> Any:
 def gathered_weights(
     chunks: Sequence[Any], tensor_of: Callable[[Any], Tensor] = lambda p: p
 ) -> Tensors:
-    """Return the full weights, or other tensors of their shapes, from the parts of all ranks."""
     shards = [shard for chunk in chunks for shard in shards_of(chunk, tensor_of)]
     own = [(s.name, s.full_shape, s.offset, s.tensor.detach().clone()) for s in shards]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -239,7 +233,6 @@ def check_weights(chunks: Sequence[Any], wanted: Tensors) -> None:
 
 
 def check_step(step: Step, want: Truth, tolerance: float) -> None:
-    """Compare weights, loss, output and all gradients with the truth."""
     check_weights(step.chunks, want.weights)
     assert abs(step.loss - want.loss) <= tolerance * abs(want.loss)
     if step.output is not None:
@@ -250,13 +243,10 @@ def check_step(step: Step, want: Truth, tolerance: float) -> None:
 def layout_of(sizes: dict[str, int], schedule: str | None = None) -> Layout:
     tp, pp, cp, dp = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
     return Layout(
-        world_size=tp * pp * cp * dp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        virtual_pipeline_model_parallel_size=sizes.get("vpp"),
-        v_shape=schedule == "zb-v",
-    )
+        world_size=tp * pp * cp * dp, tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp, context_parallel_size=cp,
+        virtual_pipeline_model_parallel_size=sizes.get("vpp"), v_shape=schedule == "zb-v",
+    )  # fmt: skip
 
 
 def relative(got: Tensor, want: Tensor) -> float:

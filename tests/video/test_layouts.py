@@ -181,10 +181,7 @@ def truth(truth_by_kind: Callable[..., Truth]) -> Truth:
 
 
 def errors_of(data: Path, truth: Truth, folder: Path, words: str, ranks: int) -> dict[str, float]:
-    """Return the errors of a step's gradients of the blocks' linear layers, largest over the ranks.
-
-    The loss of the step is checked too.
-    """
+    """Return the largest errors over ranks of the gradients of the blocks' linear layers."""
 
     def note_errors(run: Run) -> None:
         chunks = [chunk.module for chunk in run.chunks]

@@ -22,17 +22,7 @@ from megatron_ext.video.loss import QUARTERS
 from megatron_ext.video.sampling.flow import sample
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 from megatron_ext.video.task import FLOW
-from tests.video.clips import (
-    LONG,
-    SHORT,
-    Rows,
-    clip,
-    record_steps,
-    recorded_steps,
-    steps,
-    train,
-    write_clips,
-)
+from tests.video import clips as tiny
 
 CONDITIONS = ConditionConfig(
     i2v_head_weight=1, i2v_tail_weight=0, i2v_loop_weight=0, v2v_head_weight=8, v2v_frames=3
@@ -47,19 +37,19 @@ WORDS = (
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return clips of which only the longer ones hold a piece of three frames."""
     folder = tmp_path_factory.mktemp("logs") / "clips"
-    return write_clips(folder, {SHORT: 16, LONG: 16}, lengths=(1, 3))
+    return tiny.write_clips(folder, {tiny.SHORT: 16, tiny.LONG: 16}, lengths=(1, 3))
 
 
 @pytest.fixture(scope="module")
-def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, Path]:
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[tiny.Rows, Path]:
     save = tmp_path_factory.mktemp("logs") / "run"
-    rows = steps(data, save, WORDS, prepare=partial(record_steps, folder=save / "steps"))
+    rows = tiny.steps(data, save, WORDS, prepare=partial(tiny.record_steps, folder=save / "steps"))
     return rows, save / "steps"
 
 
-def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[Rows, Path]) -> None:
+def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[tiny.Rows, Path]) -> None:
     rows, folder = run
-    for step, batches in recorded_steps(folder).items():
+    for step, batches in tiny.recorded_steps(folder).items():
         weights: dict[str, float] = defaultdict(float)
         for batch in batches:
             tokens = batch["weights"].sum(dim=1).tolist()
@@ -77,10 +67,10 @@ def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[Rows, Path]) -> N
             assert math.isclose(mean, row["loss"], rel_tol=1e-6), (step, names)
 
 
-def test_short_clips_do_not_take_modes_from_later_ones(run: tuple[Rows, Path]) -> None:
+def test_short_clips_do_not_take_modes_from_later_ones(run: tuple[tiny.Rows, Path]) -> None:
     """Draw modes as the weights say in each step, after steps of clips too short for some."""
     rows, folder = run
-    given = recorded_steps(folder)
+    given = tiny.recorded_steps(folder)
     frames = []
     for step, row in enumerate(rows, 1):
         t = int(given[step][0]["img_ids"][..., 0].max()) + 1
@@ -94,7 +84,7 @@ def test_short_clips_do_not_take_modes_from_later_ones(run: tuple[Rows, Path]) -
 
 
 def test_rates(
-    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], run: tuple[Rows, Path]
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], run: tuple[tiny.Rows, Path]
 ) -> None:
     rows, _ = run
     for row in rows[2:]:
@@ -103,7 +93,7 @@ def test_rates(
         tokens = row["tokens_per_second"] * seconds
         assert any(math.isclose(tokens, 8 * n, rel_tol=1e-9) for n in (8 + 48, 8 + 80))
         assert row["train/loss"] == row["loss"]
-    steps(data, tmp_path, f"{WORDS} --train-iters 1 --lr-warmup-iters 0")
+    tiny.steps(data, tmp_path, f"{WORDS} --train-iters 1 --lr-warmup-iters 0")
     (line,) = (line for line in capfd.readouterr().out.splitlines() if "iteration" in line)
     assert "videos/s:" in line and "tokens/s:" in line
 
@@ -130,7 +120,7 @@ def test_validation_goes_through_the_whole_split_with_the_same_noise(
         f"--video-valid-path {valid} --eval-iters 1 --eval-interval 2 --lr 0 --train-iters 4 "
         "--i2v-loop-weight 0.01"
     )
-    rows = train(clips, tmp_path / "run", words, prepare=partial(_count_clips, folder=folder))
+    rows = tiny.train(clips, tmp_path / "run", words, prepare=partial(_count_clips, folder=folder))
     found = [row for row in rows if row["kind"] == "evaluation"]
     assert [row["iteration"] for row in found] == [2, 4, 4]
     losses = [{k: v for k, v in row.items() if k.startswith("loss")} for row in found]
@@ -148,9 +138,8 @@ def test_validation_goes_through_the_whole_split_with_the_same_noise(
 
 
 def test_the_picture_shows_the_validation() -> None:
-    train_rows = [
-        {"kind": "train", "iteration": i, "loss": 1.0 / i, "loss_scale": 1} for i in (1, 2)
-    ]
+    common = {"kind": "train", "loss_scale": 1}
+    train_rows = [{**common, "iteration": i, "loss": 1.0 / i} for i in (1, 2)]
     evaluations = [{"kind": "evaluation", "split": "validation", "iteration": 2, "loss": 0.7}]
     axes = Figure().subplots()
     _plot_losses(axes, train_rows, evaluations, [])
@@ -172,7 +161,7 @@ class SampleAtEnd(Callback):
     """Samples the clip's caption with the weights of the last step."""
 
     def on_train_end(self) -> None:
-        run, config, one = self.run, self.run.config, clip(SHORT, 0)
+        run, config, one = self.run, self.run.config, tiny.clip(tiny.SHORT, 0)
         assert run.runner.engine is not None and config.checkpoint.save is not None
         velocity = ParallelVelocity(run.runner.engine, run.chunks, run.context, patch_size=2)
         null = Text(*(x[None] for x in null_text_of(config)))
@@ -186,12 +175,12 @@ class SampleAtEnd(Callback):
 
 def test_a_fixed_clip_is_learned_and_sampled(tmp_path: Path) -> None:
     """Train on the clip eight times in each step, with other noise each time."""
-    data = write_clips(tmp_path / "clips", {SHORT: 8}, distinct=1)
+    data = tiny.write_clips(tmp_path / "clips", {tiny.SHORT: 8}, distinct=1)
     task = dataclasses.replace(FLOW, callbacks=(SampleAtEnd,))
-    losses = [row["loss"] for row in steps(data, tmp_path / "run", OVERFIT, task=task)]
+    losses = [row["loss"] for row in tiny.steps(data, tmp_path / "run", OVERFIT, task=task)]
     assert losses[-1] <= 0.2 * losses[0]
     sampled = torch.load(tmp_path / "run" / "sampled.pt")
     noise = draw_noise(SEED, [0], SHAPE, "sampling noise")
-    flat = [x.flatten() for x in (clip(SHORT, 0).latents, sampled, noise)]
+    flat = [x.flatten() for x in (tiny.clip(tiny.SHORT, 0).latents, sampled, noise)]
     _, like_sample, like_noise = torch.corrcoef(torch.stack(flat))[0].tolist()
     assert like_sample > 0.9 and abs(like_noise) < 0.2

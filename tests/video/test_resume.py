@@ -17,18 +17,7 @@ from torch import Tensor
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.clips import (
-    IMAGE,
-    LONG,
-    SHORT,
-    Rows,
-    attempt,
-    record_steps,
-    recorded_steps,
-    steps,
-    train,
-    write_clips,
-)
+from tests.video import clips as tiny
 
 STEPS, SAVED, KILLED = 10, 4, 6
 WORDS = (
@@ -40,7 +29,7 @@ SAMPLES = {1: 8, 3: 4, 5: 2}
 
 
 def _record_and_die(run: Run, folder: Path) -> None:
-    record_steps(run, folder)
+    tiny.record_steps(run, folder)
     next_step = run.train_source.next_step
 
     def dying(num_microbatches: int) -> Any:
@@ -57,17 +46,23 @@ class Runs:
 
     data: Path
     whole: Path
-    rows: Rows
+    rows: tiny.Rows
     killed: Path
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("resume")
-    counts, sizes = {IMAGE: 13, SHORT: 12, LONG: 9}, {IMAGE: 4, LONG: 1}
-    data, whole, killed = write_clips(root / "clips", counts, sizes), root / "whole", root / "kill"
-    rows = steps(data, whole, WORDS, prepare=partial(record_steps, folder=whole / "steps"))
-    code, _ = attempt(
+    counts, sizes = {tiny.IMAGE: 13, tiny.SHORT: 12, tiny.LONG: 9}, {tiny.IMAGE: 4, tiny.LONG: 1}
+    data, whole, killed = (
+        tiny.write_clips(root / "clips", counts, sizes),
+        root / "whole",
+        root / "kill",
+    )
+    rows = tiny.steps(
+        data, whole, WORDS, prepare=partial(tiny.record_steps, folder=whole / "steps")
+    )
+    code, _ = tiny.attempt(
         data, killed, WORDS, prepare=partial(_record_and_die, folder=killed / "steps")
     )
     assert code != 0
@@ -81,7 +76,7 @@ def _state(save: Path, step: int = STEPS) -> dict[str, Tensor]:
 
 def _assert_same_steps(found: Path, wanted: Path) -> None:
     """Check that clips, references, captions, times and noise are the same bit for bit."""
-    found_steps, wanted_steps = recorded_steps(found), recorded_steps(wanted)
+    found_steps, wanted_steps = tiny.recorded_steps(found), tiny.recorded_steps(wanted)
     assert sorted(found_steps) == sorted(wanted_steps) == list(range(1, STEPS + 1))
     for step, batches in wanted_steps.items():
         for batch, want in zip(found_steps[step], batches, strict=True):
@@ -91,7 +86,7 @@ def _assert_same_steps(found: Path, wanted: Path) -> None:
 
 def test_buckets_have_their_own_micro_batch_sizes(runs: Runs) -> None:
     seen, samples = [], 0
-    for step, batches in sorted(recorded_steps(runs.whole / "steps").items()):
+    for step, batches in sorted(tiny.recorded_steps(runs.whole / "steps").items()):
         (frames,) = {int(batch["img_ids"][..., 0].max()) + 1 for batch in batches}
         seen.append(frames)
         assert [len(batch["img"]) for batch in batches] == [SAMPLES[frames] // 2] * 2
@@ -110,8 +105,8 @@ def test_buckets_have_their_own_micro_batch_sizes(runs: Runs) -> None:
 def test_a_killed_run_goes_on_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
     save = tmp_path / "save"
     shutil.copytree(runs.killed, save)
-    record = partial(record_steps, folder=save / "steps")
-    rows = steps(runs.data, save, f"{WORDS} --load {save}", prepare=record)
+    record = partial(tiny.record_steps, folder=save / "steps")
+    rows = tiny.steps(runs.data, save, f"{WORDS} --load {save}", prepare=record)
     assert [row["iteration"] for row in rows] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm", "learning_rate", "consumed_samples"):
         assert [row[key] for row in rows[1:]] == [row[key] for row in runs.rows[1:]], key
@@ -127,7 +122,7 @@ def test_one_rank_goes_on_as_tp2_pp2(runs: Runs, tmp_path: Path) -> None:
     save = tmp_path / "save"
     shutil.copytree(runs.killed, save)
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    rows = steps(runs.data, save, f"{WORDS} {layout} --load {save}", ranks=4)
+    rows = tiny.steps(runs.data, save, f"{WORDS} {layout} --load {save}", ranks=4)
     for row, want in zip(rows[SAVED:], runs.rows[SAVED:], strict=True):
         assert row["learning_rate"] == want["learning_rate"]
         for key in ("loss", "grad_norm"):
@@ -142,8 +137,8 @@ def test_one_rank_goes_on_as_tp2_pp2(runs: Runs, tmp_path: Path) -> None:
 def test_sgd_goes_on_bit_for_bit(clips: Path, tmp_path: Path) -> None:
     words = "--optimizer sgd --train-iters 4 --save-interval 2"
     whole, again = tmp_path / "whole", tmp_path / "again"
-    rows = steps(clips, whole, words)
-    resumed = steps(clips, again, f"{words} --load {whole} --ckpt-step 2")
+    rows = tiny.steps(clips, whole, words)
+    resumed = tiny.steps(clips, again, f"{words} --load {whole} --ckpt-step 2")
     assert [row["iteration"] for row in resumed] == [3, 4]
     for key in ("loss", "grad_norm", "learning_rate"):
         assert [row[key] for row in resumed] == [row[key] for row in rows[2:]], key
@@ -177,12 +172,10 @@ def _give_weights(run: Run) -> None:
 def test_the_average_of_four_ranks_is_that_of_one_bit_for_bit(clips: Path, tmp_path: Path) -> None:
     """Compare the whole averages in the checkpoints, not the piece that rank 0 averages."""
     words, found = "--ema-decay 0.9 --no-save-optim", []
-    for ranks, layout in (
-        (1, ""),
-        (4, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
-    ):
+    layouts = {1: "", 4: "--tensor-model-parallel-size 2 --use-distributed-optimizer"}
+    for ranks, layout in layouts.items():
         save = tmp_path / str(ranks)
-        train(clips, save, f"{words} {layout}", ranks=ranks, prepare=_give_weights)
+        tiny.train(clips, save, f"{words} {layout}", ranks=ranks, prepare=_give_weights)
         found.append(_state(save, 3))
     one, four = found
     averages = {name: tensor for name, tensor in one.items() if name.startswith("ema.")}

@@ -113,7 +113,6 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(encoded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return checkpoints of two steps, whose averages lag behind the weights."""
     folder = tmp_path_factory.mktemp("trained")
     for kind in ("video-dit", "independent"):
         train(encoded, folder / kind, f"{KINDS[kind]} --train-iters 2 --ema-decay 0.7")
@@ -121,21 +120,17 @@ def trained(encoded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def compare(run: Run, twin: Tensors, causal: Tensors, prefix: str) -> None:
-    """Check that each network has the weights of its checkpoint, bit for bit."""
     runner = runner_of(run)
-    for network, want in (
-        (runner.teacher, twin), (runner.critic.network, twin), (runner.generator.network, causal)
-    ):  # fmt: skip
+    twins = [(network, twin) for network in (runner.teacher, runner.critic.network)]
+    for network, want in (*twins, (runner.generator.network, causal)):
         stored = {k.removeprefix(prefix): x for k, x in want.items() if k.startswith(prefix)}
         check_weights(unwrap_model([network]), stored)
 
 
 @pytest.mark.parametrize("prefix", ["", "ema."])
 def test_streaming_starts_from_flows(trained: dict[str, Path], prefix: str, tmp_path: Path) -> None:
-    twin, causal = (
-        whole_tensors(folder / "iter_0000002", tmp_path / f"{kind}.pt")
-        for kind, folder in trained.items()
-    )
+    path = tmp_path / "whole.pt"
+    twin, causal = (whole_tensors(x / "iter_0000002", path) for x in trained.values())
     assert any(not torch.equal(twin[f"ema.{k}"], v) for k, v in twin.items() if f"ema.{k}" in twin)
     words = (
         f"--train-iters 1 --text-width {WIDTH} --teacher-checkpoint {trained['video-dit']} "
@@ -162,12 +157,8 @@ def test_clips_are_sampled_from_the_checkpoint(trained: dict[str, Path], tmp_pat
     """Take model, window and data from the checkpoint; the layout is another."""
     words = "--nproc-per-node 2 --context-parallel-size 2 --sample-steps 2 --sample-texts one two"
     folders = ["--load", trained["independent"], "--sample-dir", tmp_path / "clips"]
-    command = [
-        sys.executable,
-        Path(__file__).resolve().parents[2] / "tools" / "sample_video.py",
-        *words.split(),
-        *folders,
-    ]
+    tool = Path(__file__).resolve().parents[2] / "tools" / "sample_video.py"
+    command = [sys.executable, tool, *words.split(), *folders]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = map(json.loads, (tmp_path / "clips" / "samples.jsonl").read_text().splitlines())

@@ -147,9 +147,7 @@ def _check_types(run: Run) -> None:
     """Check that the network gets all inputs, with times, points and velocities in float32."""
     model: Any = run.chunks[0].module.module
     seen: list[dict[str, Any]] = []
-    model.register_forward_pre_hook(
-        lambda module, positional, named: seen.append(named), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda *given: seen.append(given[2]), with_kwargs=True)
     embedded: list[torch.Tensor] = []
     model.embedding.time_in.register_forward_pre_hook(lambda module, args: embedded.append(args[0]))
     next_step, train = run.train_source.next_step, run.runner.train

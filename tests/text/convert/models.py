@@ -20,41 +20,27 @@ from tests.training_runs import config_of
 
 LENGTH = 24
 SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "rope_theta": 50000.0,
-}
+}  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama 3.1 tied": {
-        "model_type": "llama",
-        "tie_word_embeddings": True,
-        "rope_scaling": LLAMA3,
-        "max_position_embeddings": 32768,
-        "rope_theta": 500000.0,
+        "model_type": "llama", "tie_word_embeddings": True, "rope_scaling": LLAMA3,
+        "max_position_embeddings": 32768, "rope_theta": 500000.0,
     },
     "mistral without groups": {
-        "model_type": "mistral",
-        "sliding_window": None,
-        "head_dim": 32,
-        "num_key_value_heads": 4,
+        "model_type": "mistral", "sliding_window": None, "head_dim": 32, "num_key_value_heads": 4,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
     "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
-}
+}  # fmt: skip
 
 
 def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:

@@ -14,14 +14,8 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.convert import huggingface
 from megatron_ext.text.convert import huggingface as exporting
-from megatron_ext.text.convert.huggingface import (
-    Export,
-    Import,
-    build_bare,
-    export_model,
-    import_model,
-)
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import run_on_ranks
 from tests.text.convert.models import (
@@ -64,8 +58,8 @@ def assert_same_tensors(a: Path, b: Path) -> None:
 
 
 def exported(load: Path, target: Path, **options: Any) -> list[str]:
-    order = Export(load, target, **options)
-    return list(in_child(lambda: export_model(order), target.with_suffix(".notes")))
+    order = huggingface.Export(load, target, **options)
+    return list(in_child(lambda: huggingface.export_model(order), target.with_suffix(".notes")))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -139,9 +133,8 @@ def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
 
 
 def refusal(source: Path, target: Path) -> str:
-    """Return why an import is refused, which then writes nothing."""
     with pytest.raises(CheckpointError) as caught:
-        import_model(Import(source, target))
+        huggingface.import_model(huggingface.Import(source, target))
     assert not target.exists()
     return str(caught.value)
 
@@ -227,23 +220,25 @@ def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
     root, full = tmp_path / "ours", tmp_path / "full"
     imported(source, root)
     with pytest.raises(CheckpointError, match=r"`--save` \(.*\) holds checkpoints; give a new"):
-        import_model(Import(source, root))
+        huggingface.import_model(huggingface.Import(source, root))
     full.mkdir()
     (full / "thesis.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"`--hf` \(.*\) holds something already"):
-        export_model(Export(root, full))
+        huggingface.export_model(huggingface.Export(root, full))
     assert [path.name for path in full.iterdir()] == ["thesis.txt"]
     with pytest.raises(
         CheckpointError, match=r"vocabulary to export \(400\) must be at least 1 and at most"
     ):
-        export_model(Export(root, tmp_path / "new", vocab_size=400))
+        huggingface.export_model(huggingface.Export(root, tmp_path / "new", vocab_size=400))
     other = make("qwen3", tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"`--kv-channels` is 16, but `--hf-like` is a model"):
-        export_model(Export(root, tmp_path / "new", like=other))
+        huggingface.export_model(huggingface.Export(root, tmp_path / "new", like=other))
     assert not (tmp_path / "new").exists()
 
 
-def test_one_process_only(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_only(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"`--target-tensor-parallel-size` \(0\) must be at"):
+        huggingface.import_model(huggingface.Import(source, tmp_path / "x", tensor_parallel_size=0))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "Models are converted on one rank, but 2 were started" in refusal(source, tmp_path / "x")
 
@@ -255,7 +250,7 @@ def save_with_one_more(root: Path, target: Path) -> Path:
     words += "--finetune --micro-batch-size 1 --skip-train".split()
     config = config_of(words, checkpoint_config=stored)
     with one_rank(config.training.seed) as context:
-        chunk = build_bare(config, context)
+        chunk = huggingface.build_bare(config, context)
         chunk.output_layer.register_parameter("adapter", torch.nn.Parameter(torch.ones(3)))
         state = {"model": [chunk], "optimizer": None, "scheduler": None, "progress": {}}
         manager = CheckpointManager(config.checkpoint, context)
@@ -269,7 +264,7 @@ def test_no_weight_is_lost(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
     def refused() -> str:
         with pytest.raises(CheckpointError) as caught:
-            export_model(Export(more, tmp_path / "back"))
+            huggingface.export_model(huggingface.Export(more, tmp_path / "back"))
         return str(caught.value)
 
     assert in_child(refused, tmp_path / "text") == (
@@ -279,8 +274,3 @@ def test_no_weight_is_lost(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(exporting, "read_run_config", lambda *_: {"moe": {"num_experts": 8}})
     assert "holds a model with `--num-experts`, which cannot be exported" in refused()
     assert not (tmp_path / "back").exists()
-
-
-def test_no_ranks_for_the_vocabulary(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"`--target-tensor-parallel-size` \(0\) must be at"):
-        import_model(Import(source, tmp_path / "x", tensor_parallel_size=0))

@@ -110,16 +110,10 @@ def hugging_face_llama() -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        max_position_embeddings=LENGTH,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-    )
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=GROUPS, max_position_embeddings=LENGTH,
+        rms_norm_eps=1e-5, tie_word_embeddings=False,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 
 

@@ -87,10 +87,8 @@ LLAMA_8B = (
 
 
 def llama(more: str = "", world: int = 8) -> RunConfig:
-    """Return a run of Llama 3 8B on GPUs."""
     return config_of(f"{LLAMA_8B} {more}", ranks=world, device="cuda")
 
 
 def llama_network(more: str = "") -> GptNetwork:
-    """Return Llama 3 8B on eight GPUs as a plan sees it."""
     return GptNetwork.of(llama(more))

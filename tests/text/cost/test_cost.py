@@ -24,23 +24,13 @@ from megatron_ext.text.cost.flops import GptFlops, flops_per_sample
 from megatron_ext.text.cost.network import GptNetwork, with_recomputation
 from megatron_ext.text.task import padded_to_ranks
 from tests.planning.measure import TOLERANCE, check_peak, check_state, configuration, measure
-from tests.text.cost.layouts import (
-    LAYOUTS,
-    MODEL,
-    MORE,
-    PEAKS,
-    QUICK,
-    QUICK_PEAKS,
-    flags_of,
-    llama,
-    llama_network,
-)
+from tests.text.cost import layouts
 from tests.training_runs import config_of
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *MORE])
+@pytest.mark.parametrize("name", [*layouts.LAYOUTS, *layouts.MORE])
 def test_operations_of_all_stages_are_those_of_the_training_log(name: str) -> None:
-    config = configuration(flags_of(name))
+    config = configuration(layouts.flags_of(name))
     counted = GptNetwork.of(config).step_flops()
     wanted = flops_per_sample(config.model, config.moe) * config.training.batch_sizes[1]
     depths = config.model.mtp_num_layers or 0
@@ -49,7 +39,7 @@ def test_operations_of_all_stages_are_those_of_the_training_log(name: str) -> No
 
 
 def test_full_recomputation_repeats_the_layers() -> None:
-    config = llama()
+    config = layouts.llama()
     stage = GptNetwork.of(config).stages()[0]
     full = GptNetwork.of(with_recomputation(config, "full"))
     flops = GptFlops(full.config, full.sizes)
@@ -60,19 +50,19 @@ def test_full_recomputation_repeats_the_layers() -> None:
 def test_parameters_of_llama_3_8b() -> None:
     """8,030,261,248 by its model card's weights."""
     for more in ("", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4"):
-        assert model_parameters(memory(llama_network(more))) == 8_030_261_248
+        assert model_parameters(memory(layouts.llama_network(more))) == 8_030_261_248
 
 
 def test_llama_8b_state_in_bf16_over_replicas() -> None:
     """16 + 2 bytes a parameter: bf16 weights, fp32 gradients, main weights and two moments."""
-    (rank,) = memory(llama_network("--use-distributed-optimizer"))
+    (rank,) = memory(layouts.llama_network("--use-distributed-optimizer"))
     assert rank.state.parameters == pytest.approx(2 * 8_030_261_248, rel=1e-4)
     assert rank.state.gradients == pytest.approx(4 * 8_030_261_248, rel=1e-4)
     assert rank.state.optimizer == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
 
 
 def _volume(more: str) -> Volume:
-    network = llama_network(more)
+    network = layouts.llama_network(more)
     return rank_volume(network, memory(network)[0], 1)
 
 
@@ -80,16 +70,16 @@ def test_tensor_parallel_messages_of_a_layer() -> None:
     """A layer has four all-reduces of [s, b, h], 2 (n - 1) / n each; SP gathers twice more."""
     tensor = 8192 * 4096 * 2
     for flags, passes in (("", 8), ("--sequence-parallel", 10)):
-        network = llama_network(f"--tensor-model-parallel-size 4 {flags}")
+        network = layouts.llama_network(f"--tensor-model-parallel-size 4 {flags}")
         layer = network.layer_traffic(experts=False)
         assert layer.tensor == passes * 3 / 4 * tensor
         assert layer.context == layer.expert == 0
 
 
 def test_messages_between_replicas() -> None:
-    gradients = memory(llama_network())[0].state.gradients
+    gradients = memory(layouts.llama_network())[0].state.gradients
     assert _volume("").data == 2 * 7 / 8 * gradients
-    shared = memory(llama_network("--use-distributed-optimizer"))[0].state
+    shared = memory(layouts.llama_network("--use-distributed-optimizer"))[0].state
     wanted = 7 / 8 * (shared.gradients + shared.parameters)
     assert _volume("--use-distributed-optimizer").data == wanted
 
@@ -104,7 +94,7 @@ def test_messages_between_stages_and_along_the_sequence() -> None:
 
 def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
     matrices = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
-    plain = llama("--use-distributed-optimizer")
+    plain = layouts.llama("--use-distributed-optimizer")
     eight = dataclasses.replace(plain, fp8=Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise"))
     gathers = dataclasses.replace(eight, fp8=dataclasses.replace(eight.fp8, fp8_param_gather=True))
     wide, low, held = (memory(GptNetwork.of(config))[0] for config in (plain, eight, gathers))
@@ -122,33 +112,38 @@ def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
 
 def test_adapters_of_llama_8b_have_no_other_gradients() -> None:
     """Adapters of rank 16 hold 32 * 16 * the sum of both sides of the four matrices."""
-    (rank,) = memory(llama_network("--lora-rank 16"))
+    (rank,) = memory(layouts.llama_network("--lora-rank 16"))
     sides = (4096 + 6144) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096)
     assert rank.state.gradients == 4 * 32 * 16 * sides
     assert rank.state.frozen == 2 * 8_030_261_248
-    plain = estimate(llama_network(), GPUS["H100"])
-    assert estimate(llama_network("--lora-rank 16"), GPUS["H100"]).seconds < 0.8 * plain.seconds
+    plain = estimate(layouts.llama_network(), GPUS["H100"])
+    assert (
+        estimate(layouts.llama_network("--lora-rank 16"), GPUS["H100"]).seconds
+        < 0.8 * plain.seconds
+    )
 
 
 def _network(flags: Sequence[str]) -> GptNetwork:
     return GptNetwork.of(configuration(flags))
 
 
-def _marked(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
+def _marked(names: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
     """Return the names, those that are not quick marked as slow."""
     return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]
 
 
-@pytest.mark.parametrize("name", _marked([*LAYOUTS, *PEAKS], [*QUICK, *QUICK_PEAKS]))
+@pytest.mark.parametrize(
+    "name", _marked([*layouts.LAYOUTS, *layouts.PEAKS], [*layouts.QUICK, *layouts.QUICK_PEAKS])
+)
 def test_state_exactly_and_peak_within_a_tenth(name: str, tmp_path: Path) -> None:
-    ranks, network = measure(flags_of(name), tmp_path), _network(flags_of(name))
+    ranks, network = measure(layouts.flags_of(name), tmp_path), _network(layouts.flags_of(name))
     check_state(network, ranks)
     check_peak(network, ranks)
 
 
-@pytest.mark.parametrize("name", _marked(MORE, QUICK))
+@pytest.mark.parametrize("name", _marked(layouts.MORE, layouts.QUICK))
 def test_parameters_and_state_are_exact_in_further_layouts(name: str, tmp_path: Path) -> None:
-    check_state(_network(flags_of(name)), measure(flags_of(name), tmp_path))
+    check_state(_network(layouts.flags_of(name)), measure(layouts.flags_of(name), tmp_path))
 
 
 RECOMPUTED = {
@@ -161,14 +156,14 @@ RECOMPUTED = {
 
 @pytest.mark.parametrize("mode", _marked(RECOMPUTED, ["full"]))
 def test_peak_with_recomputation(mode: str, tmp_path: Path) -> None:
-    flags = [*flags_of("dp2"), *RECOMPUTED[mode].split()]
+    flags = [*layouts.flags_of("dp2"), *RECOMPUTED[mode].split()]
     planned = memory(_network(flags))[0]
     for rank in measure(flags, tmp_path):
         assert planned.activations + planned.transient == pytest.approx(rank.peak, rel=TOLERANCE)
 
 
 def test_shares_of_all_replicas_make_the_whole() -> None:
-    network = _network(flags_of("dp2"))
+    network = _network(layouts.flags_of("dp2"))
     (rank,) = memory(network)
     (weights,) = rank.weights
     held = partial(rank_state, network.config, network.sizes, 0, rank.weights)
@@ -179,12 +174,12 @@ def test_shares_of_all_replicas_make_the_whole() -> None:
 
 @pytest.mark.parametrize("name", ["pp2", "pp2vpp2", "zbv", "uneven", "layout", "mtp1 pp2"])
 def test_stages_hold_every_layer_once(name: str) -> None:
-    held = [layer for stage in _network(flags_of(name)).stages() for layer in stage.layers]
+    held = [layer for stage in _network(layouts.flags_of(name)).stages() for layer in stage.layers]
     assert held == [0, 1, 2, 3]
 
 
 def test_recomputation_never_takes_more() -> None:
-    config = configuration(flags_of("pp2"))
+    config = configuration(layouts.flags_of("pp2"))
     peaks = [
         [rank.activations for rank in memory(GptNetwork.of(with_recomputation(config, mode)))]
         for mode in ("none", "selective", "full")
@@ -246,7 +241,7 @@ CASUALTIES = (AssertionError, LookupError, ArithmeticError, TypeError, Attribute
 def words_of(seed: int) -> list[str]:
     """Return up to six random flags after those of a good run, whose place they take."""
     draw = random.Random(seed)
-    words = list(MODEL)
+    words = list(layouts.MODEL)
     for name in draw.sample(sorted(CHOICES), draw.randint(1, 4)):
         words += [name, str(draw.choice(CHOICES[name]))]
     return words + draw.sample(SWITCHES, draw.randint(0, 2))
@@ -270,9 +265,7 @@ def outcome(seed: int) -> str:
     return "plan"
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(300), pytest.param(range(300, 5300), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seeds", _marked([range(300), range(300, 5300)], [range(300)]))
 def test_random_runs_end_in_a_plan_or_in_sentences(seeds: range) -> None:
     counts, broken = {"plan": 0, "errors": 0}, list[str]()
     for seed in seeds:
@@ -280,7 +273,7 @@ def test_random_runs_end_in_a_plan_or_in_sentences(seeds: range) -> None:
             counts[outcome(seed)] += 1
         except (*CASUALTIES, ValueError, RuntimeError):
             said = traceback.format_exc(limit=-3)
-            broken.append(f"{seed}: {' '.join(words_of(seed)[len(MODEL) :])}\n{said}")
+            broken.append(f"{seed}: {' '.join(words_of(seed)[len(layouts.MODEL) :])}\n{said}")
     assert not broken, "\n".join(broken[:5])
     # A fuzz whose runs are all refused, or none, would show nothing.
     assert min(counts.values()) >= 50

@@ -12,15 +12,8 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import DataConfig, TokenizerConfig
+from megatron_ext.text.data import gpt
 from megatron_ext.text.data.blend import BlendSpec, read_blend
-from megatron_ext.text.data.gpt import (
-    KeyedGPTDataset,
-    build_gpt_datasets,
-    check_gpt_data,
-    check_inputs,
-    dataset_config,
-    split_bounds,
-)
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.training_runs import TINY, config_of, train_steps
 
@@ -39,17 +32,17 @@ def _config(*more: str) -> Any:
     return config_of([*words, *null, *more])
 
 
-def _dataset(prefix: str, cache: Path, samples: int | None = None) -> KeyedGPTDataset:
+def _dataset(prefix: str, cache: Path, samples: int | None = None) -> gpt.KeyedGPTDataset:
     from megatron.core.datasets.utils import Split
 
     config = _config("--data-path", prefix, "--data-cache-path", str(cache))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     spec = read_blend(config.section(DataConfig))
-    files = check_inputs(config.section(DataConfig), config.model, spec, tokenizer, [1, 0, 0])
-    core = dataset_config(config, spec, tokenizer, files)
-    low = KeyedGPTDataset.build_low_level_dataset(prefix, core)
+    files = gpt.check_inputs(config.section(DataConfig), config.model, spec, tokenizer, [1, 0, 0])
+    core = gpt.dataset_config(config, spec, tokenizer, files)
+    low = gpt.KeyedGPTDataset.build_low_level_dataset(prefix, core)
     indices = np.arange(len(low.sequence_lengths), dtype=np.int32)
-    return KeyedGPTDataset(low, prefix, indices, samples, Split.train, core)
+    return gpt.KeyedGPTDataset(low, prefix, indices, samples, Split.train, core)
 
 
 def test_an_epoch_covers_every_token_and_neighbours_share_one(tmp_path: Path) -> None:
@@ -81,8 +74,8 @@ def test_a_replaced_file_rebuilds_the_cache(tmp_path: Path) -> None:
 
 
 def test_bounds_of_a_split_are_megatron_cores() -> None:
-    assert split_bounds("90,5,5", 2400) == [(0, 2160), (2160, 2280), (2280, 2400)]
-    assert split_bounds("99,1,0", 20) == [(0, 20), (20, 20), (20, 20)]
+    assert gpt.split_bounds("90,5,5", 2400) == [(0, 2160), (2160, 2280), (2280, 2400)]
+    assert gpt.split_bounds("99,1,0", 20) == [(0, 20), (20, 20), (20, 20)]
 
 
 def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> None:
@@ -92,9 +85,9 @@ def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> 
     config = config.with_section(dataclasses.replace(config.section(DataConfig), split="99,1,0"))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     data = config.section(DataConfig)
-    check_inputs(data, config.model, read_blend(data), tokenizer, [4, 0, 0])
+    gpt.check_inputs(data, config.model, read_blend(data), tokenizer, [4, 0, 0])
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split` 99,1"):
-        check_inputs(data, config.model, read_blend(data), tokenizer, [4, 4, 0])
+        gpt.check_inputs(data, config.model, read_blend(data), tokenizer, [4, 4, 0])
 
 
 def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
@@ -104,7 +97,7 @@ def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
     config = _config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
     config = config.with_section(dataclasses.replace(config.section(DataConfig), split="90,9,1"))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
-    built = build_gpt_datasets(config, tokenizer, [4, 0, 0], lambda: True)
+    built = gpt.build_gpt_datasets(config, tokenizer, [4, 0, 0], lambda: True)
     assert built.train is not None and built.valid is None and built.test is None
 
 
@@ -123,12 +116,12 @@ def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> 
     for name, documents in (("docs", 20), ("short", 1)):
         _write(str(tmp_path / name), documents)
     short, docs = str(tmp_path / "short"), str(tmp_path / "docs")
-    check_inputs(*_inputs("1", docs, "1", short), [400, 0, 0])
-    check_inputs(*_inputs(docs, docs), [24, 0, 0])
+    gpt.check_inputs(*_inputs("1", docs, "1", short), [400, 0, 0])
+    gpt.check_inputs(*_inputs(docs, docs), [24, 0, 0])
     with pytest.raises(DataError, match=r"train split holds 24 samples, and .* but 25 are asked"):
-        check_inputs(*_inputs(docs, docs), [25, 0, 0])
+        gpt.check_inputs(*_inputs(docs, docs), [25, 0, 0])
     with pytest.raises(DataError, match=r"train split of .*short holds 5 tokens, but `--seq-len"):
-        check_inputs(*_inputs(docs, short), [4, 0, 0])
+        gpt.check_inputs(*_inputs(docs, short), [4, 0, 0])
 
 
 def _inputs(*words: str) -> tuple[DataConfig, Any, BlendSpec, Any]:
@@ -138,19 +131,13 @@ def _inputs(*words: str) -> tuple[DataConfig, Any, BlendSpec, Any]:
     return data, config.model, read_blend(data), tokenizer
 
 
-@pytest.mark.parametrize(
-    ("words", "blend"),
-    [
-        (["a"], (["a"], None)),
-        (["a", "b", "c"], (["a", "b", "c"], None)),
-        (["0.3", "a", "0.7", "b"], (["a", "b"], [0.3, 0.7])),
-    ],
-)
-def test_blends_are_read_as_megatron_lm_reads_them(words: list[str], blend: Any) -> None:
-    assert read_blend(_config("--data-path", *words).section(DataConfig)) == BlendSpec(blend, None)
+BLENDS = {"a": (["a"], None), "a b c": (["a", "b", "c"], None), "3 a 7 b": (["a", "b"], [3.0, 7.0])}
 
 
-def test_lists_from_files(tmp_path: Path) -> None:
+def test_blends_from_flags_and_files_are_those_of_megatron_lm(tmp_path: Path) -> None:
+    for words, blend in BLENDS.items():
+        data = _config("--data-path", *words.split()).section(DataConfig)
+        assert read_blend(data) == BlendSpec(blend, None)
     words = tmp_path / "words.txt"
     words.write_text("0.5 a\n0.5 b\n")
     config = _config("--data-args-path", str(words))
@@ -167,8 +154,8 @@ def test_lists_from_files(tmp_path: Path) -> None:
 def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     config = _config("--mock-data", "--full-validation")
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
-    check_gpt_data(config, tokenizer)
-    datasets = build_gpt_datasets(config, tokenizer, [0, None, 0], lambda: True)
+    gpt.check_gpt_data(config, tokenizer)
+    datasets = gpt.build_gpt_datasets(config, tokenizer, [0, None, 0], lambda: True)
     assert isinstance(datasets.valid, MockGPTDataset)
     samples = len(datasets.valid)
     told = f"goes through all {samples} samples of the made-up validation data, {samples // 16} st"

@@ -16,7 +16,7 @@ from megatron_ext.text.sft.masks import tokenize_conversation
 from tests.text.sft import tiny
 
 PLACE = Place("a.jsonl", 12)
-SHAREGPT = SftConfig(sft_row_format="sharegpt")
+SHAREGPT, PROMPTS = (SftConfig(sft_row_format=x) for x in ("sharegpt", "prompt-response"))
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
 
@@ -31,15 +31,16 @@ def test_messages() -> None:
 
 def test_prompt_and_response_columns() -> None:
     row = {"question": "Hi", "answer": "Hello", "q": "Moin", "a": "Tach"}
-    read = read_conversation(row, PLACE, SftConfig(sft_row_format="prompt-response"))
+    read = read_conversation(row, PLACE, PROMPTS)
     assert read.messages == (USER, ASSISTANT)
     assert read.trained == (False, True)
-    named = read_conversation(
-        row,
-        PLACE,
-        SftConfig(sft_row_format="prompt-response", sft_prompt_key="q", sft_response_key="a"),
-    )
-    assert [message["content"] for message in named.messages] == ["Moin", "Tach"]
+    named = {"sft_prompt_key": "q", "sft_response_key": "a"}
+    read = read_conversation(row, PLACE, SftConfig(sft_row_format="prompt-response", **named))
+    assert [message["content"] for message in read.messages] == ["Moin", "Tach"]
+    with pytest.raises(DataError, match="`answer` must be a text, not NoneType"):
+        read_conversation({"question": "Hi", "answer": None}, PLACE, PROMPTS)
+    with pytest.raises(DataError, match="`question` is not a column of this row"):
+        read_conversation({"answer": "Hi"}, PLACE, PROMPTS)
 
 
 def test_sharegpt() -> None:
@@ -91,20 +92,6 @@ def test_sharegpt_function_calls_are_the_assistants(several: bool) -> None:
         calls.append({"type": "function", "function": {"name": "stop", "arguments": {}}})
     assert read.messages[1]["tool_calls"] == calls
     assert read.trained == (False, True, False, True)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("add(1)", r"`conversations\[0\].value` is a function call that is not JSON \("),
-        ("[]", "is a function call, so it must be an object with name and arguments"),
-        ('{"arguments": {}}', "is a function call, so it must be an object with name and arg"),
-    ],
-)
-def test_wrong_function_calls(value: str, text: str) -> None:
-    turns = [{"from": "function_call", "value": value}]
-    with pytest.raises(DataError, match=text):
-        read_conversation({"conversations": turns}, PLACE, SHAREGPT)
 
 
 def test_nested_numpy_arrays_become_lists() -> None:
@@ -162,25 +149,25 @@ def test_wrong_rows(case: str) -> None:
     assert str(caught.value).startswith(f"a.jsonl, row 12: {begin}")
 
 
+CALLS = {
+    "add(1)": "`conversations[0].value` is a function call that is not JSON (",
+    "[]": "`conversations[0].value` is a function call, so it must be an object with name and argu",
+    '{"arguments": {}}': "`conversations[0].value` is a function call, so it must be an object wit",
+}
+
+
 @pytest.mark.parametrize(
     ("turn", "text"),
     [
         ({"from": "bot", "value": "x"}, "`conversations[0].from` must be one of system, human, us"),
         ({"from": "gpt", "value": None}, "`conversations[0].value` must be a text, not NoneType."),
+        *(({"from": "function_call", "value": x}, text) for x, text in CALLS.items()),
     ],
 )
-def test_wrong_sharegpt_turns(turn: dict[str, Any], text: str) -> None:
+def test_wrong_sharegpt_turns_and_calls(turn: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError) as caught:
         read_conversation({"conversations": [turn]}, PLACE, SHAREGPT)
     assert f"row 12: {text}" in str(caught.value)
-
-
-def test_wrong_prompt_and_response() -> None:
-    row_format = SftConfig(sft_row_format="prompt-response")
-    with pytest.raises(DataError, match="`answer` must be a text, not NoneType"):
-        read_conversation({"question": "Hi", "answer": None}, PLACE, row_format)
-    with pytest.raises(DataError, match="`question` is not a column of this row"):
-        read_conversation({"answer": "Hi"}, PLACE, row_format)
 
 
 FAMILIES = sorted(path.stem for path in tiny.TEMPLATES.glob("*.jinja"))

@@ -71,13 +71,10 @@ def test_loss_mask_0_everywhere_trains_nothing() -> None:
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL_TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "1+1 and 2+2?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "content": "2"},
     {"role": "tool", "content": "4"},
     {"role": "assistant", "content": "2 and 4."},
@@ -114,35 +111,27 @@ THINKS_TAIL = (
 )
 
 
-def test_thinking_in_a_single_turn_is_trained() -> None:
-    text = trained_text("qwen3", THINKS[:2])
-    assert text == f"{THINKS_HEAD}[[<think>\nA greeting.\n</think>\n\nHello.<|im_end|>\n]]"
-
-
 def test_a_turn_that_is_written_otherwise_is_an_error() -> None:
     with pytest.raises(DataError) as caught:
         trained_text("qwen3", THINKS)
-    assert str(caught.value) == (
-        "chats.jsonl, row 7: messages[1] (assistant) is written differently once messages follow: "
-        "templating the messages up to it does not give the beginning of the whole conversation; "
-        "set its loss_mask to 0, give a template that does, or set on_mismatch to realign."
-    )
+    said = "chats.jsonl, row 7: messages[1] (assistant) is written differently once messages follow"
+    assert str(caught.value).startswith(said)
 
 
-def test_a_removed_turn_may_mismatch() -> None:
-    messages = [THINKS[0], {**THINKS[1], "loss_mask": 0}, *THINKS[2:]]
-    assert trained_text("qwen3", messages) == f"{THINKS_HEAD}Hello.<|im_end|>\n{THINKS_TAIL}"
+REMOVED = {**THINKS[1], "loss_mask": 0}
+THOUGHTS: dict[str, Any] = {
+    "single turn": (THINKS[:2], None, "[[<think>\nA greeting.\n</think>\n\nHello.<|im_end|>\n]]"),
+    "removed": ([THINKS[0], REMOVED, *THINKS[2:]], None, f"Hello.<|im_end|>\n{THINKS_TAIL}"),
+    "found in the whole": (THINKS, REALIGN, f"[[Hello.<|im_end|>\n]]{THINKS_TAIL}"),
+    "like a later turn": ([*THINKS[:1], THINKS[3], *THINKS[2:]], REALIGN,
+                          f"[[2<|im_end|>\n]]{THINKS_TAIL}"),
+}  # fmt: skip
 
 
-def test_realign_finds_the_turn_in_the_whole() -> None:
-    expected = f"{THINKS_HEAD}[[Hello.<|im_end|>\n]]{THINKS_TAIL}"
-    assert trained_text("qwen3", THINKS, REALIGN) == expected
-
-
-def test_realign_is_not_led_astray_by_a_later_turn_of_the_same_text() -> None:
-    messages = [THINKS[0], {**THINKS[3]}, THINKS[2], THINKS[3]]
-    expected = f"{THINKS_HEAD}[[2<|im_end|>\n]]{THINKS_TAIL}"
-    assert trained_text("qwen3", messages, REALIGN) == expected
+@pytest.mark.parametrize("case", THOUGHTS)
+def test_thoughts_are_trained_or_removed_or_realigned(case: str) -> None:
+    messages, options, expected = THOUGHTS[case]
+    assert trained_text("qwen3", messages, options) == f"{THINKS_HEAD}{expected}"
 
 
 def test_realign_is_not_led_astray_by_a_question_that_quotes_the_turn() -> None:
@@ -236,14 +225,11 @@ def test_what_the_template_refuses_names_the_row() -> None:
         trained_text("gemma", [SYSTEM, *TALK])
 
 
-def test_a_tokenizer_without_template() -> None:
+def test_no_template_and_keywords_that_are_set_anyway() -> None:
     tokenizer = tiny.tokenizer("chatml")
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template"):
         tokenize_conversation(tokenizer, conversation(TALK))
-
-
-def test_keywords_that_are_set_anyway_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"apply_chat_template_kwargs \(tokenize\) must not"):
         check_template_kwargs({"tokenize": False})
 
@@ -255,7 +241,7 @@ ONE_MARK = (
 )
 
 
-def test_generation_marks_that_miss_a_turn() -> None:
+def test_generation_marks_that_miss_a_turn_or_all() -> None:
     with pytest.raises(DataError, match="give 1 runs of trained tokens for 2 assistant messages"):
         trained_text("chatml", TALK, template=ONE_MARK)
     text = trained_text("chatml", TALK, REALIGN, template=ONE_MARK)
@@ -264,9 +250,7 @@ def test_generation_marks_that_miss_a_turn() -> None:
     for options in (None, REALIGN):
         with pytest.raises(DataError, match="give 1 runs"):
             trained_text("chatml", removed, options, template=ONE_MARK)
-
-
-def test_generation_marks_that_hit_nothing_are_an_error_even_when_realigning() -> None:
+    # Not even when realigning.
     with pytest.raises(DataError, match="generation marks of the chat template train nothing"):
         trained_text("chatml", TALK[:3], REALIGN, template=ONE_MARK)
 

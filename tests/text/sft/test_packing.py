@@ -1,5 +1,6 @@
 """Packing against slow definitions, hand-made rows, and a log-normal mix of lengths."""
 
+from functools import partial
 from itertools import chain, combinations, islice, product
 from typing import Any
 
@@ -23,9 +24,8 @@ from megatron_ext.text.sft.packing import (
     token_budget,
 )
 
-MODEL = CostModel.of_sizes(
-    4096, 14336, 32, num_query_groups=8, gated=True, num_layers=32, vocab_size=128256
-)
+GATED = partial(CostModel.of_sizes, gated=True)
+MODEL = GATED(4096, 14336, 32, num_query_groups=8, num_layers=32, vocab_size=128256)
 RANKS = 4
 
 
@@ -36,23 +36,19 @@ def log_normal(count: int, median: float, sigma: float, longest: int) -> Ints:
     return lengths
 
 
-MIXES = {
-    "chat 8k": (log_normal(50_000, 600, 1.0, 8192), 8192),
-    "long 32k": (log_normal(50_000, 2000, 1.3, 32768), 32768),
-}
+CHAT, LONG = log_normal(50_000, 600, 1.0, 8192), log_normal(50_000, 2000, 1.3, 32768)
+MIXES = {"chat 8k": (CHAT, 8192), "long 32k": (LONG, 32768)}
 
 
 def imbalances(lengths: Ints, plan: list[list[list[Row]]]) -> NDArray[np.float64]:
     """Return the highest cost of a rank over the mean, minus 1, for each step."""
-    loads = np.array(
-        [[sum(cost(lengths[row], MODEL) for row in rank) for rank in step] for step in plan], float
-    )
+    costs = [[sum(cost(lengths[row], MODEL) for row in rank) for rank in step] for step in plan]
+    loads = np.array(costs, float)
     above: NDArray[np.float64] = loads.max(axis=1) / loads.mean(axis=1) - 1
     return above
 
 
 def first_fit_decreasing(lengths: list[int], capacity: int) -> list[Row]:
-    """Pack by the definition, in O(samples * rows)."""
     rows: list[Row] = []
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         for row in rows:
@@ -87,9 +83,7 @@ def test_cost_of_the_textbook_layer_doubles_at_twelve_times_its_width() -> None:
 
 def test_cost_counts_matrix_products() -> None:
     h, f, n, g, d, layers, v = 32, 80, 4, 2, 16, 3, 100
-    model = CostModel.of_sizes(
-        h, f, n, num_query_groups=g, kv_channels=d, gated=True, num_layers=layers, vocab_size=v
-    )
+    model = GATED(h, f, n, num_query_groups=g, kv_channels=d, num_layers=layers, vocab_size=v)
     shapes = [(h, n * d), (h, g * d), (h, g * d), (n * d, h), (h, f), (h, f), (f, h)]
     linear = layers * sum(a * b for a, b in shapes) + h * v
     per_pair = layers * n * d  # scores and values: 2 n d, of which the causal half
@@ -107,14 +101,11 @@ def test_balance_finds_the_best_of_all_deals(costs: list[int]) -> None:
     assert max(sum(costs[i] for i in rank) for rank in ranks) <= best * 1.001
 
 
-def test_balance_swaps_where_the_greedy_deal_is_uneven() -> None:
+def test_balance_swaps_where_the_greedy_deal_is_uneven_and_refuses_uneven_rows() -> None:
     # Greedy deals 900 + 500 + 100 and 700 + 600 + 400; 500 and 600 change places.
     costs = [900, 700, 600, 500, 400, 100]
     loads = [sum(costs[i] for i in rank) for rank in balance(costs, 2)]
     assert loads == [1600, 1600]
-
-
-def test_balance_refuses_an_uneven_number_of_rows() -> None:
     with pytest.raises(ConfigError, match=r"step \(6\) must be a positive multiple of .* \(4\)"):
         balance([1] * 6, 4)
 

@@ -83,29 +83,28 @@ def test_tools_of_a_parquet_file_have_no_keys_of_other_rows(tmp_path: Path) -> N
     assert sum(read for _, read in pieces) == (tmp_path / "f.parquet").stat().st_size
 
 
-def test_a_damaged_parquet(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_files_of_no_use(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "f.parquet").write_bytes(b"PAR1 and no more")
     assert preprocess(folder, "--input", tmp_path / "f.parquet", "--output-prefix", "o") == 1
     assert "f.parquet is not a whole parquet file (" in capfd.readouterr().err
+    (tmp_path / "f.jsonl").write_text("")
+    words = ["--input", tmp_path / "f.jsonl", "--output-prefix", tmp_path / "o"]
+    assert preprocess(folder, *words) == 1
+    assert "f.jsonl holds no conversation; give files that do." in capfd.readouterr().err
+
+
+def messages(*texts: str) -> str:
+    turns = zip(("user", "assistant"), texts, strict=False)
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
 
 
 BAD = [
     ("{", "is not valid JSON (unexpected end of data: line 1 column 2 (char 1))"),
     ("[]", "is not a JSON object"),
     ("", "is blank"),
-    (
-        '{"text": "x"}',
-        "is refused: `messages` is not a column of this row (it has text); name the column it has",
-    ),
-    (
-        '{"messages": [{"role": "user", "content": "x"}]}',
-        "is refused: `messages` has no message of the assistant, so nothing to train; drop the row",
-    ),
-    (
-        '{"messages": [{"role": "user", "content": "\\ud800"}, '
-        '{"role": "assistant", "content": "x"}]}',
-        "is refused: the tokenizer refuses the text of the conversation (TypeError: ",
-    ),
+    ('{"text": "x"}', "is refused: `messages` is not a column of this row (it has text); na"),
+    (messages("x"), "is refused: `messages` has no message of the assist"),
+    (messages("\ud800", "x"), "is refused: the tokenizer refuses the text of the conv"),
 ]
 
 
@@ -127,13 +126,6 @@ def test_a_bad_row_stops_the_run_or_is_set_aside(
     assert rejected["line"] == 5
     assert rejected["text"] == line
     assert rejected["reason"].startswith(reason)
-
-
-def test_no_conversations(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "f.jsonl").write_text("")
-    words = ["--input", tmp_path / "f.jsonl", "--output-prefix", tmp_path / "o"]
-    assert preprocess(folder, *words) == 1
-    assert "f.jsonl holds no conversation; give files that do." in capfd.readouterr().err
 
 
 def test_other_columns_and_template(folder: Path, tmp_path: Path) -> None:
@@ -274,13 +266,10 @@ def run(tmp_path: Path) -> tuple[RunConfig, Chat]:
 def _open(run: tuple[RunConfig, Chat], names: Sequence[Any], said: list[str]) -> list[SftStore]:
     config, chat = run
     return open_stores(
-        "--data-path",
-        [str(name) for name in names],
-        chat=chat,
-        cache=config.section(DataConfig).data_cache_path,
-        vocab_size=chat.vocab_size,
+        "--data-path", [str(name) for name in names], chat=chat,
+        cache=config.section(DataConfig).data_cache_path, vocab_size=chat.vocab_size,
         say=said.append,
-    )
+    )  # fmt: skip
 
 
 def opened(run: tuple[RunConfig, Chat], *names: Any) -> tuple[list[SftStore], list[str]]:

@@ -38,7 +38,6 @@ BATCHING = {"packed": 8, "padded": 12, "token-budget": 12}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return flags of a tokenizer, of training and of validation conversations."""
     folder = tmp_path_factory.mktemp("sft")
     first = tiny.write_jsonl(folder / "train.jsonl", tiny.chats(COUNT, turns=2, words=3))
     valid = tiny.write_jsonl(folder / "valid.jsonl", tiny.chats(7, turns=2, words=3, seed=1))
@@ -245,9 +244,10 @@ PACKED = "[--sft-batching token-budget]"
 LAYOUTS = f"mbs4,dp2,dp1{PACKED},cp2{PACKED},pp2dp2{PACKED},tp2sp{PACKED}"
 
 
-@pytest.mark.parametrize(
-    "reduction", ["token", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sample", "square"))]
-)
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("sample", "square")]
+
+
+@pytest.mark.parametrize("reduction", ["token", *SLOW])
 def test_packed_gradient(reduction: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     chats = tiny.write_jsonl(tmp_path / "chats.jsonl", tiny.chats(24, turns=2, words=3))
     words = [

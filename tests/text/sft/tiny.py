@@ -56,16 +56,12 @@ def tokenizer(
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([text for text in [bos, eos, *more] if text])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=bos or None,
-        eos_token=eos,
-        pad_token=eos,
+        tokenizer_object=backend, bos_token=bos or None, eos_token=eos, pad_token=eos,
         chat_template=template or (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8"),
-    )
+    )  # fmt: skip
 
 
 def save(folder: Path, family: str = "chatml") -> Path:
-    """Save a family's tokenizer as `save_pretrained` does."""
     tokenizer(family).save_pretrained(str(folder))
     return folder
 

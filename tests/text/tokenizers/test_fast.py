@@ -42,18 +42,9 @@ def test_ids_are_the_native_ones(pair: tuple[Tokenizer, FastEncoder], texts: lis
 
 
 NORMALIZED_APART = [
-    "\x85",
-    "a\x85",
-    "\u2581\u0326",
-    "x\u2581\u0301y",
-    "\uffa9\uffdb",
-    "\u1100\u1161\u11a8",
-    "e\u0301\u0323",
-    "\u0e01\u0e33",
-    "\u0915\u094d\u0937",
-    "\U0001f44d\U0001f3fd",
-    "\u3131\u314f",
-]
+    "\x85", "a\x85", "\u2581\u0326", "x\u2581\u0301y", "\uffa9\uffdb", "\u1100\u1161\u11a8",
+    "e\u0301\u0323", "\u0e01\u0e33", "\u0915\u094d\u0937", "\U0001f44d\U0001f3fd", "\u3131\u314f",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", NORMALIZED_APART)
@@ -102,16 +93,13 @@ def test_documents_with_control_texts_go_native(
     assert list(ids[1]) == tokenizer.tokenize("with </s> inside")
 
 
-def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_and_missing_engines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(kind: str, source: str) -> object:
         return lambda text: [1, 2, 3]
 
     monkeypatch.setattr(fast_module, "_load", load)
     with pytest.raises(InexactEngine, match="gigatoken gives other ids for a text that starts"):
         FastEncoder(native(KINDS[1]))
-
-
-def test_tokenizers_without_a_faster_engine_say_so() -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9))
     with pytest.raises(InexactEngine, match="NullTokenizer has no faster engine"):
         FastEncoder(tokenizer)

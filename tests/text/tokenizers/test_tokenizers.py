@@ -27,9 +27,8 @@ def flags(kind: str, **more: Any) -> TokenizerConfig:
     return TokenizerConfig(tokenizer_type=kind, **more)
 
 
-def sentencepiece(**more: Any) -> TokenizerConfig:
-    model = str(tiny.sentencepiece_model())
-    return flags("SentencePieceTokenizer", tokenizer_model=model, **more)
+def sentencepiece(kind: str = "SentencePieceTokenizer", **more: Any) -> TokenizerConfig:
+    return flags(kind, tokenizer_model=str(tiny.sentencepiece_model()), **more)
 
 
 def huggingface(**more: Any) -> TokenizerConfig:
@@ -49,10 +48,8 @@ def core(chosen: TokenizerConfig) -> Any:
 
 CASES = {
     "sentencepiece": sentencepiece,
-    "gpt_sentencepiece": lambda: dataclasses.replace(
-        sentencepiece(), tokenizer_type="GPTSentencePieceTokenizer"
-    ),
-    "llama2": lambda: dataclasses.replace(sentencepiece(), tokenizer_type="Llama2Tokenizer"),
+    "gpt_sentencepiece": lambda: sentencepiece("GPTSentencePieceTokenizer"),
+    "llama2": lambda: sentencepiece("Llama2Tokenizer"),
     "huggingface": huggingface,
     "huggingface_special": lambda: huggingface(tokenizer_special_tokens=["<new>", "world"]),
     "huggingface_include": lambda: huggingface(tokenizer_hf_include_special_tokens=True),
@@ -138,11 +135,8 @@ def test_detokenize_gives_the_text_back(case: str) -> None:
 
 
 def test_detokenize_shows_special_tokens_on_request() -> None:
-    for chosen, text in (
-        (huggingface(), tiny.END),
-        (sentencepiece(), "</s>"),
-        (tiktoken(), "</s>"),
-    ):
+    ends = ((huggingface(), tiny.END), (sentencepiece(), "</s>"), (tiktoken(), "</s>"))
+    for chosen, text in ends:
         tokenizer = build_tokenizer(chosen)
         ids = [*tokenizer.tokenize("ba"), tokenizer.eod]
         assert tokenizer.detokenize(ids) == "ba"
@@ -207,10 +201,8 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, case: str) 
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:
         build_tokenizer(chosen)
-    assert str(caught.value) == (
-        f"`--tokenizer-type {chosen.tokenizer_type}` needs the package {package}, which is not "
-        f"installed; run `pip install {package}`."
-    )
+    needs = f"`--tokenizer-type {chosen.tokenizer_type}` needs the package {package}, which is not "
+    assert str(caught.value).startswith(needs)
 
 
 def test_a_hub_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,12 +212,9 @@ def test_a_hub_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> N
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(DataError) as caught:
+    told = r"model\) is neither a folder here nor .* \(ConnectionError: no route to host\); check"
+    with pytest.raises(DataError, match=told):
         build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model="someone/model"))
-    assert str(caught.value) == (
-        "`--tokenizer-model` (someone/model) is neither a folder here nor a Hugging Face name that "
-        "could be fetched (ConnectionError: no route to host); check the name and the network."
-    )
 
 
 def test_core_accepts_it_as_a_dataset_tokenizer() -> None:
@@ -253,14 +242,11 @@ def test_bad_settings_are_told(tmp_path: Path, _section: str, case: str, sentenc
     (tmp_path / "bad_hf").mkdir()
     (tmp_path / "bad_hf" / "tokenizer.json").write_text('{"version": "1.0"}')
     places = {
-        "junk": tmp_path / "junk",
-        "empty": tmp_path / "empty.json",
-        "metadata": tmp_path / "metadata.json",
-        "bad_hf": tmp_path / "bad_hf",
-        "vocab": tiny.gpt2_files()[0],
-        "sp": tiny.sentencepiece_model(),
+        "junk": tmp_path / "junk", "empty": tmp_path / "empty.json",
+        "metadata": tmp_path / "metadata.json", "bad_hf": tmp_path / "bad_hf",
+        "vocab": tiny.gpt2_files()[0], "sp": tiny.sentencepiece_model(),
         "tik": tiny.tiktoken_file(),
-    }
+    }  # fmt: skip
     letter, name, *words = case.format(**places).split()
     parser = argparse.ArgumentParser()
     add_tokenizer_flags(parser)

@@ -82,7 +82,6 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def original_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of diffusers' folder in the naming of Wan2.1's repository."""
     names = original_names(TINY.num_blocks)
     found = tensors_of(folder)
     assert found.keys() == names.keys()
@@ -143,10 +142,7 @@ def inputs(sizes: VideoDiTSizes = TINY, *, per_frame: bool = False) -> dict[str,
 
 @torch.no_grad()
 def theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
-    """Return the flow ``[b, t, c, h, w]`` of diffusers' class; tokens have their frame's timestep.
-
-    Diffusers' sinusoids are float32, ours and Wan's float64: a difference of 5e-6 in the flow.
-    """
+    """Return the flow ``[b, t, c, h, w]`` of diffusers, whose float32 sinusoids cost 5e-6."""
     timesteps = given["timesteps"]
     if timesteps.dim() == 2:
         tokens = given["x"].shape[-2] * given["x"].shape[-1] // 4

@@ -29,12 +29,7 @@ from megatron_ext.video.cost.flops import flops_of_clip, flops_of_pass
 from megatron_ext.video.cost.wan import dit_weights
 from megatron_ext.video.data.setup import planned_clips
 from megatron_ext.video.networks import network_of
-from megatron_ext.video.streaming.cost import (
-    NetworkMemory,
-    StreamingMemory,
-    not_estimated,
-    streaming_memory,
-)
+from megatron_ext.video.streaming import cost
 from megatron_ext.video.task import VIDEO
 from tests.planning.measure import KINDS, Measured, check_peak, check_state, configuration, measure
 from tests.ranks import ranks
@@ -106,7 +101,6 @@ def test_parameters_of_video_dits_in_any_layout(name: str) -> None:
 
 
 def _mmdit(words: str) -> RunConfig:
-    """Return a run of the size of Open-Sora on eight GPUs, with the widths of its data."""
     own = "--video-data-path x --mmdit-size 11b --bf16 --global-batch-size 16"
     flags = [*COMMON, *own.split(), *words.split()]
     config = parse_args(flags, VIDEO, world_size=8, device="cuda").config
@@ -162,7 +156,7 @@ STREAMING_LAYOUTS = {
 }
 
 
-def _state(held: NetworkMemory) -> dict[str, int]:
+def _state(held: cost.NetworkMemory) -> dict[str, int]:
     return {kind: getattr(held.state, kind) for kind in KINDS}
 
 
@@ -170,7 +164,7 @@ def _names(weights: tuple[Weight, ...]) -> list[list[object]]:
     return [[weight.name, weight.numel] for weight in weights]
 
 
-def _check_networks(planned: StreamingMemory, rank: Measured) -> None:
+def _check_networks(planned: cost.StreamingMemory, rank: Measured) -> None:
     generator, critic, teacher = planned.networks
     assert _names(generator.weights) == rank.weights[0]
     assert _names(critic.weights) == rank.networks["critic weights"]
@@ -191,7 +185,7 @@ def test_networks_of_streaming_exactly_and_largest_pass_nearly(name: str, tmp_pa
     words = f"--train-iters 1 {STREAMING_LAYOUTS[name]}"
     flags = flags_of(tmp_path / "prompts", words, batch=replicas)
     ranks = measure(flags, tmp_path, VIDEO)
-    planned = streaming_memory(configuration(flags, VIDEO))
+    planned = cost.streaming_memory(configuration(flags, VIDEO))
     for rank in ranks:
         _check_networks(planned, rank)
         assert planned.largest[1] == pytest.approx(rank.peak, rel=0.10)
@@ -207,7 +201,7 @@ def test_a_dry_run_says_what_is_unknown(tmp_path: Path, capfd: pytest.CaptureFix
     for name in ("generator", "critic", "teacher"):
         assert name in shown
     assert "fits on H100" in shown
-    said = not_estimated(configuration(flags, VIDEO))
+    said = cost.not_estimated(configuration(flags, VIDEO))
     assert len(said) == 3 and all(text in shown for text in said)
 
 

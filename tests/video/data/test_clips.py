@@ -13,14 +13,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data import clips
 from megatron_ext.video.data.clips import Clip, decode, fit, probe, read_list
 from megatron_ext.video.data.geometry import ClipShape
-from tests.video.data.making import (
-    hide_the_beginning,
-    lay_on_its_side,
-    pictures,
-    write_folder,
-    write_gif,
-    write_video,
-)
+from tests.video.data import making
 
 CODECS = {"libx264": "mp4", "libvpx": "webm", "libvpx-vp9": "webm"}
 
@@ -31,8 +24,8 @@ def as_pixels(made: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize(("codec", "kind"), CODECS.items())
 def test_videos(tmp_path: Path, codec: str, kind: str) -> None:
-    made = pictures(11)
-    clip = Clip(str(write_video(tmp_path / f"a.{kind}", made, codec=codec)), "x")
+    made = making.pictures(11)
+    clip = Clip(str(making.write_video(tmp_path / f"a.{kind}", made, codec=codec)), "x")
     assert probe(clip) == ClipShape(11, 32, 32, 8.0)
     pixels = decode(clip, 1, 3, 4, (32, 32))
     assert pixels.dtype == torch.float32 and pixels.shape == (3, 4, 32, 32)
@@ -42,15 +35,15 @@ def test_videos(tmp_path: Path, codec: str, kind: str) -> None:
 
 
 def test_gifs_images_and_folders_of_images_are_exact(tmp_path: Path) -> None:
-    made = pictures(6)
-    clip = Clip(str(write_gif(tmp_path / "a.gif", made)), "x")
+    made = making.pictures(6)
+    clip = Clip(str(making.write_gif(tmp_path / "a.gif", made)), "x")
     assert probe(clip) == ClipShape(6, 32, 32, 10.0)
     torch.testing.assert_close(decode(clip, 0, 1, 6, (32, 32)), as_pixels(made), atol=1e-6, rtol=0)
     assert probe(Clip(clip.path, "x", fps=5.0)).fps == 5.0
-    still = Clip(str(write_gif(tmp_path / "b.gif", pictures(1))), "x")
+    still = Clip(str(making.write_gif(tmp_path / "b.gif", making.pictures(1))), "x")
     assert probe(still) == ClipShape(1, 32, 32, 0.0)
-    made = pictures(12)
-    folder = write_folder(tmp_path / "v1.0", made, "f_{}.png")
+    made = making.pictures(12)
+    folder = making.write_folder(tmp_path / "v1.0", made, "f_{}.png")
     (folder / "._f_0.png").write_bytes(b"what macOS leaves")
     (folder / "notes.md").write_text("no image")
     clip = Clip(str(folder), "x")
@@ -65,17 +58,17 @@ def test_gifs_images_and_folders_of_images_are_exact(tmp_path: Path) -> None:
 def test_clips_that_are_turned_or_cut_by_an_edit_stand_as_players_show_them(tmp_path: Path) -> None:
     made = np.full((3, 32, 64, 3), 20, np.uint8)
     made[:, :16, :16] = 240
-    path = write_video(tmp_path / "phone.mp4", made)
-    lay_on_its_side(path)
+    path = making.write_video(tmp_path / "phone.mp4", made)
+    making.lay_on_its_side(path)
     clip = Clip(str(path), "x")
     assert probe(clip) == ClipShape(3, 64, 32, 8.0)
     pixels = decode(clip, 0, 1, 3, (64, 32))
     # Turned clockwise, the upper left corner becomes the upper right one.
     wanted = as_pixels(np.stack([np.rot90(picture, -1) for picture in made]))
     assert (pixels - wanted).abs().mean() < 0.05
-    made = pictures(11)
-    whole = write_video(tmp_path / "whole.mp4", made)
-    clip = Clip(str(hide_the_beginning(whole, tmp_path / "cut.mp4", 4)), "x")
+    made = making.pictures(11)
+    whole = making.write_video(tmp_path / "whole.mp4", made)
+    clip = Clip(str(making.hide_the_beginning(whole, tmp_path / "cut.mp4", 4)), "x")
     assert probe(clip) == ClipShape(7, 32, 32, 8.0)
     assert (decode(clip, 0, 1, 7, (32, 32)) - as_pixels(made[4:])).abs().mean() < 0.02
 
@@ -99,7 +92,7 @@ def damage(kind: str, folder: Path) -> Path:
     if kind == "folder":
         path.mkdir()
     elif kind == "cut.mp4":
-        whole = write_video(folder / "whole.mp4", pictures(30, 64, 64), crf="0")
+        whole = making.write_video(folder / "whole.mp4", making.pictures(30, 64, 64), crf="0")
         path.write_bytes(whole.read_bytes()[:2000])
     elif kind == "cut.png":
         Image.fromarray(noise.integers(0, 255, (64, 64, 3), np.uint8)).save(path)
@@ -135,15 +128,15 @@ def test_damage_that_headers_do_not_show(tmp_path: Path) -> None:
     assert probe(Clip(str(path), "x")).height == 64
     with pytest.raises(DataError, match=r"cut.png cannot be read \("):
         decode(Clip(str(path), "x"), 0, 1, 1, (32, 32))
-    folder = write_folder(tmp_path / "mixed", pictures(2))
-    Image.fromarray(pictures(1, 16, 16)[0]).save(folder / "002.png")
+    folder = making.write_folder(tmp_path / "mixed", making.pictures(2))
+    Image.fromarray(making.pictures(1, 16, 16)[0]).save(folder / "002.png")
     with pytest.raises(DataError, match=r"mixed cannot be read \(its frames differ in size\)"):
         decode(Clip(str(folder), "x"), 0, 1, 3, (32, 32))
 
 
-@pytest.mark.parametrize("write", [write_video, write_folder])
+@pytest.mark.parametrize("write", [making.write_video, making.write_folder])
 def test_clips_that_end_early(tmp_path: Path, write: Any) -> None:
-    path = write(tmp_path / "a.mp4", pictures(4))
+    path = write(tmp_path / "a.mp4", making.pictures(4))
     with pytest.raises(DataError, match=r"only 2 of 3 frames could be decoded"):
         decode(Clip(str(path), "x"), 0, 2, 3, (32, 32))
 
@@ -178,7 +171,7 @@ def test_lists_and_folders_of_clips_beside_captions(tmp_path: Path) -> None:
     table = names + '\na.mp4, a cat ,,\n/b.mp4,a dog,12,3.5\n\nc.mp4,"a fox"'
     assert read_list(write(tmp_path / "l.CSV", table)) == wanted[:3]
     folder = tmp_path / "folder"
-    write_folder(folder / "v1.5", pictures(2))
+    making.write_folder(folder / "v1.5", making.pictures(2))
     captions = {"v1.5.txt": "a bar\n", "a.b.mp4": "", "a.b.txt": "a cat", "c.mp4": ""}
     for name, text in captions.items():
         write(folder / name, text)

@@ -14,19 +14,13 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
+from megatron_ext.video.data import codecs
 from megatron_ext.video.data.codec import (
     DiffusersCodec,
     PatchCodec,
     VideoCodec,
     cosine_basis,
     rotation,
-)
-from megatron_ext.video.data.codecs import (
-    FeatureCacheDecoder,
-    OverlapDecoder,
-    block_decoder,
-    build_codec,
-    codec_from_manifest,
 )
 from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos
 from megatron_ext.video.data.encode import ClipEncoder
@@ -47,7 +41,7 @@ CODECS = [
 
 @pytest.mark.parametrize("config", CODECS)
 def test_all_channels_are_inverted_and_no_later_frame_leaks(config: CodecConfig) -> None:
-    codec, temporal = build_codec(config), config.codec_temporal
+    codec, temporal = codecs.build_codec(config), config.codec_temporal
     size = (1, 3, 2 * temporal + 1, 16, 32)
     pixels = torch.rand(size, generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = codec.encode(pixels)
@@ -66,7 +60,7 @@ def test_all_channels_are_inverted_and_no_later_frame_leaks(config: CodecConfig)
 
 
 def test_fewer_channels_keep_constant_pictures_and_are_a_projection() -> None:
-    codec = build_codec(CodecConfig(codec_channels=12))
+    codec = codecs.build_codec(CodecConfig(codec_channels=12))
     grey = torch.full((1, 3, 5, 16, 16), 0.3)
     torch.testing.assert_close(codec.decode(codec.encode(grey)), grey, atol=1e-5, rtol=0)
     noise = torch.randn(1, 3, 5, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -106,16 +100,16 @@ def test_matrices_are_orthogonal_and_made_row_by_row() -> None:
 )
 def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        build_codec(CodecConfig(**wrong))
+        codecs.build_codec(CodecConfig(**wrong))
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    codec = build_codec(CodecConfig())
+    codec = codecs.build_codec(CodecConfig())
     with pytest.raises(ConfigError, match=r"frames \(16\) must be .* choose 13"):
         codec.latent_shape(16, 16, 16)
     with pytest.raises(ConfigError, match=r"width \(20\) must be a multiple .* \(8\)"):
         codec.latent_shape(17, 16, 20)
-    for decode in (codec.decode, block_decoder(codec)):
+    for decode in (codec.decode, codecs.block_decoder(codec)):
         with pytest.raises(DataError, match=r"have 5 channels, but the codec has 768"):
             decode(torch.zeros(1, 5, 1, 2, 2))
 
@@ -137,7 +131,7 @@ def latents_of(codec: Any, frames: int = sum(STRETCHES)) -> Tensor:
 def test_the_patch_codec_is_exact(temporal: int) -> None:
     codec = PatchCodec(CodecConfig(codec_spatial=4, codec_temporal=temporal, codec_channels=24))
     latents = latents_of(codec)
-    parts = in_stretches(block_decoder(codec), latents)
+    parts = in_stretches(codecs.block_decoder(codec), latents)
     assert [x.size(2) for x in parts] == [2 * temporal + 1, 3 * temporal, temporal, 5 * temporal]
     torch.testing.assert_close(torch.cat(parts, dim=2), codec.decode(latents), atol=1e-6, rtol=0)
 
@@ -149,10 +143,10 @@ def in_stretches(
 
 
 def test_the_vae_of_wan_is_exact_whatever_else_it_does(folders: dict[str, Path]) -> None:
-    codec = build_codec(CodecConfig(str(folders["AutoencoderKLWan"])))
+    codec = codecs.build_codec(CodecConfig(str(folders["AutoencoderKLWan"])))
     latents = latents_of(codec)
-    decoder, other = block_decoder(codec), block_decoder(codec)
-    assert isinstance(decoder, FeatureCacheDecoder)
+    decoder, other = codecs.block_decoder(codec), codecs.block_decoder(codec)
+    assert isinstance(decoder, codecs.FeatureCacheDecoder)
     parts = []
     for part in latents.split(list(STRETCHES), dim=2):
         parts.append(decoder(part))
@@ -171,9 +165,9 @@ def test_the_vae_of_wan_2_2_is_exact_too(tmp_path: Path) -> None:
         latents_mean=[0.0] * 4, latents_std=[1.0] * 4, is_residual=True, in_channels=12,
         out_channels=12, patch_size=2, scale_factor_spatial=16,
     ).save_pretrained(tmp_path)  # fmt: skip
-    codec = build_codec(CodecConfig(str(tmp_path)))
+    codec = codecs.build_codec(CodecConfig(str(tmp_path)))
     latents = latents_of(codec, 6)
-    parts = in_stretches(block_decoder(codec), latents, (3, 3))
+    parts = in_stretches(codecs.block_decoder(codec), latents, (3, 3))
     torch.testing.assert_close(torch.cat(parts, dim=2), codec.decode(latents), atol=1e-5, rtol=0)
 
 
@@ -200,13 +194,13 @@ def test_other_codecs_are_exact_where_the_overlap_is_long_enough(
     latents = latents_of(codec)
     want, errors = codec.decode(latents), []
     for overlap in (1, 3, 4, 20):
-        parts = in_stretches(OverlapDecoder(codec, overlap), latents)
+        parts = in_stretches(codecs.OverlapDecoder(codec, overlap), latents)
         assert [x.size(2) for x in parts] == [5, 6, 2, 10]
         errors.append(float((torch.cat(parts, dim=2) - want).abs().max()))
     assert errors[0] > 1 and errors[1] > 1 and max(errors[2:]) < 1e-5
-    codec = build_codec(CodecConfig(str(folders["AutoencoderKLHunyuanVideo"])))
-    decoder = block_decoder(codec)
-    assert isinstance(decoder, OverlapDecoder)
+    codec = codecs.build_codec(CodecConfig(str(folders["AutoencoderKLHunyuanVideo"])))
+    decoder = codecs.block_decoder(codec)
+    assert isinstance(decoder, codecs.OverlapDecoder)
     parts = in_stretches(decoder, latents_of(codec))
     assert [x.size(2) for x in parts] == [9, 12, 4, 20]
 
@@ -219,7 +213,7 @@ def pixels(frames: int = 9) -> torch.Tensor:
 
 
 def load(folder: Path, seed: int = 3) -> Any:
-    return build_codec(CodecConfig(str(folder)), seed=seed)
+    return codecs.build_codec(CodecConfig(str(folder)), seed=seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -268,7 +262,6 @@ def test_samples_depend_on_the_clip_and_not_on_the_order(folders: dict[str, Path
 
 
 def resaved(folder: Path, copy: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """Copy the folder of a VAE and change its configuration in place."""
     shutil.copytree(folder, copy)
     settings = json.loads((copy / "config.json").read_text())
     change(settings)
@@ -284,7 +277,7 @@ def test_vae_settings_are_taken_as_by_diffusers(folders: dict[str, Path], tmp_pa
     assert (codec.spatial, codec.temporal) == (8, 4)
     newer = {"_diffusers_version": "99.0", "_name_or_path": "/elsewhere"}
     folder = resaved(wan, tmp_path / "new", lambda x: x.update(newer))
-    codec_from_manifest({"codec": load(wan).identity}, str(folder))
+    codecs.codec_from_manifest({"codec": load(wan).identity}, str(folder))
     # As diffusers does for Mochi and LTX: (z - mean) * scaling_factor / std.
     codec = load(wan)
     codec.vae.register_to_config(scaling_factor=0.5)
@@ -298,16 +291,16 @@ def test_from_a_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
     made = load(folder)
     # As a manifest keeps it.
     manifest = json.loads(json.dumps({"codec": made.identity}))
-    again = codec_from_manifest(manifest, str(folder), seed=3)
+    again = codecs.codec_from_manifest(manifest, str(folder), seed=3)
     assert isinstance(again, DiffusersCodec)
     assert torch.equal(again.encode(pixels()), made.encode(pixels()))
     with pytest.raises(ConfigError, match=r"made with the VAE AutoencoderKLHunyuanVideo, so"):
-        codec_from_manifest(manifest)
+        codecs.codec_from_manifest(manifest)
     with pytest.raises(DataError, match=r"not made with the VAE .*: `codec` was 'Autoenc"):
-        codec_from_manifest(manifest, str(folders["AutoencoderKLWan"]))
+        codecs.codec_from_manifest(manifest, str(folders["AutoencoderKLWan"]))
     manifest["codec"]["config"]["scaling_factor"] = 0.7
     with pytest.raises(DataError, match=r"`scaling_factor` was 0.7, but is 0.476986; give the fol"):
-        codec_from_manifest(manifest, str(folder))
+        codecs.codec_from_manifest(manifest, str(folder))
 
 
 def test_folders_of_no_use(
@@ -362,7 +355,7 @@ def test_shards_of_a_vae_hold_online_encodings(folders: dict[str, Path], tmp_pat
     plan = ["--buckets", '{"32px": {"5": 1.0}}', "--text-length=6", "--codec", vae]
     assert main(["--input", str(tmp_path), "--output", str(output), *plan]) == 0
     sharded = ShardedVideos(output)
-    codec = codec_from_manifest(sharded.manifest, vae, seed=EncodeConfig().clip_seed)
+    codec = codecs.codec_from_manifest(sharded.manifest, vae, seed=EncodeConfig().clip_seed)
     text_encoder = text_encoder_from_manifest(sharded.manifest)
     online = OnlineVideos(planned(tmp_path), ClipEncoder(EncodeConfig(), codec, text_encoder), PLAN)
     for number in (2, 0, 1):
@@ -375,14 +368,14 @@ def test_shards_of_a_vae_hold_online_encodings(folders: dict[str, Path], tmp_pat
 
 def test_patch_codec_from_a_manifest() -> None:
     config = CodecConfig(codec_spatial=4, codec_channels=20, codec_shift=-0.5, codec_scale=0.7)
-    made = build_codec(config)
+    made = codecs.build_codec(config)
     manifest = json.loads(json.dumps({"codec": made.identity}))
-    assert torch.equal(codec_from_manifest(manifest).encode(pixels()), made.encode(pixels()))
+    assert torch.equal(codecs.codec_from_manifest(manifest).encode(pixels()), made.encode(pixels()))
     with pytest.raises(ConfigError, match=r"`codec_folder` \(/vae\) has no effect: .* leave it ou"):
-        codec_from_manifest(manifest, "/vae")
+        codecs.codec_from_manifest(manifest, "/vae")
     for wrong in ({}, {"codec": None}, {"codec": {"config": {}}}):
         with pytest.raises(DataError, match=r"The manifest must name its codec, but holds"):
-            codec_from_manifest(wrong)
+            codecs.codec_from_manifest(wrong)
     for change in ({"codec_spatial": 0}, {"codec_colour": 3}):
         with pytest.raises(DataError, match=r"The manifest's codec \(.*\) cannot be used \("):
-            codec_from_manifest({"codec": manifest["codec"] | change})
+            codecs.codec_from_manifest({"codec": manifest["codec"] | change})

@@ -152,11 +152,7 @@ def test_batches_of_clips_and_captions_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("change", "patch", "sentence"),
     [
-        (
-            {"latents": torch.zeros(4, 5, 4, 6)},
-            2,
-            r"shapes \[\(4, 3, 4, 6\), \(4, 5, 4, 6\)\], but must",
-        ),
+        ({"latents": torch.zeros(4, 5, 4, 6)}, 2, r"shapes \[.*, \(4, 5, 4, 6\)\], but must"),
         ({}, 4, r"Latents of 4 × 6 do not divide into patches of 4 × 4; choose another"),
         ({"references": {}}, 2, r"the same references, but have .*head1.* and \[\];"),
         ({"text": torch.zeros(7, 5)}, 2, r"the same text embeddings, .*\(7, 5\)"),

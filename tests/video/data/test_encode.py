@@ -155,7 +155,6 @@ def test_plans_that_the_codec_cannot_encode_are_refused() -> None:
 
 
 def planned_folder(folder: Path, frames: int = 13, files: int | None = None) -> PlannedClip:
-    """Return a folder of images at 8 frames per second as the clip of number 4."""
     shape = ClipShape(files or frames, 32, 32, 8.0)
     clip = Clip(str(folder), "a bar", 8.0, 3.6)
     return PlannedClip(4, clip, shape, Bucket("32px", frames, 32, 32))
@@ -242,8 +241,7 @@ def test_sizes_of_resolutions() -> None:
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        *((plan, "is empty: it must hold a bucket") for plan in ({}, {"256px": {}})),
-        ({"256px": {"17": [0, 4]}}, "is empty: it must hold a bucket"),
+        *((x, "is empty: it must hold") for x in ({}, {"256px": {}}, {"256px": {"17": [0, 4]}})),
         ({"256px": [1]}, "must be JSON such as"),
         ({"256": {"1": [1, 1]}}, r"resolution \(256\) must be a number"),
         *(
@@ -258,10 +256,7 @@ def test_sizes_of_resolutions() -> None:
                 ([1, 2.5], r"\(2.5 is no whole number\); correct it"),
                 ([1, True], r"\(True is no whole number\)"),
                 ([1, float("inf")], "Infinity is no number|cannot convert float infinity"),
-                (
-                    [1, 2, 3],
-                    r"\(\[1, 2, 3\] holds more than a probability and a micro-batch size\)",
-                ),
+                ([1, 2, 3], r"\(\[1, 2, 3\] holds more than a probability and a micro-batch siz"),
                 ([], "must be JSON such as"),
                 ("1.0", "the probability '1.0' is no number"),
                 (None, "must be JSON such as"),

@@ -25,16 +25,7 @@ from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.manifest import VideoPreprocessOptions
 from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.shards import ShardWriter
-from tests.video.data.making import (
-    CODEC,
-    FLAGS,
-    PLAN,
-    TEXT,
-    pictures,
-    write_folder,
-    write_gif,
-    write_video,
-)
+from tests.video.data import making
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess_video.py"
@@ -43,7 +34,7 @@ TOOL = ROOT / "tools" / "preprocess_video.py"
 def make_clips(folder: Path, count: int = 6) -> Path:
     rows = []
     for i in range(count):
-        write_gif(folder / f"{i}.gif", pictures(9, first=i % 7))
+        making.write_gif(folder / f"{i}.gif", making.pictures(9, first=i % 7))
         rows.append({"path": f"{i}.gif", "text": f"a bar {i}"})
     (folder / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "l.jsonl"
@@ -51,8 +42,8 @@ def make_clips(folder: Path, count: int = 6) -> Path:
 
 def flags(source: Path, output: Path, *more: str) -> list[str]:
     return [
-        *("--input", str(source), "--output", str(output), "--buckets", PLAN.as_json()),
-        *FLAGS, *more,
+        *("--input", str(source), "--output", str(output), "--buckets", making.PLAN.as_json()),
+        *making.FLAGS, *more,
     ]  # fmt: skip
 
 
@@ -66,11 +57,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_clips_to_shards_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_video(tmp_path / "a.mp4", pictures(9))
-    write_folder(tmp_path / "folder", pictures(6))
-    write_gif(tmp_path / "still.gif", pictures(1))
-    write_video(tmp_path / "short.mp4", pictures(3))
-    write_gif(tmp_path / "small.gif", pictures(1, 16, 16))
+    making.write_video(tmp_path / "a.mp4", making.pictures(9))
+    making.write_folder(tmp_path / "folder", making.pictures(6))
+    making.write_gif(tmp_path / "still.gif", making.pictures(1))
+    making.write_video(tmp_path / "short.mp4", making.pictures(3))
+    making.write_gif(tmp_path / "small.gif", making.pictures(1, 16, 16))
     (tmp_path / "broken.mp4").write_bytes(b"no video")
     names = "a.mp4 folder still.gif short.mp4 small.gif broken.mp4 missing.mp4".split()
     rows = [{"path": name, "text": "a red bar moves right"} for name in names]
@@ -84,8 +75,8 @@ def test_clips_to_shards_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(videos) == 3 and videos.manifest["dropped"]["cannot be read"] == 2
     assert videos[0].caption == "a red bar moves right 8 FPS."
     assert videos[2].caption == "a red bar moves right" and not videos[2].references
-    first = build_codec(CODEC).decode(videos[1].latents[None])[0]
-    truth = torch.from_numpy(pictures(6)[:5]).permute(3, 0, 1, 2) / 127.5 - 1
+    first = build_codec(making.CODEC).decode(videos[1].latents[None])[0]
+    truth = torch.from_numpy(making.pictures(6)[:5]).permute(3, 0, 1, 2) / 127.5 - 1
     assert (first - truth).abs().mean() < 0.2
     text, pooled = videos.null_text
     assert text.shape == (6, 16) and not text.any() and not pooled.any()
@@ -167,7 +158,7 @@ def test_other_shards_stay_as_they_were(tmp_path: Path, capsys: pytest.CaptureFi
         assert run(source, output, "--clips-per-shard=2", more) == 1
         said = capsys.readouterr().err
         assert "holds a dataset of other clips or options (shard_00000.json); give anoth" in said
-    write_gif(tmp_path / "3.gif", pictures(12))
+    making.write_gif(tmp_path / "3.gif", making.pictures(12))
     assert run(source, output, "--clips-per-shard=2") == 1
     assert contents(output) == before
 
@@ -192,7 +183,7 @@ def cut_png(path: Path) -> None:
 
 def test_damaged_clips_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_clips(tmp_path, 3)
-    folder = write_folder(tmp_path / "cut", pictures(5))
+    folder = making.write_folder(tmp_path / "cut", making.pictures(5))
     cut_png(folder / "003.png")
     (tmp_path / "none.mp4").write_bytes(b"")
     with open(source, "a") as stream:
@@ -266,8 +257,8 @@ def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:
     assert manifest["plan"] == {"32px": {"5": [1.0, None]}}
     assert manifest["buckets"][0]["micro_batch_size"] is None
     assert manifest["references"] == ["head1", "tail1"] and manifest["storage"] == "bfloat16"
-    assert manifest["codec"]["codec_spatial"] == CODEC.codec_spatial
-    assert manifest["text_encoder"]["length"] == TEXT.text_length == manifest["text_length"]
+    assert manifest["codec"]["codec_spatial"] == making.CODEC.codec_spatial
+    assert manifest["text_encoder"]["length"] == making.TEXT.text_length == manifest["text_length"]
     assert videos[0].latents.dtype == torch.bfloat16 == videos.null_text[0].dtype
 
 
@@ -301,4 +292,4 @@ def test_bad_flags_end_before_anything_is_written(
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"`--device` \(cuda\) needs a GPU that torch finds; use"):
-        VideoPreprocessOptions("in", "out", PLAN, device="cuda")
+        VideoPreprocessOptions("in", "out", making.PLAN, device="cuda")

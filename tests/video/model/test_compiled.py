@@ -1,7 +1,6 @@
 """Compiled functions and blocks give what they give as written; attention feeds no copies."""
 
 from collections.abc import Iterator
-from operator import attrgetter
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from tests.layers.test_pointwise import (
     S,
     check_exact,
     check_kernels,
+    over,
     t,
 )
 from tests.layers.test_sdpa import Copies, through
@@ -87,17 +87,12 @@ QUICK = ("joint heads",)
 BY_KERNELS = ("joint heads", "add and modulate", "joint heads without text")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [x if x.name in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES],
-    ids=attrgetter("name"),
-)
+@over(CASES, QUICK)
 def test_graphs_are_exact(case: Case) -> None:
     check_exact(case, "aot_eager")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [x for x in CASES if x.name in BY_KERNELS], ids=attrgetter("name"))
+@over([x for x in CASES if x.name in BY_KERNELS], ())
 def test_kernels_are_exact_and_in_half_precision_no_coarser(case: Case) -> None:
     check_kernels(case)
 

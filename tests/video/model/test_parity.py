@@ -53,12 +53,10 @@ def streamed(changes: dict[str, Any], **fields: Any) -> WanProblem:
 
 
 def masked(changes: dict[str, Any], **fields: Any) -> WanProblem:
-    """Return the student on whole sequences, without a cache."""
     return wan(CAUSAL, changes, frames=18, **fields)
 
 
 def twin(changes: dict[str, Any], **fields: Any) -> WanProblem:
-    """Return the network of critic and teacher."""
     return wan(BIDIRECTIONAL, changes, frames=6, **fields)
 
 

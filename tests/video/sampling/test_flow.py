@@ -13,14 +13,7 @@ from megatron_ext.video.data.conditions import Text, condition, frame_masks
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.loss import noised, shift_factor, timesteps
 from megatron_ext.video.model.tokens import condition_width, pack
-from megatron_ext.video.sampling.flow import (
-    References,
-    guided,
-    image_scale,
-    sample,
-    text_scale,
-    times,
-)
+from megatron_ext.video.sampling import flow
 
 B, C, T, H, W = 2, 4, 3, 8, 8
 FLOW = FlowConfig()
@@ -45,18 +38,18 @@ NULL = Text(torch.zeros(1, 1, 6), torch.zeros(1, 5))
 NOISE = noise_of(3, B, (C, T, H, W))
 
 
-def references(mode: str) -> References:
+def references(mode: str) -> flow.References:
     masks = frame_masks(torch.tensor([MODES.index(mode)] * B), T, ConditionConfig())
-    return References(torch.randn(B, C, T, H, W), masks)
+    return flow.References(torch.randn(B, C, T, H, W), masks)
 
 
 def run(
     velocity: Model, sampling: SampleConfig = PLAIN, num_steps: int = 6, noise: Tensor = NOISE,
-    given: References | None = None, prompts: Text | None = None,
+    given: flow.References | None = None, prompts: Text | None = None,
 ) -> Tensor:  # fmt: skip
     sampling = dataclasses.replace(sampling, sample_steps=num_steps)
     options = {"patch_size": 2, "flow": FLOW, "sampling": sampling, "references": given}
-    return sample(velocity, text() if prompts is None else prompts, NULL, noise, **options)
+    return flow.sample(velocity, text() if prompts is None else prompts, NULL, noise, **options)
 
 
 def toy(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
@@ -85,7 +78,7 @@ def test_a_constant_velocity_is_followed_to_its_end(num_steps: int) -> None:
 def test_times_shift_alike(shape: tuple[int, int, int], patch_size: int, tokens: int) -> None:
     """Compare a uniform step s of the sampler with a training draw with sigmoid(u) = s."""
     factor = (1 + (tokens - 256) * 2 / 3840) * math.sqrt(5)
-    sampled = times(FLOW, 8, shape, patch_size)
+    sampled = flow.times(FLOW, 8, shape, patch_size)
     for i in range(1, 8):
         s = 1 - i / 8
         assert float(sampled[i]) == pytest.approx(factor * s / (1 + (factor - 1) * s), rel=1e-5)
@@ -93,7 +86,7 @@ def test_times_shift_alike(shape: tuple[int, int, int], patch_size: int, tokens:
         trained = timesteps(FLOW, u, shift_factor(FLOW, shape, patch_size))
         assert float(trained) == pytest.approx(float(sampled[i]), rel=1e-5)
     assert float(sampled[0]) == 1 and float(sampled[-1]) == 0
-    fixed = times(FlowConfig(flow_shift=3.0), 2, shape, patch_size)
+    fixed = flow.times(FlowConfig(flow_shift=3.0), 2, shape, patch_size)
     assert fixed.tolist() == pytest.approx([1.0, 0.75, 0.0])
 
 
@@ -107,7 +100,7 @@ def test_the_model_gets_exact_times_and_sampling_is_reproducible() -> None:
 
     found = run(watching, num_steps=5, noise=NOISE.bfloat16())
     assert found.dtype == torch.float32
-    assert torch.equal(torch.stack([t[0] for t in seen]), times(FLOW, 5, (T, H, W), 2)[:-1])
+    assert torch.equal(torch.stack([t[0] for t in seen]), flow.times(FLOW, 5, (T, H, W), 2)[:-1])
     first = run(toy, USUAL)
     torch.rand(3)
     assert torch.equal(run(toy, USUAL, noise=noise_of(3, B, (C, T, H, W))), first)
@@ -121,7 +114,7 @@ def test_scales_of_1_follow_the_conditional_prediction(mode: str) -> None:
     given, prompts = references(mode), text()
     x = pack(NOISE, 2)
     cond = pack(condition(given.latents, given.masks), 2)
-    steps = times(FLOW, 6, (T, H, W), 2).tolist()
+    steps = flow.times(FLOW, 6, (T, H, W), 2).tolist()
     for now, after in zip(steps, steps[1:], strict=False):
         t = torch.full((B,), now)
         x = x + (after - now) * toy(x, t, prompts.sequence, prompts.pooled, cond)
@@ -184,7 +177,7 @@ def test_the_three_predictions_are_joined() -> None:
     c, u, u2 = torch.randn(3, 2, 6, 4, dtype=torch.float64)
     for scale in (3.0, torch.rand(6, 1, dtype=torch.float64)):
         want = u2 + scale * (u - u2) + 7.5 * (c - u)
-        assert torch.allclose(guided(c, u, u2, 7.5, scale), want, rtol=1e-12)
+        assert torch.allclose(flow.guided(c, u, u2, 7.5, scale), want, rtol=1e-12)
 
 
 def test_scales_rest_in_odd_steps_and_change_over_frames_and_steps() -> None:
@@ -192,14 +185,14 @@ def test_scales_rest_in_odd_steps_and_change_over_frames_and_steps() -> None:
     resting = SampleConfig(sample_scale_by_frame=False)
     for step in range(50):
         rests = step in range(11, 50, 2)
-        assert text_scale(resting, step) == (1.0 if rests else 7.5)
-        assert image_scale(resting, step, 3).tolist() == [1.0 if rests else 3.0] * 3
-        assert text_scale(steady, step) == 7.5
-        assert image_scale(steady, step, 3).tolist() == [3.0] * 3
+        assert flow.text_scale(resting, step) == (1.0 if rests else 7.5)
+        assert flow.image_scale(resting, step, 3).tolist() == [1.0 if rests else 3.0] * 3
+        assert flow.text_scale(steady, step) == 7.5
+        assert flow.image_scale(steady, step, 3).tolist() == [3.0] * 3
     changing = SampleConfig(sample_oscillation=False, sample_steps=20)
     for step in (0, 1, 7, 19):
         end = torch.linspace(3.0, 1.0, 21)[step]
         want = torch.linspace(1.0, float(end), 5)
-        assert torch.allclose(image_scale(changing, step, 5), want, rtol=1e-6)
-    assert image_scale(USUAL, 11, 5).tolist() == [1.0] * 5
-    assert image_scale(SampleConfig(sample_image_scale=0.5), 0, 2).tolist() == [0.5, 0.5]
+        assert torch.allclose(flow.image_scale(changing, step, 5), want, rtol=1e-6)
+    assert flow.image_scale(USUAL, 11, 5).tolist() == [1.0] * 5
+    assert flow.image_scale(SampleConfig(sample_image_scale=0.5), 0, 2).tolist() == [0.5, 0.5]

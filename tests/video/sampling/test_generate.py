@@ -41,7 +41,6 @@ TOLERANCE = 1e-5
 
 
 def clips_of(context: ParallelContext, asked: list[ClipRequest], **changes: Any) -> Tensor | None:
-    """Return pixels on the reporting rank."""
     settings, shape = changes.pop("settings", {}), changes.pop("shape", SHAPE)
     is_reporting = context.is_reporting_rank
     velocity = velocity_on(context, **settings)

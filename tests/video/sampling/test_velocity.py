@@ -22,7 +22,6 @@ from tests.video.sampling.problem import I2V, LATENT, NUM_IMAGE, velocity_on
 
 
 def inputs_of(sizes: Any, num_text: int = 8, batch: int = 2) -> list[Tensor]:
-    """Return x, t, text, pooled and cond."""
     generator = torch.Generator().manual_seed(3)
     text, pooled, image = (num_text, sizes.text_width), (sizes.pooled_width,), NUM_IMAGE
     shapes = (image, sizes.token_width), (), text, pooled, (image, sizes.cond_width)

@@ -20,12 +20,8 @@ class MixtureTeacher(nn.Module):
 
         E[x0 | x_t, k] = m + (1 - s) v / ((1 - s)² v + s²) * (x_t - (1 - s) m).
 
-    Clean latents are the mean of these, by the components' probabilities given x_t.
-
-    Args:
-        means: of the components, ``[k, c, h, w]``.
-        deviation: standard deviation of every feature in a component.
-        schedule: of noise.
+    Clean latents are the mean of these, by the components' probabilities given x_t. The ``means``
+    are ``[k, c, h, w]``, and ``deviation`` is that of every feature in a component.
     """
 
     means: Tensor
@@ -36,10 +32,7 @@ class MixtureTeacher(nn.Module):
         self.variance, self.schedule = deviation**2, schedule
 
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Return the flow of ``x`` ``[b, t, c, h, w]`` at timesteps ``[b]`` or ``[b, t]``.
-
-        The text is unused.
-        """
+        """Return the flow of ``x`` ``[b, t, c, h, w]`` at timesteps ``[b]`` or ``[b, t]``."""
         sigma = self.schedule.sigma(timesteps)
         x0 = self.clean(x.double(), sigma)
         return ((x.double() - x0) / spread(sigma, x)).to(x.dtype)
@@ -68,8 +61,7 @@ def sliced_wasserstein(
 ) -> float:
     """Return the sliced Wasserstein distance of order 2 of two sets of samples (arXiv:1902.00434).
 
-    It is the root of the mean over random directions of the squared distance in one dimension,
-    which is that of the sorted projections. Both sets are ``[n, ...]``.
+    Over random directions, it is the root mean square of the distances of the sorted projections.
     """
     a, b = a.double().flatten(1), b.double().flatten(1)
     size = (a.size(1), projections)

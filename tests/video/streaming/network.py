@@ -31,7 +31,6 @@ class Window:
     sink: int = 3
 
     def seen(self, start: int) -> list[int]:
-        """Return the frames that the block from ``start`` on sees."""
         end = start + self.block
         local = max(self.sink, end - (self.window - self.sink))
         return sorted({*range(min(self.sink, end)), *range(local, end)})
@@ -193,7 +192,6 @@ def build(
     source: Callable[[Sequence[int]], Prompts] = prompts,
     shape: tuple[int, int, int] = (2, 2, 2), **others: Any,
 ) -> StreamingSequence:  # fmt: skip
-    """Return a sequence on a tiny network in float64."""
     window = window or Window(block=options.frame_block)
     capacity = capacity or window.window + options.chunk_frames - window.block
     model = network(window, channels=shape[0])
@@ -208,7 +206,6 @@ PAPER_WINDOW = Window(window=12)
 
 
 def paper(options: StreamingConfig = PAPER, **others: Any) -> StreamingSequence:
-    """Return the sequence of the paper on latents of one number."""
     others.setdefault("replica", Replica(seed=1))
     return build(options, window=PAPER_WINDOW, shape=(1, 1, 1), **others)
 

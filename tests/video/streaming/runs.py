@@ -29,7 +29,6 @@ CLIPS = 4
 
 
 def write_prompts(folder: Path, *, switch: bool = True) -> list[str]:
-    """Write two files of prompts, and return their flags."""
     folder.mkdir(parents=True, exist_ok=True)
     words = []
     for name in ("prompts", "second_prompts")[: 1 + switch]:
@@ -42,7 +41,6 @@ def write_prompts(folder: Path, *, switch: bool = True) -> list[str]:
 def flags_of(
     folder: Path, words: str, *, micro: int = 1, batch: int = 1, interval: int = 2, start: int = 2
 ) -> list[str]:
-    """Return the words of a command line."""
     own = (
         f"--micro-batch-size {micro} --global-batch-size {batch} --generator-interval {interval} "
         f"--ema-start {start} {words}"
@@ -57,14 +55,12 @@ def attempt(
     folder: Path, words: str, *, ranks: int = 1, save: str = "save",
     prepare: Callable[[Run], None] | None = None, **sizes: int,
 ) -> tuple[int, Rows]:  # fmt: skip
-    """Return the exit code of a run, and the rows of its training steps."""
     flags = flags_of(folder, words, **sizes)
     code, rows = train_on_ranks(flags, ranks=ranks, save=folder / save, task=VIDEO, prepare=prepare)
     return code, training_rows(rows)
 
 
 def run(folder: Path, words: str, **options: Any) -> Rows:
-    """Return the rows of the training steps of a run, which must not fail; see `attempt`."""
     code, rows = attempt(folder, words, **options)
     assert code == 0
     return rows
@@ -121,18 +117,15 @@ def weights(module: Any) -> dict[str, Tensor]:
 
 
 def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Return whether any of the parameters has changed."""
     return any(not torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 def losses_of(row: dict[str, Any]) -> dict[str, float]:
-    """Return the losses and norms that a step logs for both networks."""
     words = ("loss", "norm")
     return {k: v for k, v in row.items() if any(w in k for w in words) and k != "loss_scale"}
 
 
 def by_network(run: Run, do: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return what a function gives for the generator and for the critic."""
     return {name: do(getattr(runner_of(run), name)) for name in NETWORKS}
 
 
@@ -166,7 +159,6 @@ class Tuned:
 
 
 def tune(root: Path) -> Tuned:
-    """Run both."""
     run(root, "--train-iters 1 --seed 99", save="base")
     base = root / "base"
     words = f"--pretrained-checkpoint {base} --critic-checkpoint {base} {FAST}"
@@ -201,13 +193,11 @@ def inputs() -> dict[str, Tensor]:
 
 
 def output(network: Any) -> Tensor:
-    """Return the flow of these latents."""
     with torch.no_grad():
         flow: Tensor = network(**inputs())
     return flow
 
 
 def num_optimized(network: Any) -> int:
-    """Return how many numbers the optimizer of a network updates on this rank."""
     parts = parts_of(network.optimizer)
     return sum(p.numel() for part in parts for p in part.get_parameters())

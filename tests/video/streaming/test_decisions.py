@@ -87,11 +87,7 @@ def test_noise_of_a_sample_is_the_same_in_any_layout_and_differs_by_its_use() ->
     assert together.unique().numel() == together.numel()
 
 
-STEPS = 5
-DRAWN = (
-    f"--train-iters {STEPS} --max-new-frames 9 --sequence-lengths 21 27 "
-    "--no-same-exit-across-blocks"
-)
+DRAWN = "--max-new-frames 9 --sequence-lengths 21 27 --no-same-exit-across-blocks"
 """Flags under which growth, lengths, switches and exit steps are drawn."""
 
 
@@ -133,7 +129,8 @@ def _drawn(run: Run) -> dict[str, Any]:
     ],
 )
 def test_ranks_agree_but_for_noise(tmp_path: Path, ranks: int, batch: int, layout: str) -> None:
-    _, seen = observed(tmp_path, f"{DRAWN} {layout}", _drawn, ranks=ranks, batch=batch)
+    words = f"--train-iters 5 {DRAWN} {layout}"
+    _, seen = observed(tmp_path, words, _drawn, ranks=ranks, batch=batch)
     first = seen[0]["decisions"]
     assert len({x[4] for x in first if len(x) > 2}) == 2 and any(x[-1] for x in first)
     for found in seen:

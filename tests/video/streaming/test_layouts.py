@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +15,28 @@ from torch import Tensor
 from megatron_ext.train.run import Run
 from megatron_ext.video.streaming.rollout import StreamClip
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.streaming.runs import (
-    Rows,
-    by_network,
-    losses_of,
-    observed,
-    on_each_clip,
-    run,
-    runner_of,
-)
+from tests.video.streaming import runs
 
 STEPS = 3
 TP = "--tensor-model-parallel-size 2"
 CP = "--context-parallel-size 2"
+ALL = f"{TP} {CP} --sequence-parallel --cp-comm-type a2a"
 
 
 @dataclass(frozen=True)
 class Result:
     """The log of a run, and the weights of generator and critic after it."""
 
-    rows: Rows
+    rows: runs.Rows
     weights: dict[str, Tensor]
 
 
 def trained(folder: Path, words: str, *, ranks: int = 1, micro: int = 2, batch: int = 2) -> Result:
-    """Return a run of two videos at a time by gradient descent, which moves weights by what is
-    linear in the gradients, so that weights compare the gradients too.
-    """
+    """Train by gradient descent, whose weights are linear in the gradients and so compare them."""
     # Of Adam's epsilon and of momentum there is none, the rates are large.
     words = f"--train-iters {STEPS} --optimizer sgd --sgd-momentum 0 --lr 0.2 {words}"
     words += " --critic-lr 0.1 --ema-decay 0"
-    rows = run(folder, words, ranks=ranks, micro=micro, batch=batch, start=1)
+    rows = runs.run(folder, words, ranks=ranks, micro=micro, batch=batch, start=1)
     stored = whole_tensors(folder / "save" / f"iter_{STEPS:07d}", folder / "whole.pt")
     kept = {k: x for k, x in stored.items() if "optimizer" not in k}
     assert any(k.startswith("critic.") for k in kept)
@@ -53,7 +45,6 @@ def trained(folder: Path, words: str, *, ranks: int = 1, micro: int = 2, batch: 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Return the run on one rank, with two videos in a micro-batch."""
     return trained(tmp_path_factory.mktemp("one"), "")
 
 
@@ -62,23 +53,20 @@ SID = "--distribution-loss sid --sid-alpha 1.2 --denoising-loss v --ts-schedule 
 
 @pytest.fixture(scope="module")
 def sid(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Return the run on one rank by score identity distillation."""
     return trained(tmp_path_factory.mktemp("sid"), SID)
 
 
 def check_same(found: Result, wanted: Result, tolerance: float = 1e-5) -> None:
-    """Check losses, mean |D|, gradient norms and weights."""
     for row, want in zip(found.rows, wanted.rows, strict=True):
-        expected = losses_of(want)
+        expected = runs.losses_of(want)
         assert {"critic loss", "critic grad norm"} <= expected.keys()
         for name, value in expected.items():
             assert math.isclose(row[name], value, rel_tol=tolerance), (row["iteration"], name)
     assert "dmdtrain_gradient_norm" in wanted.rows[0]
     assert found.weights.keys() == wanted.weights.keys()
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     for name, tensor in wanted.weights.items():
-        torch.testing.assert_close(
-            found.weights[name], tensor, rtol=tolerance, atol=tolerance, msg=name
-        )
+        close(found.weights[name], tensor, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +78,10 @@ def check_same(found: Result, wanted: Result, tolerance: float = 1e-5) -> None:
         pytest.param(2, 2, f"{CP} --cp-comm-type all_gather", marks=pytest.mark.slow),
         pytest.param(2, 2, f"{TP} --sequence-parallel", marks=pytest.mark.slow),
         pytest.param(4, 2, f"{TP} {CP}", marks=pytest.mark.slow),
-        pytest.param(4, 2, f"{TP} {CP} --sequence-parallel --cp-comm-type a2a",
-                     marks=pytest.mark.slow),
+        pytest.param(4, 2, ALL, marks=pytest.mark.slow),
         pytest.param(4, 1, TP, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_layouts_train_alike(
     tmp_path: Path, one: Result, ranks: int, micro: int, words: str
 ) -> None:
@@ -105,7 +92,7 @@ def test_layouts_train_alike(
     ("ranks", "words"),
     [
         (2, f"{CP} --cp-comm-type all_gather"),
-        (4, f"{TP} {CP} --sequence-parallel --cp-comm-type a2a"),
+        (4, ALL),
         pytest.param(2, TP, marks=pytest.mark.slow),
         pytest.param(2, f"{CP} --cp-comm-type a2a", marks=pytest.mark.slow),
         pytest.param(2, f"{TP} --sequence-parallel --recompute-blocks 1", marks=pytest.mark.slow),
@@ -116,15 +103,11 @@ def test_distilled_gradients_are_whole(tmp_path: Path, sid: Result, ranks: int, 
 
 
 def test_weights_move_far_more_than_the_tolerance(one: Result, tmp_path: Path) -> None:
-    """Check that the comparison of weights says something."""
     start = trained(tmp_path, "--clip-grad 1e-12 --critic-clip-grad 1e-12")
     for prefix in ("blocks.", "critic.blocks."):
-        moved = [
-            float((tensor - start.weights[name]).abs().max())
-            for name, tensor in one.weights.items()
-            if name.startswith(prefix)
-        ]
-        assert moved and max(moved) > 1e-3, prefix
+        names = [name for name in one.weights if name.startswith(prefix)]
+        moved = [(one.weights[name] - start.weights[name]).abs().max() for name in names]
+        assert float(max(moved)) > 1e-3, prefix
 
 
 @pytest.mark.slow
@@ -150,15 +133,15 @@ def _gradients(run: Run) -> list[dict[str, Any]]:
     def observe() -> None:
         grads = {
             (role, name): p.main_grad.clone()
-            for role, network in by_network(run, lambda x: x.network).items()
+            for role, network in runs.by_network(run, lambda x: x.network).items()
             for name, p in unwrap_model([network])[0].named_parameters()
         }
         seen.append({"grads": grads, "frames": copy.deepcopy(frames)})
         for counts in frames.values():
             counts.clear()
 
-    on_each_clip(run, count)
-    runner_of(run).observer = observe
+    runs.on_each_clip(run, count)
+    runs.runner_of(run).observer = observe
     return seen
 
 
@@ -170,7 +153,7 @@ def test_frames_of_accumulated_clips_count_or_clips_do(tmp_path: Path, per_frame
     for batch, steps in ((2, 1), (1, 2)):
         flags = f"--train-iters {steps} {STILL} {words}"
         sizes = {"batch": batch, "interval": 1, "start": 1, "save": str(batch)}
-        found.append(observed(tmp_path, flags, _gradients, **sizes)[1][0])
+        found.append(runs.observed(tmp_path, flags, _gradients, **sizes)[1][0])
     (both,), (first, second) = found
     # The first frame of clips but the first is an image; those before a switch are of the past.
     shares = {}
@@ -192,15 +175,16 @@ def test_accumulation_over_two_replicas_is_that_of_two_videos_on_one(tmp_path: P
     check_same(trained(tmp_path / "two", "", ranks=2, micro=1, batch=4), wanted)
 
 
-@pytest.mark.parametrize("layout", ["", pytest.param(
-    "--tensor-model-parallel-size 2", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize("layout", ["", pytest.param(TP, marks=pytest.mark.slow)])
 def test_a_bf16_run_stays_near_that_of_fp32(tmp_path: Path, layout: str) -> None:
     """Allow for a rounding error of 2 ** -9 in each product, and for clips made with it."""
     ranks, words = (2 if layout else 1), "--train-iters 5 --lr 1e-4 --critic-lr 1e-4"
-    exact = run(tmp_path, words, save="fp32")
-    rough = run(tmp_path, f"{words} --bf16 {layout}", ranks=ranks, save="bf16")
+    exact = runs.run(tmp_path, words, save="fp32")
+    rough = runs.run(tmp_path, f"{words} --bf16 {layout}", ranks=ranks, save="bf16")
     differences = []
     for row, want in zip(rough, exact, strict=True):
-        assert losses_of(row) == pytest.approx(losses_of(want), rel=0.03), row["iteration"]
-        differences.append(losses_of(row) != losses_of(want))
+        assert runs.losses_of(row) == pytest.approx(runs.losses_of(want), rel=0.03), row[
+            "iteration"
+        ]
+        differences.append(runs.losses_of(row) != runs.losses_of(want))
     assert any(differences)

@@ -20,24 +20,14 @@ from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.task import VIDEO
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import train_on_ranks, training_rows, without
-from tests.video.streaming.runs import (
-    ADAPTERS,
-    NETWORKS,
-    PREFIXES,
-    STEPS,
-    Tuned,
-    attempt,
-    flags_of,
-    losses_of,
-    run,
-)
+from tests.video.streaming import runs
 
 LAYERS = 2 * 7
 """Linear layers in the blocks of a tiny network."""
 
 
-def test_only_adapters_are_trained_and_held_by_a_checkpoint(tuned: Tuned) -> None:
-    for network in NETWORKS:
+def test_only_adapters_are_trained_and_held_by_a_checkpoint(tuned: runs.Tuned) -> None:
+    for network in runs.NETWORKS:
         before, after = tuned.seen["before"][network], tuned.seen["after"][network]
         adapters = {name for name in before if ".lora." in name}
         assert len(adapters) == 2 * LAYERS
@@ -56,8 +46,8 @@ def test_only_adapters_are_trained_and_held_by_a_checkpoint(tuned: Tuned) -> Non
     assert {name.split("/")[0] for name in names} >= {"streaming_sequence", "streaming_cache"}
 
 
-def test_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_path: Path) -> None:
-    (plain,) = run(tmp_path, f"{tuned.words} --train-iters 1")
+def test_adapters_change_nothing_at_the_start(tuned: runs.Tuned, tmp_path: Path) -> None:
+    (plain,) = runs.run(tmp_path, f"{tuned.words} --train-iters 1")
     first = tuned.rows[0]
     # The steps of the run that made the weights do not count.
     assert first["iteration"] == 1
@@ -65,8 +55,8 @@ def test_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_path: Path) -> N
     assert {"generator loss", "critic loss"} <= set(names)
     assert {name: first[name] for name in names} == {name: plain[name] for name in names}
     base = whole_tensors(tuned.base / "iter_0000001", tmp_path / "base.pt")
-    for network in NETWORKS:
-        prefix = PREFIXES[network]
+    for network in runs.NETWORKS:
+        prefix = runs.PREFIXES[network]
         for name, weight in tuned.seen["before"][network].items():
             assert ".lora." in name or torch.equal(weight, base[f"{prefix}{name}"]), name
 
@@ -75,21 +65,21 @@ TP2 = "--tensor-model-parallel-size 2"
 SGD = "--optimizer sgd --weight-decay 0 --clip-grad 0 --critic-clip-grad 0 --lr 5 --critic-lr 2"
 
 
-def trained(tuned: Tuned, folder: Path, layout: str, ranks: int) -> dict[str, Tensor]:
+def trained(tuned: runs.Tuned, folder: Path, layout: str, ranks: int) -> dict[str, Tensor]:
     """Return how far updates that are linear in their gradients move the adapters."""
-    run(folder, f"{tuned.words} {ADAPTERS} {SGD} --train-iters 3 {layout}", ranks=ranks)
+    runs.run(folder, f"{tuned.words} {runs.ADAPTERS} {SGD} --train-iters 3 {layout}", ranks=ranks)
     found = whole_tensors(folder / "save" / "iter_0000003", folder / "whole.pt")
     before = tuned.seen["before"]
     return {
         f"{prefix}{name}": found[f"{prefix}{name}"] - weight
-        for network, prefix in PREFIXES.items()
+        for network, prefix in runs.PREFIXES.items()
         for name, weight in before[network].items()
         if ".lora." in name
     }
 
 
 @pytest.fixture(scope="module")
-def one_rank(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+def one_rank(tuned: runs.Tuned, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return trained(tuned, tmp_path_factory.mktemp("one"), "", 1)
 
 
@@ -104,7 +94,7 @@ def one_rank(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     ],
 )
 def test_layouts_and_recomputation_train_as_one_rank(
-    tuned: Tuned, one_rank: dict[str, Tensor], tmp_path: Path, layout: str, ranks: int
+    tuned: runs.Tuned, one_rank: dict[str, Tensor], tmp_path: Path, layout: str, ranks: int
 ) -> None:
     found = trained(tuned, tmp_path, layout, ranks)
     assert found.keys() == one_rank.keys() and len(found) == 2 * 2 * LAYERS
@@ -117,48 +107,38 @@ def test_layouts_and_recomputation_train_as_one_rank(
 
 
 def failed(folder: Path, words: str, capfd: pytest.CaptureFixture[str], *messages: str) -> None:
-    """Check that a run fails with these messages."""
-    code, _ = attempt(folder, words, save="failed")
+    code, _ = runs.attempt(folder, words, save="failed")
     assert code != 0
     said = capfd.readouterr().err
     assert all(message in said for message in messages), said
 
 
-UNDER = "must be the weights under the adapters"
+UNDER = "(not given; seed 7) must be the weights under the adapters"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "--critic-checkpoint {base} --load {saved}",
-            f"`--pretrained-checkpoint` (not given; seed 7) {UNDER} in {{saved}}/iter_0000006, "
-            "which were those of {base}/iter_0000001 (",
-        ),
-        (
-            "--pretrained-checkpoint {base} --load {saved}",
-            f"`--critic-checkpoint` (not given; seed 7) {UNDER}",
-        ),
-        (
-            "--pretrained-checkpoint {saved}",
-            "holds adapters without the weights under them, so that no run can start from it; "
-            "merge them first with `tools/lora.py merge`.",
-        ),
+        ("--critic-checkpoint {base} --load {saved}", f"`--pretrained-checkpoint` {UNDER} in "
+         "{saved}/iter_0000006, which were those of {base}/iter_0000001 ("),
+        ("--pretrained-checkpoint {base} --load {saved}", f"`--critic-checkpoint` {UNDER}"),
+        ("--pretrained-checkpoint {saved}", "holds adapters without the weights under them, so that"
+         " no run can start from it; merge them first with `tools/lora.py merge`."),
     ],
-)
+)  # fmt: skip
 def test_adapters_do_not_go_on_without_their_weights(
-    tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str, message: str
+    tuned: runs.Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     where = {"base": tuned.base, "saved": tuned.saved}
-    words = f"{ADAPTERS} --train-iters 9 {words.format(**where)}"
+    words = f"{runs.ADAPTERS} --train-iters 9 {words.format(**where)}"
     failed(tmp_path, words, capfd, message.format(**where))
 
 
 def test_random_weights_have_their_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = f"{ADAPTERS} --train-iters 2"
-    run(tmp_path, f"{words} --exit-interval 1")
+    words = f"{runs.ADAPTERS} --train-iters 2"
+    runs.run(tmp_path, f"{words} --exit-interval 1")
     words += f" --load {tmp_path / 'save'}"
-    (row,) = run(tmp_path, words, save="more")
+    (row,) = runs.run(tmp_path, words, save="more")
     assert row["iteration"] == 2
     failed(tmp_path, f"{words} --seed 8", capfd, "which were random ones of seed 7; leave it out.")
 
@@ -210,27 +190,28 @@ DESCRIBING = (
 ).split()
 
 
-def test_adapters_go_on_without_the_flags_of_the_networks(tuned: Tuned, tmp_path: Path) -> None:
+def test_adapters_go_on_without_the_flags_of_the_networks(
+    tuned: runs.Tuned, tmp_path: Path
+) -> None:
     """Compare with a run that is given all flags, bit for bit."""
     found = []
-    onward = f"--override-opt-param-scheduler --load {tuned.saved} --train-iters {STEPS + 1}"
-    for name, words in (("short", "--use-checkpoint-args"), ("whole", ADAPTERS)):
-        flags = flags_of(tmp_path, f"{tuned.words} {words} {onward}")
+    onward = f"--override-opt-param-scheduler --load {tuned.saved} --train-iters {runs.STEPS + 1}"
+    for name, words in (("short", "--use-checkpoint-args"), ("whole", runs.ADAPTERS)):
+        flags = runs.flags_of(tmp_path, f"{tuned.words} {words} {onward}")
         if name == "short":
             flags = without(flags, *DESCRIBING)
         code, rows = train_on_ranks(flags, save=tmp_path / name, task=VIDEO)
         assert code == 0
         found += training_rows(rows)
     short, whole = found
-    assert short["iteration"] == STEPS + 1
-    assert losses_of(short) == losses_of(whole)
+    assert short["iteration"] == runs.STEPS + 1
+    assert runs.losses_of(short) == runs.losses_of(whole)
 
 
 FLOW = "--video-data-path v --micro-batch-size 1 --train-iters 1001 --video-model"
 
 
 def flow(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
-    """Return the configuration of a flow-matching run."""
     flags = f"{FLOW} {words}".split()
     return parse_args(flags, VIDEO, world_size=1, device="cpu", checkpoint_config=stored).config
 
@@ -274,11 +255,7 @@ TO_MMDIT = "but this run builds an MMDiT"
 @pytest.mark.parametrize(
     ("held", "wanted", "sentence"),
     [
-        (
-            "mmdit",
-            "streaming",
-            "The checkpoint is of an MMDiT, but this run builds the networks of",
-        ),
+        ("mmdit", "streaming", "The checkpoint is of an MMDiT, but this run builds the networks"),
         ("streaming", "mmdit", f"the networks of `--task streaming`, {TO_MMDIT}"),
         ("causal-video-dit", "mmdit", f"of a causal video DiT, {TO_MMDIT}"),
         ("text", "mmdit", f"of a model that this program does not train, {TO_MMDIT}"),

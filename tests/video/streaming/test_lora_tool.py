@@ -15,20 +15,15 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.launch import fork_ranks
 from megatron_ext.video.config.wan import SIZES
 from megatron_ext.video.convert.names import Naming, to_wan, wan_names
 from megatron_ext.video.streaming.networks import network_of
 from megatron_ext.video.streaming.task import STREAMING
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
+from tests.text.convert.test_lora import tool
 from tests.video.streaming.runs import NETWORKS, PREFIXES, STEPS, Tuned, inputs, output, run
 from tools.lora import main
-
-
-def tool(*words: str | Path) -> int:
-    """Run tools/lora.py in a process of its own, from which no ranks are forked later."""
-    return fork_ranks(lambda: main([str(word) for word in words]), 1)
 
 
 def export(load: Path, output: Path, *words: str) -> int:
@@ -37,7 +32,6 @@ def export(load: Path, output: Path, *words: str) -> int:
 
 @pytest.fixture(scope="module")
 def merged(tuned: Tuned) -> Tuned:
-    """Merge both networks into folders of their own."""
     for network in NETWORKS:
         words = ["--load", tuned.saved, "--save", tuned.root / network, "--network", network]
         assert tool("merge", *words) == 0
@@ -90,7 +84,6 @@ def test_merging_needs_the_weights_under_the_adapters(
 
 @pytest.fixture
 def wan() -> Any:
-    """Return diffusers' model of our sizes, with random weights."""
     pytest.importorskip("peft")
     diffusers = pytest.importorskip("diffusers")
     return diffusers.WanTransformer3DModel(

@@ -134,12 +134,8 @@ def test_the_critics_loss_compares_what_its_kind_says(kind: str) -> None:
     def v(x0: Tensor, noise: Tensor) -> Tensor:
         return signal.sqrt() * noise - (1 - signal).sqrt() * x0
 
-    pairs = {
-        "flow": (flow, noise - x0),
-        "x0": (x0_seen, x0),
-        "noise": (noise_seen, noise),
-        "v": (v(x0_seen, noise_seen), v(x0, noise)),
-    }
+    pairs = {"flow": (flow, noise - x0), "x0": (x0_seen, x0), "noise": (noise_seen, noise)}
+    pairs["v"] = v(x0_seen, noise_seen), v(x0, noise)
     loss = partial(critic_loss, latents=x0, noise=noise, mask=mask, kind=kind, sigma=sigma)
     total, count, report = loss(flow)
     seen, wanted = pairs[kind]
@@ -162,23 +158,19 @@ def test_score_identity_distillation_is_that_of_the_formula(alpha: float) -> Non
         torch.testing.assert_close(got[sample], loss.mean(dim=(1, 2, 3)))
 
 
-def test_16_bits_are_summed_in_64_and_rounded_once() -> None:
+def test_16_bits_are_summed_in_64_and_rounded_once_and_losses_keep_the_contract() -> None:
     x = random(1, torch.bfloat16).requires_grad_()
     d = direction(x.detach().double())
     total, _, _ = dmd_loss(x, direction=d, mask=new_frames())
     assert total.dtype == torch.float64
-    torch.testing.assert_close(
-        total.detach() / 8, 0.5 * d[:, OVERLAP:].square().mean(), rtol=0, atol=1e-12
-    )
+    wanted = 0.5 * d[:, OVERLAP:].square().mean()
+    torch.testing.assert_close(total.detach() / 8, wanted, rtol=0, atol=1e-12)
     total.backward()
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
     x = torch.randn(1, 1, 1, 8, 8).bfloat16()
     flow, sigma = torch.randn(1, 1, 1, 8, 8), SCHEDULE.sigma(torch.tensor([700.0]))
     exact = x.double() - float(sigma) * flow.double()
     assert torch.equal(x0_from_flow(x, flow, sigma), exact.bfloat16())
-
-
-def test_losses_keep_the_contract_and_refuse_inputs_that_do_not_fit() -> None:
     x, mask = random(1), new_frames()
     checked(lambda out: dmd_loss(out, direction=direction(x), mask=mask))(x)
     checked(lambda out: critic_loss(out, latents=x, noise=random(5), mask=mask))(x)
@@ -188,7 +180,6 @@ SCHEDULE = NoiseSchedule(StreamingConfig())
 
 
 def table() -> torch.Tensor:
-    """Return the table by the formula."""
     lin = torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1]
     return 5 * lin / (1 + 4 * lin)
 
@@ -257,9 +248,9 @@ def test_exit_steps_bound_the_timesteps_of_scores(warp: bool, exit_step: int) ->
         seen = drawn(**options)
         assert first <= min(seen) <= first + 10 and end - 10 <= max(seen) < end
     both = dataclasses.replace(own.streaming, ts_schedule=True, ts_schedule_max=True)
-    assert torch.equal(
-        NoiseSchedule(both).score_timesteps(uniforms), own.score_timesteps(uniforms)
-    ), "blocks with exit steps of their own leave all timesteps"
+    found = NoiseSchedule(both).score_timesteps(uniforms)
+    # Blocks with exit steps of their own leave all timesteps.
+    assert torch.equal(found, own.score_timesteps(uniforms))
 
 
 def test_context_noise_and_conversions_are_what_they_say() -> None:

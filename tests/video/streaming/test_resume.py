@@ -19,52 +19,36 @@ from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import Run
 from megatron_ext.video.streaming.rollout import StreamClip
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.streaming.runs import (
-    ADAPTERS,
-    CLIPS,
-    PREFIXES,
-    SAVED,
-    STEPS,
-    Rows,
-    Tuned,
-    attempt,
-    by_network,
-    differ,
-    losses_of,
-    observed,
-    on_each_clip,
-    run,
-    runner_of,
-    weights,
-)
+from tests.video.streaming import runs
 
 DP2 = (2, 2, "--use-distributed-optimizer")
 TP2 = (2, 1, "--tensor-model-parallel-size 2")
 CP2 = (2, 1, "--context-parallel-size 2")
+LENGTH = f"--train-iters {runs.STEPS} --save-interval {runs.SAVED}"
 
 
 def in_the_middle(run: Run) -> None:
     """Check that the loaded sequence has some of its clips, and the cache some of its frames."""
-    runner = runner_of(run)
+    runner = runs.runner_of(run)
     state = runner.sequence.state
-    assert runner.extra_state.steps == SAVED
-    assert state is not None and 0 < state.chunk < CLIPS
+    assert runner.extra_state.steps == runs.SAVED
+    assert state is not None and 0 < state.chunk < runs.CLIPS
     assert runner.sequence.generator.cache.state_dict()["end"] == state.current_length
 
 
 def cut_back(save: Path, again: Path) -> Path:
-    saved = f"iter_{SAVED:07d}"
+    saved = f"iter_{runs.SAVED:07d}"
     shutil.copytree(save / saved, again / saved)
-    (again / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    (again / "latest_checkpointed_iteration.txt").write_text(str(runs.SAVED))
     return again
 
 
-def check_same_run(rows: Rows, whole: Rows, found: Path, wanted: Path) -> None:
-    assert [row["iteration"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
-    for row, want in zip(rows, whole[SAVED:], strict=True):
-        keys = [*losses_of(want), "learning_rate", "consumed_samples"]
+def check_same_run(rows: runs.Rows, whole: runs.Rows, found: Path, wanted: Path) -> None:
+    assert [row["iteration"] for row in rows] == list(range(runs.SAVED + 1, runs.STEPS + 1))
+    for row, want in zip(rows, whole[runs.SAVED :], strict=True):
+        keys = [*runs.losses_of(want), "learning_rate", "consumed_samples"]
         assert {k: row[k] for k in keys} == {k: want[k] for k in keys}, row["iteration"]
-    last = f"iter_{STEPS:07d}"
+    last = f"iter_{runs.STEPS:07d}"
     stored, expected = (whole_tensors(x / last, x / "whole.pt") for x in (found, wanted))
     assert stored.keys() == expected.keys()
     for prefix in ("ema.", "critic.blocks", "critic.optimizer", "optimizer.", "blocks."):
@@ -86,11 +70,11 @@ def check_same_run(rows: Rows, whole: Rows, found: Path, wanted: Path) -> None:
     ],
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, batch: int, layout: str) -> None:
-    words = f"--train-iters {STEPS} --save-interval {SAVED} {layout}"
-    whole = run(tmp_path, words, ranks=ranks, batch=batch)
+    words = f"{LENGTH} {layout}"
+    whole = runs.run(tmp_path, words, ranks=ranks, batch=batch)
     again = cut_back(tmp_path / "save", tmp_path / "again")
     words += f" --load {again}"
-    rows = run(tmp_path, words, ranks=ranks, batch=batch, save="again", prepare=in_the_middle)
+    rows = runs.run(tmp_path, words, ranks=ranks, batch=batch, save="again", prepare=in_the_middle)
     check_same_run(rows, whole, again, tmp_path / "save")
 
 
@@ -102,24 +86,26 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, batch: int, layou
         pytest.param(2, "--use-distributed-optimizer --bf16", marks=pytest.mark.slow),
     ],
 )
-def test_adapters_go_on_bit_for_bit(tuned: Tuned, tmp_path: Path, ranks: int, layout: str) -> None:
+def test_adapters_go_on_bit_for_bit(
+    tuned: runs.Tuned, tmp_path: Path, ranks: int, layout: str
+) -> None:
     batch = 2 if "distributed" in layout else 1
-    words = f"{tuned.words} {ADAPTERS} {layout} --train-iters {STEPS} --save-interval {SAVED}"
+    words = f"{tuned.words} {runs.ADAPTERS} {layout} {LENGTH}"
     whole, saved = tuned.rows, tuned.saved
     if layout:
         saved = tmp_path / "save"
-        whole = run(tmp_path, words, ranks=ranks, batch=batch)
+        whole = runs.run(tmp_path, words, ranks=ranks, batch=batch)
     again = cut_back(saved, tmp_path / "again")
-    rows = run(tmp_path, f"{words} --load {again}", ranks=ranks, batch=batch, save="again")
+    rows = runs.run(tmp_path, f"{words} --load {again}", ranks=ranks, batch=batch, save="again")
     check_same_run(rows, whole, again, saved)
 
 
 def _linger(run: Run) -> None:
-    runner = runner_of(run)
+    runner = runs.runner_of(run)
     train = runner.train
 
     def slow(*args: Any) -> Any:
-        if runner.extra_state.steps > SAVED:
+        if runner.extra_state.steps > runs.SAVED:
             time.sleep(60)
         return train(*args)
 
@@ -130,7 +116,7 @@ def _launch(folder: Path, words: str) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            attempt(folder, words, ranks=2, batch=2, prepare=_linger)
+            runs.attempt(folder, words, ranks=2, batch=2, prepare=_linger)
         finally:
             os._exit(1)
     return pid
@@ -138,50 +124,50 @@ def _launch(folder: Path, words: str) -> int:
 
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    words = f"--train-iters {STEPS} --save-interval {SAVED} --use-distributed-optimizer"
-    whole = run(tmp_path / "whole", words, ranks=2, batch=2)
+    words = f"{LENGTH} --use-distributed-optimizer"
+    whole = runs.run(tmp_path / "whole", words, ranks=2, batch=2)
     save = tmp_path / "killed" / "save"
     launcher = _launch(tmp_path / "killed", words)
     end = time.monotonic() + 60
-    while len(read_metrics(save / "metrics.jsonl")) <= SAVED and time.monotonic() < end:
+    while len(read_metrics(save / "metrics.jsonl")) <= runs.SAVED and time.monotonic() < end:
         time.sleep(0.02)
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    assert len(read_metrics(save / "metrics.jsonl")) == SAVED + 1
-    assert read_tracker(save) == SAVED
+    assert len(read_metrics(save / "metrics.jsonl")) == runs.SAVED + 1
+    assert read_tracker(save) == runs.SAVED
     words += f" --load {save}"
-    rows = run(tmp_path / "killed", words, ranks=2, batch=2, prepare=in_the_middle)
-    check_same_run(rows[SAVED:], whole, save, tmp_path / "whole" / "save")
+    rows = runs.run(tmp_path / "killed", words, ranks=2, batch=2, prepare=in_the_middle)
+    check_same_run(rows[runs.SAVED :], whole, save, tmp_path / "whole" / "save")
 
 
 def _kept(run: Run) -> dict[str, Any]:
     """Note where the sequence stands, and which clip comes next."""
-    sequence = runner_of(run).sequence
+    sequence = runs.runner_of(run).sequence
     slots = dict(sequence.generator.cache.state_dict()["slots"])
     content = {"state": copy.deepcopy(sequence.state), "slots": slots}
 
     def note(clip: StreamClip, _: bool) -> None:
         content.setdefault("next", (clip.sequence, clip.number, clip.samples.start))
 
-    on_each_clip(run, note)
+    runs.on_each_clip(run, note)
     return content
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rows]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, runs.Rows]:
     folder = tmp_path_factory.mktemp("one")
-    words = f"--train-iters {STEPS} --save-interval {SAVED}"
-    return folder, run(folder, words, micro=2, batch=2)
+    return folder, runs.run(folder, LENGTH, micro=2, batch=2)
 
 
 def resumed(
-    one_rank: tuple[Path, Rows], folder: Path, words: str, ranks: int = 1, micro: int = 2
-) -> tuple[Rows, Any]:
-    """Resume the run of two videos on one rank, with other flags."""
+    one_rank: tuple[Path, runs.Rows], folder: Path, words: str, ranks: int = 1, micro: int = 2
+) -> tuple[runs.Rows, Any]:
     again = cut_back(one_rank[0] / "save", folder / "again")
-    words = f"--train-iters {STEPS} {words} --load {again}"
-    rows, noted = observed(folder, words, _kept, ranks=ranks, batch=2, micro=micro, save="again")
-    assert [row["iteration"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
+    words = f"--train-iters {runs.STEPS} {words} --load {again}"
+    rows, noted = runs.observed(
+        folder, words, _kept, ranks=ranks, batch=2, micro=micro, save="again"
+    )
+    assert [row["iteration"] for row in rows] == list(range(runs.SAVED + 1, runs.STEPS + 1))
     return rows, noted[0]
 
 
@@ -193,16 +179,16 @@ def resumed(
     ],
 )
 def test_another_layout_makes_the_cache_anew(
-    one_rank: tuple[Path, Rows], tmp_path: Path, words: str, capfd: pytest.CaptureFixture[str]
+    one_rank: tuple[Path, runs.Rows], tmp_path: Path, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Let frames, prompts and numbers go on; keys and values differ by what weights have moved."""
     rows, kept = resumed(one_rank, tmp_path, words, ranks=2)
     assert "so that the cache of past frames is made anew" in capfd.readouterr().out
-    assert kept["state"].sequence == 1 and 0 < kept["state"].chunk < CLIPS
+    assert kept["state"].sequence == 1 and 0 < kept["state"].chunk < runs.CLIPS
     assert kept["next"] == (1, kept["state"].chunk, 2)
     # The sinks, and the frames that the next block sees.
     assert set(range(3)) <= kept["slots"].keys() and len(kept["slots"]) > 3
-    for row, want in zip(rows, one_rank[1][SAVED:], strict=True):
+    for row, want in zip(rows, one_rank[1][runs.SAVED :], strict=True):
         assert math.isclose(row["critic loss"], want["critic loss"], rel_tol=0.05)
         assert row["learning_rate"] == want["learning_rate"]
 
@@ -219,7 +205,7 @@ def test_another_layout_makes_the_cache_anew(
     ],
 )  # fmt: skip
 def test_other_flags_say_what_begins_anew(
-    one_rank: tuple[Path, Rows], tmp_path: Path, words: str, ranks: int, micro: int, note: str,
+    one_rank: tuple[Path, runs.Rows], tmp_path: Path, words: str, ranks: int, micro: int, note: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     _, kept = resumed(one_rank, tmp_path, words, ranks, micro)
@@ -231,15 +217,15 @@ def test_other_flags_say_what_begins_anew(
 
 def test_state_of_one_layout_is_refused_in_another_before_any_rank_starts(tmp_path: Path) -> None:
     words = "--use-distributed-optimizer --no-dist-ckpt-optim-fully-reshardable --train-iters 2"
-    run(tmp_path, f"{words} {CP2[2]}", ranks=2)
+    runs.run(tmp_path, f"{words} {CP2[2]}", ranks=2)
     words += f" --train-iters 3 --load {tmp_path / 'save'} {TP2[2]} --sequence-parallel"
     with pytest.raises(CheckpointError, match="use those, or give `--no-load-optim`"):
-        attempt(tmp_path, words, ranks=2, save="other")
+        runs.attempt(tmp_path, words, ranks=2, save="other")
 
 
 def _fail(run: Run, where: str) -> None:
     """Let one rank of two fail in the second step, in the pass of a network."""
-    runner = runner_of(run)
+    runner = runs.runner_of(run)
     if run.context.rank != 1:
         return
     if where == "prompts":
@@ -269,7 +255,7 @@ def _fail(run: Run, where: str) -> None:
 def test_one_rank_ends_all(tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     fail = partial(_fail, where=where)
-    code, rows = attempt(tmp_path, "--train-iters 9", ranks=2, batch=2, prepare=fail)
+    code, rows = runs.attempt(tmp_path, "--train-iters 9", ranks=2, batch=2, prepare=fail)
     assert code == (1 if where == "critic" else 2)
     assert time.monotonic() - started < 40
     assert len(rows) < 9
@@ -282,41 +268,43 @@ def test_one_rank_ends_all(tmp_path: Path, where: str, capfd: pytest.CaptureFixt
 
 
 def _start(run: Run) -> dict[str, Any]:
-    runner = runner_of(run)
+    runner = runs.runner_of(run)
     return {
         "iteration": run.progress.iteration,
         "steps": runner.extra_state.steps,
         "sequence": runner.sequence.state,
-        "weights": by_network(run, lambda x: weights(x.network)),
+        "weights": runs.by_network(run, lambda x: runs.weights(x.network)),
     }
 
 
 def test_the_steps_of_a_base_checkpoint_are_not_taken_over(tmp_path: Path) -> None:
     """Start each network from what it was in the run that the checkpoint is of."""
-    run(tmp_path, "--train-iters 3", save="base")
+    runs.run(tmp_path, "--train-iters 3", save="base")
     words = f"--train-iters 2 --pretrained-checkpoint {tmp_path / 'base'} --seed 8"
     words += f" --critic-checkpoint {tmp_path / 'base'}"
-    rows, (found,) = observed(tmp_path, words, _start, start=200)
+    rows, (found,) = runs.observed(tmp_path, words, _start, start=200)
     assert [row["iteration"] for row in rows] == [1, 2]
     # Step 1 is one of the generator, as in any run; the average has not begun.
     assert "generator loss" in rows[0]
     assert (found["iteration"], found["steps"], found["sequence"]) == (0, 0, None)
     base = whole_tensors(tmp_path / "base" / "iter_0000003", tmp_path / "base.pt")
-    for network, prefix in PREFIXES.items():
+    for network, prefix in runs.PREFIXES.items():
         for name, tensor in found["weights"][network].items():
             assert torch.equal(tensor, base[f"{prefix}{name}"]), (network, name)
-    assert differ(*found["weights"].values())
+    assert runs.differ(*found["weights"].values())
 
 
 def test_weights_of_critic_and_teacher_do_not_come_from_the_run_itself(tmp_path: Path) -> None:
     """Resume a run, which finds its own folder before any other."""
-    run(tmp_path, "--train-iters 1 --seed 8", save="other")
+    runs.run(tmp_path, "--train-iters 1 --seed 8", save="other")
     words = f"--train-iters 2 --resume-mode auto --teacher-checkpoint {tmp_path / 'other'}"
-    assert len(run(tmp_path, f"{words} --exit-interval 1")) == 1
-    rows, (teacher,) = observed(tmp_path, words, lambda run: weights(runner_of(run).teacher))
+    assert len(runs.run(tmp_path, f"{words} --exit-interval 1")) == 1
+    rows, (teacher,) = runs.observed(
+        tmp_path, words, lambda run: runs.weights(runs.runner_of(run).teacher)
+    )
     assert [row["iteration"] for row in rows] == [1, 2]
     other = whole_tensors(tmp_path / "other" / "iter_0000001", tmp_path / "other.pt")
-    assert teacher and not differ(teacher, other)
+    assert teacher and not runs.differ(teacher, other)
 
 
 def test_another_kind_of_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -326,9 +314,8 @@ def test_another_kind_of_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFix
             *args, **{**parts, "extra_state": None}
         )
 
-    run(tmp_path, "--train-iters 1", save="plain", prepare=hide_critic)
-    code, _ = attempt(tmp_path, f"--train-iters 2 --load {tmp_path / 'plain'}")
+    runs.run(tmp_path, "--train-iters 1", save="plain", prepare=hide_critic)
+    code, _ = runs.attempt(tmp_path, f"--train-iters 2 --load {tmp_path / 'plain'}")
     assert code == 2
-    assert "holds no critic, so it is not of a run with `--task streaming`; give it as " in (
-        capfd.readouterr().err
-    )
+    said = "holds no critic, so it is not of a run with `--task streaming`; give it as "
+    assert said in capfd.readouterr().err

@@ -48,9 +48,8 @@ def test_forward_passes_and_graphs_of_a_clip() -> None:
     for number in range(8):
         clip = sequence.next_clip(trains_generator=True)
         blocks = (clip.end - clip.first_new) // 3
-        exit_step = decisions.exit_steps(
-            PLAIN, 1, clip.sequence, clip.number, blocks=blocks, steps=STEPS
-        )[0]
+        asked = PLAIN, 1, clip.sequence, clip.number
+        exit_step = decisions.exit_steps(*asked, blocks=blocks, steps=STEPS)[0]
         assert len(net.calls) == blocks * (exit_step + 2), number
         assert not any(with_graph for _, with_graph in net.calls)
         assert len(clip.blocks) == blocks and not clip.latents.requires_grad
@@ -138,9 +137,8 @@ def test_each_step_has_noise_of_its_own_and_predicts_the_same_clean_latents() ->
     for exit_step in range(4):
         told.clear()
         asked.clear()
-        x0, step = generator.generate(
-            0, torch.zeros(1, 3, 4), noise, exit_step=exit_step, graph=True
-        )
+        how = {"exit_step": exit_step, "graph": True}
+        x0, step = generator.generate(0, torch.zeros(1, 3, 4), noise, **how)
         torch.testing.assert_close(x0, truth, rtol=0, atol=1e-12)
         expected = [1000, 937.5, 833.3333, 625][: exit_step + 1]
         assert told == pytest.approx([*expected, 50], abs=1e-3)
@@ -164,13 +162,9 @@ def test_a_clip_has_one_noise_level_and_noise_of_its_own() -> None:
     s = noised.sigma.view(2, 1, 1, 1, 1)
     torch.testing.assert_close(noised.x, (1 - s) * clip.latents + s * noised.noise)
     torch.testing.assert_close(noised.sigma, SCHEDULE.sigma(noised.timesteps))
-    drawn = [
-        [
-            noised_clip(clip, SCHEDULE, *use).noise
-            for use in product((1, 2), ("critic", "generator"))
-        ]
-        for clip in (clip_of(0), clip_of(1), clip_of(1))
-    ]
+    uses = list(product((1, 2), ("critic", "generator")))
+    clips = (clip_of(0), clip_of(1), clip_of(1))
+    drawn = [[noised_clip(clip, SCHEDULE, *use).noise for use in uses] for clip in clips]
     torch.testing.assert_close(drawn[1], drawn[2], rtol=0, atol=0)
     assert len({float(x[0, 0, 0, 0, 0]) for x in (*drawn[0], *drawn[1])}) == 8
 
@@ -204,10 +198,8 @@ def test_score_identity_distillation_is_plain_autograd(scale: float, two_phase: 
     noised, alpha = noised_clip(clip, SCHEDULE, 1, "generator"), 1.2
     scores = Scores(critic, teacher, NEGATIVE, guidance_scale=scale, sid_alpha=alpha)
     direction, losses = sid_direction(clip, noised, scores)
-    assert all(
-        p.grad is None and p.requires_grad for n in (critic, teacher) for p in n.parameters()
-    )
-
+    frozen = [*critic.parameters(), *teacher.parameters()]
+    assert all(p.grad is None and p.requires_grad for p in frozen)
     count = int(clip.mask.sum())
     if two_phase:
         for total, _, _ in generator_losses(clip, direction, sequence.generator, losses):

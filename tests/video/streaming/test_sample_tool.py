@@ -38,15 +38,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Sample = Callable[..., list[Tensor]]
+TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2"
 
 
 @pytest.fixture
 def sample(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sample:
-    """Return a function that samples in forked ranks and returns latents of each video.
-
-    They are ``[t, c, h, w]``; there are none with another exit code than 0.
-    """
-
+    """Return a function that samples in forked ranks and returns each video's ``[t, c, h, w]``."""
     append = LongVideoWriter.append
 
     def kept(self: LongVideoWriter, latents: Tensor) -> None:
@@ -126,8 +123,7 @@ def test_captions_on_the_command_line_switch_in_the_middle(sample: Sample, tmp_p
     assert [row["switches"] for row in rows] == [[{"frame": 15, "text": text}] for text in "cd"]
 
 
-@pytest.mark.parametrize("layout", ["", "--nproc-per-node 2 --tensor-model-parallel-size 2",
-                                    "--nproc-per-node 2"])  # fmt: skip
+@pytest.mark.parametrize("layout", ["", TP2, "--nproc-per-node 2"])
 def test_a_file_that_cannot_be_written_ends_all_ranks(
     sample: Sample, tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -155,27 +151,19 @@ def refused(
 
 SECOND, FIRST = "--sample-texts a --sample-second-texts c", "--sample-texts a"
 REFUSED = {
-    "--sample-texts a b --sample-second-texts c": "`--sample-second-texts` has 1 captions, but "
-    "must have 2, one for each of",
-    f"{SECOND} --sample-switch-frame 27": "`--sample-switch-frame` (27) must lie between 1 and the "
-    "start of the last frame block (24)",
+    "--sample-texts a b --sample-second-texts c": "`--sample-second-texts` has 1 captions, but mu",
+    f"{SECOND} --sample-switch-frame 27": "(27) must lie between 1 and the start of the last frame "
+    "block (24)",
     f"{SECOND} --sample-switch-frame 0": "`--sample-switch-frame` (0) must be at least 1; use 1.",
-    f"{SECOND} --sample-latent-frames 3": "`--sample-switch-frame` (3) must lie between 1 and the "
-    "start of the last frame block (0); sample longer videos",
-    f"{FIRST} --sample-switch-frame 3": "`--sample-switch-frame` (3) needs "
-    "`--sample-second-texts`; give the captions",
-    f"{FIRST} --sample-latent-frames 10": "`--sample-latent-frames` (10) must be a positive "
-    "multiple of `--frame-block` (3)",
+    f"{SECOND} --sample-latent-frames 3": "last frame block (0); sample longer videos",
+    f"{FIRST} --sample-switch-frame 3": "(3) needs `--sample-second-texts`; give the captions",
+    f"{FIRST} --sample-latent-frames 10": "(10) must be a positive multiple of `--frame-block` (3)",
     f"{FIRST} --sample-fps 0": "`--sample-fps` (0) must be at least 1; use 1.",
-    f"{FIRST} --sample-steps 3": "`--sample-steps` has no effect with `--task streaming`, whose "
-    "videos follow the flags",
+    f"{FIRST} --sample-steps 3": "`--sample-steps` has no effect with `--task streaming`, whose vi",
     f"{FIRST} --codec-channels 8": "`--codec` has 8 latent channels, but `--generator-size tiny` "
-    "has 4; give `--codec-channels 4` or another codec, or, with `--no-encode-first-frame`, "
-    "sample no",
-    f"{FIRST} --pipeline-model-parallel-size 2 --nproc-per-node 2": "`--pipeline-"
-    "model-parallel-size` (2) does not go with `--task streaming`",
-    "--sample-prompts {prompts}": "'a' switches at latent frame 25, but the last frame block "
-    "begins at 24; switch",
+    "has 4; give `--codec-channels 4` or another codec, or, with `--no-encode-first-frame`, ",
+    f"{FIRST} --pipeline-model-parallel-size 2 --nproc-per-node 2": "(2) does not go with `--task",
+    "--sample-prompts {prompts}": "'a' switches at latent frame 25, but the last frame block begi",
 }
 
 
@@ -223,7 +211,7 @@ def test_adapters_as_merged(tuned: Tuned, adapted: Callable[..., Tensor], tmp_pa
     found = adapted(tuned.saved)
     check(found, want)
     assert (found - adapted(tuned.base)).abs().max() > 0.01 * want.abs().max()
-    check(adapted(tuned.saved, "--nproc-per-node 2 --tensor-model-parallel-size 2"), want)
+    check(adapted(tuned.saved, TP2), want)
 
 
 def test_newer_weights_beside_those_under_the_adapters_are_let_alone(
@@ -249,11 +237,8 @@ def test_weights_that_were_moved_are_given(
     found = adapted(tuned.saved, f"--pretrained-checkpoint {moved}")
     capfd.readouterr()
     adapted(tuned.saved, code=EXIT_CODE_USER_ERROR)
-    assert capfd.readouterr().err == (
-        f"error: `--load` ({tuned.saved}) holds adapters of the weights in {tuned.base}/"
-        "iter_0000001, which are not there; give `--pretrained-checkpoint` with where they are "
-        "now.\n"
-    )
+    gone = f"holds adapters of the weights in {tuned.base}/iter_0000001, which are not there; give"
+    assert gone in capfd.readouterr().err
     moved.rename(tuned.base)
     try:
         assert torch.equal(adapted(tuned.saved), found)
@@ -297,23 +282,14 @@ def test_averaged_weights_under_adapters_are_taken_again(
 def test_what_is_missing_and_checkpoints_of_the_other_task_are_named(
     capfd: pytest.CaptureFixture[str], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = refused("", capfd, sample_streaming)
-    assert said == (
-        "error: `--load` is missing; give the --save folder of a run of pretrain_video.py.\n"
-        "error: Captions are missing; give `--sample-prompts` or `--sample-texts`.\n"
-        "error: `--sample-dir` is missing; give the folder for the clips.\n"
-    )
+    said = refused("", capfd, sample_streaming).splitlines()
+    missing = ("`--load` is missing; give", "Captions are missing; ", "`--sample-dir` is missing; ")
+    for line, part in zip(said, missing, strict=True):
+        assert line.startswith(f"error: {part}")
     argv = f"--load {checkpoint} --sample-dir out --sample-texts a"
     said = refused(argv, capfd, lambda words: sample_video(FLOW, words))
-    assert said == (
-        f"error: `--load` ({checkpoint}) is a checkpoint of `--task streaming`, whose videos are "
-        "made block by block; give `--streaming`.\n"
-    )
-    monkeypatch.setattr(
-        "megatron_ext.video.sampling.tool.read_run_config",
-        lambda *_: {"video": {"video": True, "task": "flow"}},
-    )
-    assert refused(argv, capfd, sample_streaming) == (
-        f"error: `--load` ({checkpoint}) must be a checkpoint of `--task streaming`, but is of a "
-        "flow-matching run; leave out `--streaming`.\n"
-    )
+    assert "is a checkpoint of `--task streaming`, whose videos are made block by block;" in said
+    flow = {"video": {"video": True, "task": "flow"}}
+    monkeypatch.setattr("megatron_ext.video.sampling.tool.read_run_config", lambda *_: flow)
+    said = refused(argv, capfd, sample_streaming)
+    assert "but is of a flow-matching run; leave out `--streaming`.\n" in said

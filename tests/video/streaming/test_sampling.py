@@ -29,23 +29,10 @@ from tests.ranks import ranks
 from tests.video.model.wan.problem import Problem, new_cache, plain_of
 from tests.video.networks import largest, one
 from tests.video.sampling.test_clips import read
-from tests.video.streaming.network import (
-    OPTIONS,
-    PLAIN,
-    Cache,
-    Window,
-    build,
-    clips_of,
-    network,
-    new_of,
-    prompts,
-    recache,
-    switching_at,
-    text_of,
-)
+from tests.video.streaming import network as harness
 from tests.video.streaming.runs import observed, run, runner_of
 
-WINDOW = Window()
+WINDOW = harness.Window()
 LENGTH = 27
 SHAPE = (3, 2, 2, 2)
 SEED = 1
@@ -56,18 +43,18 @@ def noise_of() -> functools.partial[Tensor]:
     return functools.partial(decisions.block_noise, SEED, (0, 1), SHAPE, like=like)
 
 
-def tiny(window: Window = WINDOW, context_noise: float = 0.0) -> Generator:
-    model = network(window)
-    cache = Cache(window, window.window, len(model.layers))
+def tiny(window: harness.Window = WINDOW, context_noise: float = 0.0) -> Generator:
+    model = harness.network(window)
+    cache = harness.Cache(window, window.window, len(model.layers))
     schedule = NoiseSchedule(StreamingConfig(context_noise=context_noise))
-    return Generator(model, cache, schedule, recache)
+    return Generator(model, cache, schedule, harness.recache)
 
 
 def video(
-    scenes: Sequence[tuple[int, str]], *, sink: str = "rebuild", window: Window = WINDOW,
+    scenes: Sequence[tuple[int, str]], *, sink: str = "rebuild", window: harness.Window = WINDOW,
     shift: float = 0.0, context_noise: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    texts = [torch.stack([text_of(s, which) for s in (0, 1)]) for _, which in scenes]
+    texts = [torch.stack([harness.text_of(s, which) for s in (0, 1)]) for _, which in scenes]
     texts[-1] = texts[-1] + shift
     asked = {frame: text for (frame, _), text in zip(scenes, texts, strict=True)}
     generator, keep = tiny(window, context_noise), sink == "keep"
@@ -81,11 +68,8 @@ def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> No
     """Compare with a plain network that sees all frames so far in one masked pass."""
     problem = Problem(frames=30, batch=2)
     clip, window = one(problem, context, torch.float64), problem.options.window
-    plain, schedule, cache = (
-        plain_of(clip),
-        NoiseSchedule(StreamingConfig()),
-        new_cache(clip, problem),
-    )
+    plain, cache = plain_of(clip), new_cache(clip, problem)
+    schedule = NoiseSchedule(StreamingConfig())
     assert window is not None and cache.capacity_frames == window.window < problem.frames
     text = problem.inputs(dtype=torch.float64)["text"]
     shape = (window.block, problem.sizes.channels, problem.height, problem.width)
@@ -114,13 +98,13 @@ def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> No
 @pytest.mark.parametrize("switch", [None, 3, 15])
 def test_blocks_are_those_of_a_rollout(switch: int | None, context_noise: float, sink: str) -> None:
     """Let training encode as many frames anew as the window holds, also after a switch."""
-    options = PLAIN if switch is None else switching_at(switch, OPTIONS)
+    options = harness.PLAIN if switch is None else harness.switching_at(switch, harness.OPTIONS)
     options = dataclasses.replace(
         options, last_step_only=True, recache_frames=WINDOW.window, sink_at_switch=sink,
         context_noise=context_noise,
     )  # fmt: skip
-    sequence = build(options, replica=Replica(seed=SEED, batch=2), window=WINDOW)
-    want = torch.cat([new_of(clip) for clip in clips_of(sequence, 4)], dim=1)
+    sequence = harness.build(options, replica=Replica(seed=SEED, batch=2), window=WINDOW)
+    want = torch.cat([harness.new_of(clip) for clip in harness.clips_of(sequence, 4)], dim=1)
     scenes = [(0, "text")] if switch is None else [(0, "text"), (switch, "after")]
     got = video(scenes, context_noise=context_noise, sink=sink)
     assert got.shape == want.shape == (2, LENGTH, 2, 2, 2)
@@ -137,8 +121,10 @@ def test_a_prompt_acts_from_its_frame_on() -> None:
     assert torch.equal(video(scenes[:1])[:, :9], base[:, :9])
 
 
-@pytest.mark.parametrize("window", [Window(window=7, sink=1), Window(window=6, sink=0)])
-def test_windows_and_sinks_need_not_be_whole_blocks(window: Window) -> None:
+@pytest.mark.parametrize(
+    "window", [harness.Window(window=7, sink=1), harness.Window(window=6, sink=0)]
+)
+def test_windows_and_sinks_need_not_be_whole_blocks(window: harness.Window) -> None:
     """Check that a later prompt changes no block before it."""
     scenes = [(0, "text"), (12, "after")]
     got = video(scenes, window=window)
@@ -148,7 +134,7 @@ def test_windows_and_sinks_need_not_be_whole_blocks(window: Window) -> None:
 
 
 def test_what_is_held_does_not_grow_with_the_length() -> None:
-    generator, text = tiny(), prompts((0, 1)).text
+    generator, text = tiny(), harness.prompts((0, 1)).text
     texts = {0: text, 30: text + 1}
     blocks = generate_blocks(generator, texts, noise_of(), num_frames=90, keep_sink=False)
     alive: list[weakref.ref[Tensor]] = []
@@ -218,10 +204,8 @@ def test_visualisation_changes_nothing(tmp_path: Path, ranks: int, batch: int, l
     for name, more in (("without", ""), ("with", VIEWED)):
         sizes = {"ranks": ranks, "batch": batch, "save": name}
         rows, seen = observed(tmp_path, f"{words} {more}", _before_steps, **sizes)
-        kept = [
-            {k: v for k, v in row.items() if "loss" in k or "norm" in k or "learning" in k}
-            for row in rows
-        ]
+        names = ("loss", "norm", "learning")
+        kept = [{k: v for k, v in row.items() if any(n in k for n in names)} for row in rows]
         whole = whole_tensors(tmp_path / name / f"iter_{STEPS:07}", tmp_path / f"{name}.whole")
         found.append(dict(_flat([kept, [set(row) for row in rows], seen, whole])))
     assert found[0] == found[1]

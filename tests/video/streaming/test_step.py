@@ -14,19 +14,7 @@ from megatron_ext.optim.update import global_grad_norm, parts_of
 from megatron_ext.train.run import Run
 from megatron_ext.video.streaming.rollout import StreamClip
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.streaming.runs import (
-    CLIPS,
-    Rows,
-    after_each_step,
-    by_network,
-    differ,
-    num_optimized,
-    observed,
-    on_each_clip,
-    run,
-    runner_of,
-    weights,
-)
+from tests.video.streaming import runs
 
 STEPS, INTERVAL = 10, 5
 TRAINED = [step % INTERVAL == 0 for step in range(STEPS)]
@@ -34,24 +22,24 @@ TRAINED = [step % INTERVAL == 0 for step in range(STEPS)]
 
 def _networks(run: Run) -> dict[str, Any]:
     """Note the weights of all networks before and after each step, and the clips."""
-    runner = runner_of(run)
+    runner = runs.runner_of(run)
 
     def everything() -> dict[str, Any]:
-        of_teacher = {"teacher": weights(runner.teacher)}
-        return by_network(run, lambda x: weights(x.network)) | of_teacher
+        of_teacher = {"teacher": runs.weights(runner.teacher)}
+        return runs.by_network(run, lambda x: runs.weights(x.network)) | of_teacher
 
     content: dict[str, Any] = {
         "weights": [everything()],
         "chunks": [],
         "memo": [],
-        "clip_grad": by_network(run, lambda x: x.clip_grad),
+        "clip_grad": runs.by_network(run, lambda x: x.clip_grad),
         "betas": [
             group["betas"]
             for network in (runner.generator, runner.critic)
             for part in parts_of(network.optimizer)
             for group in part.optimizer.param_groups
         ],
-        "optimized": sum(by_network(run, num_optimized).values()),
+        "optimized": sum(runs.by_network(run, runs.num_optimized).values()),
         "buffers": [hasattr(p, "main_grad") for p in runner.teacher.parameters()],
         "teacher": [(p.requires_grad, p.grad) for p in runner.teacher.parameters()],
     }
@@ -63,25 +51,25 @@ def _networks(run: Run) -> dict[str, Any]:
     def note_clip(clip: StreamClip, trains: bool) -> None:
         content["chunks"].append((clip.sequence, clip.number, "gc"[not trains]))
 
-    after_each_step(run, note)
-    on_each_clip(run, note_clip)
+    runs.after_each_step(run, note)
+    runs.on_each_clip(run, note_clip)
     return content
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, dict[str, Any]]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[runs.Rows, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("step")
-    rows, (seen,) = observed(folder, f"--train-iters {STEPS}", _networks, interval=INTERVAL)
+    rows, (seen,) = runs.observed(folder, f"--train-iters {STEPS}", _networks, interval=INTERVAL)
     return rows, seen
 
 
 def test_the_generator_is_trained_every_fifth_step(
-    recorded: tuple[Rows, dict[str, Any]],
+    recorded: tuple[runs.Rows, dict[str, Any]],
 ) -> None:
     rows, seen = recorded
     pairs = list(zip(seen["weights"], seen["weights"][1:], strict=False))
-    assert [differ(a["generator"], b["generator"]) for a, b in pairs] == TRAINED
-    assert all(differ(a["critic"], b["critic"]) for a, b in pairs)
+    assert [runs.differ(a["generator"], b["generator"]) for a, b in pairs] == TRAINED
+    assert all(runs.differ(a["critic"], b["critic"]) for a, b in pairs)
     assert set(seen["betas"]) == {(0.0, 0.999)} and set(seen["clip_grad"].values()) == {10.0}
     # The first step is reported once more in the second line, as in all runs.
     logged = ["generator loss" in row for row in rows]
@@ -96,7 +84,7 @@ def test_the_generator_is_trained_every_fifth_step(
 
 def _applied_norms(run: Run) -> dict[str, float]:
     applied: dict[str, float] = {}
-    for name, network in by_network(run, lambda x: x).items():
+    for name, network in runs.by_network(run, lambda x: x).items():
 
         def noted(name: str = name, optimizer: Any = network.optimizer) -> Any:
             applied[name] = global_grad_norm(optimizer)
@@ -106,9 +94,11 @@ def _applied_norms(run: Run) -> dict[str, float]:
     return applied
 
 
-def test_networks_are_clipped_alone(tmp_path: Path, recorded: tuple[Rows, dict[str, Any]]) -> None:
+def test_networks_are_clipped_alone(
+    tmp_path: Path, recorded: tuple[runs.Rows, dict[str, Any]]
+) -> None:
     words = "--train-iters 1 --clip-grad 0.002 --critic-clip-grad 0.003"
-    (row,), (applied,) = observed(tmp_path, words, _applied_norms, interval=INTERVAL)
+    (row,), (applied,) = runs.observed(tmp_path, words, _applied_norms, interval=INTERVAL)
     assert applied == pytest.approx({"generator": 0.002, "critic": 0.003}, rel=1e-3)
     # Logged is what the gradients were before, as in the run that clips at 10.
     for name in ("generator grad norm", "critic grad norm"):
@@ -119,10 +109,10 @@ def test_a_refused_update_of_one_network_leaves_the_other(tmp_path: Path) -> Non
     """Put a NaN into the critic's gradients: the generator and its average still move."""
 
     def spoil(run: Run) -> dict[str, Any]:
-        runner, ema = runner_of(run), run.ema
+        runner, ema = runs.runner_of(run), run.ema
         assert ema is not None
         reduce, update = type(runner.critic).reduce, ema.update
-        before = by_network(run, lambda x: weights(x.network))
+        before = runs.by_network(run, lambda x: runs.weights(x.network))
         content: dict[str, Any] = {"moved": []}
 
         def spoiled(self: Any, *args: Any, **options: Any) -> None:
@@ -135,22 +125,22 @@ def test_a_refused_update_of_one_network_leaves_the_other(tmp_path: Path) -> Non
             update(step)
 
         def check(_: Any) -> None:
-            after = by_network(run, lambda x: weights(x.network))
-            content["changed"] = [differ(before[name], after[name]) for name in before]
+            after = runs.by_network(run, lambda x: runs.weights(x.network))
+            content["changed"] = [runs.differ(before[name], after[name]) for name in before]
 
         type(runner.critic).reduce = spoiled  # type: ignore[method-assign]
         ema.update = noted  # type: ignore[method-assign]
-        after_each_step(run, check)
+        runs.after_each_step(run, check)
         return content
 
-    rows, (seen,) = observed(tmp_path, "--train-iters 2", spoil, interval=INTERVAL)
+    rows, (seen,) = runs.observed(tmp_path, "--train-iters 2", spoil, interval=INTERVAL)
     assert seen == {"changed": [True, False], "moved": [1]}
     assert [row["skipped_iterations"] for row in rows] == [1, 2]
 
 
 def _operations(run: Run) -> dict[str, Any]:
     """Note what torch counts of each step, what the runner does, and their sum in the log."""
-    runner = runner_of(run)
+    runner = runs.runner_of(run)
     train, content = runner.train, dict[str, Any](steps=[])
 
     def counted(*args: Any) -> Any:
@@ -171,7 +161,7 @@ def _operations(run: Run) -> dict[str, Any]:
 def test_a_step_counts_what_torch_counts(tmp_path: Path, words: str) -> None:
     """Count all passes, also of sequences that begin and of those that switch."""
     words = f"--train-iters 4 --no-encode-first-frame {words}"
-    _, (content,) = observed(tmp_path, words, _operations)
+    _, (content,) = runs.observed(tmp_path, words, _operations)
     seen = content["steps"]
     assert content["logged"] == sum(ours for _, ours in seen[:-1])
     assert len({ours for _, ours in seen}) > 2
@@ -185,7 +175,7 @@ def test_operations_of_all_replicas_count(tmp_path: Path) -> None:
     counted = []
     for ranks in (1, 2):
         sizes = {"ranks": ranks, "batch": 2, "micro": 2 // ranks}
-        _, noted = observed(tmp_path, "--train-iters 2", _operations, save=str(ranks), **sizes)
+        _, noted = runs.observed(tmp_path, "--train-iters 2", _operations, save=str(ranks), **sizes)
         counted.append([ours for _, ours in noted[0]["steps"]])
     assert counted[0] == counted[1]
 
@@ -195,7 +185,9 @@ AVERAGED, DECAY = 7, 0.8
 
 def _generators(run: Run) -> list[dict[str, Tensor]]:
     seen: list[dict[str, Tensor]] = []
-    after_each_step(run, lambda _: seen.append(weights(runner_of(run).generator.network)))
+    runs.after_each_step(
+        run, lambda _: seen.append(runs.weights(runs.runner_of(run).generator.network))
+    )
     return seen
 
 
@@ -217,11 +209,9 @@ def averages(folder: Path) -> dict[str, Tensor]:
     ],
 )
 def test_average_of_updates(tmp_path: Path, words: str, start: int, steps: tuple[int, ...]) -> None:
-    """Begin with the weights of the first of the steps, of those that train the generator; a
-    start that has not come leaves the weights.
-    """
+    """Average from the first of the steps on; a start that has not come leaves the weights."""
     words = f"--train-iters {AVERAGED} {words}"
-    _, (after,) = observed(tmp_path, words, _generators, start=start)
+    _, (after,) = runs.observed(tmp_path, words, _generators, start=start)
     found = averages(tmp_path / "save")
     assert found.keys() == after[-1].keys()
     for name, average in found.items():
@@ -237,7 +227,7 @@ def test_average_of_updates(tmp_path: Path, words: str, start: int, steps: tuple
 def test_sharded_averages_are_the_whole_ones_bit_for_bit(tmp_path: Path) -> None:
     for name in ("", "no-"):
         words = f"--train-iters {AVERAGED} --{name}use-distributed-optimizer"
-        run(tmp_path, words, ranks=2, batch=2, start=4, save=f"{name}sharded")
+        runs.run(tmp_path, words, ranks=2, batch=2, start=4, save=f"{name}sharded")
     found, wanted = stored(tmp_path / "sharded"), stored(tmp_path / "no-sharded")
     names = [name for name in wanted if "optimizer" not in name]
     assert any(name.startswith("ema.") for name in names)
@@ -247,19 +237,19 @@ def test_sharded_averages_are_the_whole_ones_bit_for_bit(tmp_path: Path) -> None
 
 
 def test_passes_advance_one_sequence_and_no_teacher(
-    recorded: tuple[Rows, dict[str, Any]],
+    recorded: tuple[runs.Rows, dict[str, Any]],
 ) -> None:
     kinds = "".join("gc" if trains else "c" for trains in TRAINED)
-    wanted = [(i // CLIPS, i % CLIPS, kind) for i, kind in enumerate(kinds)]
+    wanted = [(i // runs.CLIPS, i % runs.CLIPS, kind) for i, kind in enumerate(kinds)]
     assert recorded[1]["chunks"] == wanted
     # Keys of past frames belong to what was generated, those of the text do not.
     assert recorded[1]["memo"] == [not trains for trains in TRAINED]
     seen = recorded[1]
     first, last = seen["weights"][0], seen["weights"][-1]
-    assert not differ(first["teacher"], last["teacher"])
+    assert not runs.differ(first["teacher"], last["teacher"])
     assert not any(seen["buffers"])
     assert seen["teacher"] == [(False, None)] * len(first["teacher"])
     # It starts apart from critic and generator, and in no optimizer.
-    assert differ(first["teacher"], first["critic"])
+    assert runs.differ(first["teacher"], first["critic"])
     trained = [p.numel() for name in ("generator", "critic") for p in first[name].values()]
     assert seen["optimized"] == sum(trained)

@@ -174,7 +174,6 @@ def test_a_teacher_with_a_layout_of_its_own_is_frozen(tmp_path: Path) -> None:
 
 
 def teacher_of(context: ParallelContext, words: str = "") -> Any:
-    """Return the teacher of a tiny run whose layout is that of the context."""
     return build_teacher(configuration(context, words), context, torch.device("cpu"))
 
 
@@ -197,9 +196,8 @@ def inputs(rows: int, first: int = 0) -> dict[str, Tensor]:
         source = torch.Generator().manual_seed(number)
         x, text = (torch.randn(size, generator=source) for size in ((9, 4, 4, 4), (5, 32)))
         tensors.append((x, 1000 * torch.rand((), generator=source), text))
-    return dict(
-        zip(("x", "timesteps", "text"), map(torch.stack, zip(*tensors, strict=True)), strict=True)
-    )
+    x, timesteps, text = map(torch.stack, zip(*tensors, strict=True))
+    return {"x": x, "timesteps": timesteps, "text": text}
 
 
 def random_states() -> list[Any]:

@@ -20,10 +20,7 @@ I2V = dataclasses.replace(SIZES["tiny"], cond_embed=True, guidance_embed=True)
 
 @dataclass(frozen=True)
 class Problem(networks.Problem):
-    """A step of an MMDiT.
-
-    ``mask`` says which image tokens count: all, some at random, or the last latent frame alone.
-    """
+    """A step; ``mask`` says which image tokens count: all, random ones, or the last frame's."""
 
     sizes: MMDiTSizes = I2V
     options: MMDiTOptions = field(default_factory=MMDiTOptions)

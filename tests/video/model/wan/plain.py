@@ -171,7 +171,6 @@ def to_plain(parallel: dict[str, Tensor], z: VideoDiTSizes) -> dict[str, Tensor]
 
 
 def num_parameters(sizes: MMDiTSizes | VideoDiTSizes) -> int:
-    """Return the parameters of a whole network of these sizes."""
     with torch.device("meta"):
         whole = isinstance(sizes, MMDiTSizes)
         model = PlainMMDiT(sizes) if whole else PlainVideoDiT(sizes)  # type: ignore[arg-type]

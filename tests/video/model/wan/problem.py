@@ -24,10 +24,7 @@ BIDIRECTIONAL = VideoDiTOptions(zero_head=False)
 
 @dataclass(frozen=True)
 class Problem(networks.Problem):
-    """A network and the shapes of its inputs; a frame has 2 x 4 tokens.
-
-    A ``streaming`` step cuts the gradients between frame blocks, as a cache does.
-    """
+    """A step of 2 x 4 tokens a frame; a ``streaming`` one cuts gradients between frame blocks."""
 
     sizes: VideoDiTSizes = SIZES["tiny"]
     options: VideoDiTOptions = field(default_factory=lambda: CAUSAL)
@@ -128,7 +125,6 @@ def new_cache(chunk: VideoDiT, problem: Problem, **settings: Any) -> KVCache:
 def cached(
     problem: Problem, context: ParallelContext, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Any, dict[str, Tensor], KVCache]:
-    """Return the whole network on this rank, its inputs, and an empty cache for it."""
     chunk = one(problem, context, dtype)
     return chunk, problem.inputs(dtype=dtype), new_cache(chunk, problem, **settings)
 

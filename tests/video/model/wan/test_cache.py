@@ -15,16 +15,7 @@ from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.cache import CachePass, CacheShape, KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
 from tests.ranks import ranks
-from tests.video.model.wan.problem import (
-    CAUSAL,
-    Problem,
-    cached,
-    frames_of,
-    held,
-    new_cache,
-    plain_of,
-    stream,
-)
+from tests.video.model.wan import problem as wan
 from tests.video.networks import largest, one
 
 WINDOWS = [(3, 12, 3), (3, 12, 0), (3, 6, 3), (3, 6, 0), (2, 9, 3), (3, 14, 4)]
@@ -35,16 +26,16 @@ WINDOWS = [(3, 12, 3), (3, 12, 0), (3, 6, 3), (3, 6, 0), (2, 9, 3), (3, 14, 4)]
 def test_streaming_is_the_dense_pass(context: ParallelContext, sizes: tuple[int, int, int]) -> None:
     """Pass 36 frames through a cache of 12 or fewer; plain torch makes the dense mask itself."""
     window = FrameWindow(*sizes)
-    options = dataclasses.replace(CAUSAL, window=window)
-    problem = Problem(options=options, frames=36, batch=1)
+    options = dataclasses.replace(wan.CAUSAL, window=window)
+    problem = wan.Problem(options=options, frames=36, batch=1)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         chunk = one(problem, context, dtype)
         inputs = problem.inputs(dtype=dtype)
         double = {k: v.double() for k, v in inputs.items()}
-        want = plain_of(chunk)(**double, rule=problem.rule)
-        cache = new_cache(chunk, problem)
+        want = wan.plain_of(chunk)(**double, rule=problem.rule)
+        cache = wan.new_cache(chunk, problem)
         assert cache.capacity_frames == window.window < problem.frames
-        assert largest(stream(chunk, cache, inputs, window.block), want) < tolerance
+        assert largest(wan.stream(chunk, cache, inputs, window.block), want) < tolerance
         assert largest(chunk(**inputs), want) < tolerance
         assert cache.end == 36 and len(cache.frames) == window.window
 
@@ -53,54 +44,54 @@ def test_streaming_is_the_dense_pass(context: ParallelContext, sizes: tuple[int,
 @ranks()
 def test_a_cache_of_a_chunk_gives_the_same(context: ParallelContext, capacity: int) -> None:
     """Pass several blocks at once, and more frames than the cache holds."""
-    problem = Problem(frames=42, batch=1)
+    problem = wan.Problem(frames=42, batch=1)
     chunk, inputs = one(problem, context, torch.float64), problem.inputs(dtype=torch.float64)
     want = chunk(**inputs).detach()
-    cache = new_cache(chunk, problem, chunk_frames=21, capacity_frames=capacity)
-    assert largest(stream(chunk, cache, inputs, 3), want) < 1e-12
+    cache = wan.new_cache(chunk, problem, chunk_frames=21, capacity_frames=capacity)
+    assert largest(wan.stream(chunk, cache, inputs, 3), want) < 1e-12
     held = cache.frames
     assert held == (0, 1, 2, *range(42 - capacity + 3, 42))
     cache.reset()
-    assert largest(stream(chunk, cache, inputs, 21), want) < 1e-12
+    assert largest(wan.stream(chunk, cache, inputs, 21), want) < 1e-12
     cache.reset()
-    assert largest(stream(chunk, cache, inputs, 42), want) < 1e-12
+    assert largest(wan.stream(chunk, cache, inputs, 42), want) < 1e-12
     assert cache.frames == held
 
 
 @ranks()
 def test_repeating_a_forward_rewrites_its_block_only(context: ParallelContext) -> None:
-    problem = Problem(frames=24, batch=1)
-    chunk, inputs, cache = cached(problem, context, chunk_frames=6)
+    problem = wan.Problem(frames=24, batch=1)
+    chunk, inputs, cache = wan.cached(problem, context, chunk_frames=6)
     other = problem.inputs(1)
     sinks = None
     with torch.no_grad():
         for first in range(0, 24, 3):
-            chunk(**frames_of(inputs, first, 3), cache=cache)
-            pointers, before = (cache.end, cache.frames), held(cache)
+            chunk(**wan.frames_of(inputs, first, 3), cache=cache)
+            pointers, before = (cache.end, cache.frames), wan.held(cache)
             assert pointers[0] == first + 3
-            chunk(**frames_of(other, first, 3), cache=cache)
-            after = held(cache)
+            chunk(**wan.frames_of(other, first, 3), cache=cache)
+            after = wan.held(cache)
             assert pointers == (cache.end, cache.frames)
             changed = [f for f in after if not torch.equal(after[f], before[f])]
             assert changed == [first, first + 1, first + 2]
             sinks = sinks or [after[f] for f in range(3)]
             assert all(torch.equal(after[f], sink) for f, sink in enumerate(sinks))
         # A block further back, which is still held.
-        chunk(**frames_of(inputs, 18, 3), cache=cache)
-        changed = [f for f, kv in held(cache).items() if not torch.equal(kv, after[f])]
+        chunk(**wan.frames_of(inputs, 18, 3), cache=cache)
+        changed = [f for f, kv in wan.held(cache).items() if not torch.equal(kv, after[f])]
         assert changed == [18, 19, 20] and cache.end == 24
 
 
 @ranks()
 def test_a_pass_that_does_not_update_writes_nothing(context: ParallelContext) -> None:
-    problem = Problem(frames=15, batch=1)
-    chunk, inputs, cache = cached(problem, context, chunk_frames=6)
-    stream(chunk, cache, {**inputs, "x": inputs["x"][:, :12]}, 3)
-    before, end = held(cache), cache.end
-    new = chunk(**frames_of(inputs, 12, 3), cache=cache, update_cache=False)
-    again = chunk(**frames_of(problem.inputs(1), 9, 3), cache=cache, update_cache=False)
+    problem = wan.Problem(frames=15, batch=1)
+    chunk, inputs, cache = wan.cached(problem, context, chunk_frames=6)
+    wan.stream(chunk, cache, {**inputs, "x": inputs["x"][:, :12]}, 3)
+    before, end = wan.held(cache), cache.end
+    new = chunk(**wan.frames_of(inputs, 12, 3), cache=cache, update_cache=False)
+    again = chunk(**wan.frames_of(problem.inputs(1), 9, 3), cache=cache, update_cache=False)
     (new + again).sum().backward()
-    after = held(cache)
+    after = wan.held(cache)
     assert cache.end == end and after.keys() == before.keys()
     assert all(torch.equal(after[f], kv) for f, kv in before.items())
     want = chunk(**inputs).detach()
@@ -109,27 +100,27 @@ def test_a_pass_that_does_not_update_writes_nothing(context: ParallelContext) ->
 
 @ranks()
 def test_a_failed_pass_leaves_the_cache_as_it_was(context: ParallelContext) -> None:
-    chunk, inputs, cache = cached(Problem(frames=6, batch=1), context)
-    want = stream(chunk, cache, inputs, 3)
+    chunk, inputs, cache = wan.cached(wan.Problem(frames=6, batch=1), context)
+    want = wan.stream(chunk, cache, inputs, 3)
     cache.reset()
-    stream(chunk, cache, {**inputs, "x": inputs["x"][:, :3]}, 3)
-    before = held(cache)
+    wan.stream(chunk, cache, {**inputs, "x": inputs["x"][:, :3]}, 3)
+    before = wan.held(cache)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
     hook = chunk.blocks["1"].register_forward_pre_hook(fail)
     with torch.no_grad(), pytest.raises(RuntimeError, match="out of memory"):
-        chunk(**frames_of(inputs, 3, 3), cache=cache)
+        chunk(**wan.frames_of(inputs, 3, 3), cache=cache)
     hook.remove()
     assert cache.frames == (0, 1, 2) and cache.end == 3
-    assert all(torch.equal(kv, before[f]) for f, kv in held(cache).items())
-    assert torch.equal(stream(chunk, cache, inputs, 3, start=3), want[:, 3:])
+    assert all(torch.equal(kv, before[f]) for f, kv in wan.held(cache).items())
+    assert torch.equal(wan.stream(chunk, cache, inputs, 3, start=3), want[:, 3:])
 
 
 @ranks()
 def test_too_small_a_capacity_is_refused(context: ParallelContext) -> None:
-    problem = Problem(frames=42, batch=1)
+    problem = wan.Problem(frames=42, batch=1)
     chunk, inputs = one(problem, context), problem.inputs()
     for chunk_frames, needed in ((18, 27), (21, 30)):
         message = (
@@ -137,36 +128,36 @@ def test_too_small_a_capacity_is_refused(context: ParallelContext) -> None:
             rf"\({chunk_frames}\) - block \(3\)"
         )
         with pytest.raises(ConfigError, match=message):
-            new_cache(chunk, problem, chunk_frames=chunk_frames, capacity_frames=needed - 3)
+            wan.new_cache(chunk, problem, chunk_frames=chunk_frames, capacity_frames=needed - 3)
     with pytest.raises(ConfigError, match=r"`chunk_frames` \(20\) must be a positive multiple of"):
-        new_cache(chunk, problem, chunk_frames=20)
-    cache = new_cache(chunk, problem, chunk_frames=18)
-    want = stream(chunk, cache, inputs, 3)
+        wan.new_cache(chunk, problem, chunk_frames=20)
+    cache = wan.new_cache(chunk, problem, chunk_frames=18)
+    want = wan.stream(chunk, cache, inputs, 3)
     assert cache.capacity_frames == 27
     # The first block of an 18-frame chunk can be run again at its end, one before it cannot.
-    got = chunk(**frames_of(inputs, 24, 3), cache=cache, update_cache=False)
+    got = chunk(**wan.frames_of(inputs, 24, 3), cache=cache, update_cache=False)
     assert largest(got, want[:, 24:27]) < 1e-5
     message = r"`capacity_frames` \(27\) must be 30 or more to run frame 21 again after frame 41"
     with pytest.raises(ConfigError, match=message):
-        chunk(**frames_of(inputs, 21, 3), cache=cache)
+        chunk(**wan.frames_of(inputs, 21, 3), cache=cache)
 
 
 @ranks()
 def test_frames_out_of_order_are_refused(context: ParallelContext) -> None:
-    chunk, inputs, cache = cached(Problem(frames=24, batch=1), context)
+    chunk, inputs, cache = wan.cached(wan.Problem(frames=24, batch=1), context)
     with pytest.raises(DataError, match=r"`first_frame` \(3\) must not exceed the frame at which"):
-        chunk(**frames_of(inputs, 3, 3), cache=cache)
+        chunk(**wan.frames_of(inputs, 3, 3), cache=cache)
     cache.skip_to(9)
     message = "frame 9 sees frame 2, which is not in the cache; it stands at frame 9 and holds noth"
     with pytest.raises(DataError, match=message):
-        chunk(**frames_of(inputs, 9, 3), cache=cache)
+        chunk(**wan.frames_of(inputs, 9, 3), cache=cache)
     cache.reset()
-    chunk(**frames_of(inputs, 0, 3), cache=cache)
+    chunk(**wan.frames_of(inputs, 0, 3), cache=cache)
     cache.skip_to(9)
-    chunk(**frames_of(inputs, 9, 3), cache=cache)
+    chunk(**wan.frames_of(inputs, 9, 3), cache=cache)
     assert cache.frames == (0, 1, 2, 9, 10, 11)
     with pytest.raises(DataError, match="frame 6 lies before frame 9, from which on the cache was"):
-        chunk(**frames_of(inputs, 6, 3), cache=cache)
+        chunk(**wan.frames_of(inputs, 6, 3), cache=cache)
     with pytest.raises(ConfigError, match="stands at frame 12 and cannot skip back to frame 9"):
         cache.skip_to(9)
 
@@ -174,32 +165,32 @@ def test_frames_out_of_order_are_refused(context: ParallelContext) -> None:
 @ranks()
 def test_a_cache_that_is_reset_or_stored_goes_on_as_a_new_one(context: ParallelContext) -> None:
     """Compare bit for bit, also after the weights have changed: text too stays as it was made."""
-    problem = Problem(frames=24)
-    chunk, inputs, cache = cached(problem, context)
-    stream(chunk, cache, {**inputs, "x": inputs["x"][:, :18]}, 3)
+    problem = wan.Problem(frames=24)
+    chunk, inputs, cache = wan.cached(problem, context)
+    wan.stream(chunk, cache, {**inputs, "x": inputs["x"][:, :18]}, 3)
     state = copy.deepcopy(cache.state_dict())
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.mul_(1.1)
-    want = stream(chunk, cache, inputs, 3, start=18)
-    other = new_cache(chunk, problem)
-    stream(chunk, other, problem.inputs(1), 3)
+    want = wan.stream(chunk, cache, inputs, 3, start=18)
+    other = wan.new_cache(chunk, problem)
+    wan.stream(chunk, other, problem.inputs(1), 3)
     other.load_state_dict(state)
-    assert torch.equal(stream(chunk, other, inputs, 3, start=18), want)
+    assert torch.equal(wan.stream(chunk, other, inputs, 3, start=18), want)
     assert other.frames == cache.frames and other.end == cache.end
-    larger = new_cache(chunk, problem, chunk_frames=6)
+    larger = wan.new_cache(chunk, problem, chunk_frames=6)
     with pytest.raises(CheckpointError, match=r"holds 2 blocks of \[12, 8, 2, 4, 16\], but this"):
         larger.load_state_dict(state)
-    problem = Problem(frames=18)
+    problem = wan.Problem(frames=18)
     chunk, inputs = one(problem, context), problem.inputs()
-    fresh = stream(chunk, new_cache(chunk, problem), inputs, 3)
-    cache = new_cache(chunk, problem)
-    stream(chunk, cache, problem.inputs(1), 3)
+    fresh = wan.stream(chunk, wan.new_cache(chunk, problem), inputs, 3)
+    cache = wan.new_cache(chunk, problem)
+    wan.stream(chunk, cache, problem.inputs(1), 3)
     assert cache.memo.is_filled and cache.end == 18
     cache.reset()
     assert not cache.memo.is_filled
     assert (cache.end, cache.frames) == (0, ())
-    assert torch.equal(stream(chunk, cache, inputs, 3), fresh)
+    assert torch.equal(wan.stream(chunk, cache, inputs, 3), fresh)
 
 
 @settings(max_examples=60, deadline=None)
@@ -251,7 +242,7 @@ def test_sizes_of_a_cache_come_from_the_model() -> None:
     assert cache.num_bytes == 2 * 2 * 12 * 8 * 3 * 64 * 2
 
 
-PROBLEM = Problem(frames=6)
+PROBLEM = wan.Problem(frames=6)
 
 
 def count_projections(chunk: VideoDiT) -> list[int]:
@@ -263,42 +254,42 @@ def count_projections(chunk: VideoDiT) -> list[int]:
 
 @ranks()
 def test_text_is_projected_once_unless_it_is_written_over(context: ParallelContext) -> None:
-    chunk, inputs, cache = cached(PROBLEM, context)
+    chunk, inputs, cache = wan.cached(PROBLEM, context)
     calls = count_projections(chunk)
-    stream(chunk, cache, inputs, 3)
-    stream(chunk, cache, {**inputs, "text": inputs["text"].clone()}, 3, start=3)
+    wan.stream(chunk, cache, inputs, 3)
+    wan.stream(chunk, cache, {**inputs, "text": inputs["text"].clone()}, 3, start=3)
     assert len(calls) == 2
-    chunk(**frames_of(inputs, 3, 3), cache=cache)
+    chunk(**wan.frames_of(inputs, 3, 3), cache=cache)
     assert len(calls) == 4
     cache.memo.clear()
-    stream(chunk, cache, inputs, 3, start=3)
+    wan.stream(chunk, cache, inputs, 3, start=3)
     assert len(calls) == 6
     with torch.inference_mode():
         for _ in range(2):
             text = inputs["text"].clone()
-            stream(chunk, cache, {**inputs, "text": text}, 3, start=3)
+            wan.stream(chunk, cache, {**inputs, "text": text}, 3, start=3)
     assert len(calls) == 6
-    chunk, inputs, cache = cached(PROBLEM, context)
+    chunk, inputs, cache = wan.cached(PROBLEM, context)
     calls = count_projections(chunk)
-    stream(chunk, cache, inputs, 3)
+    wan.stream(chunk, cache, inputs, 3)
     inputs["text"].copy_(PROBLEM.inputs(1)["text"])
-    stream(chunk, cache, inputs, 3, start=3)
+    wan.stream(chunk, cache, inputs, 3, start=3)
     assert len(calls) == 4
     with torch.inference_mode():
         inputs["text"] = inputs["text"].clone()
-        stream(chunk, cache, inputs, 3, start=3)
+        wan.stream(chunk, cache, inputs, 3, start=3)
         inputs["text"].add_(1)
-        stream(chunk, cache, inputs, 3, start=3)
+        wan.stream(chunk, cache, inputs, 3, start=3)
     assert len(calls) == 6
 
 
 @ranks()
 def test_the_cache_follows_the_text(context: ParallelContext) -> None:
     chunk, inputs = one(PROBLEM, context, torch.float64), PROBLEM.inputs(dtype=torch.float64)
-    plain = plain_of(chunk)
-    cache = new_cache(chunk, PROBLEM)
+    plain = wan.plain_of(chunk)
+    cache = wan.new_cache(chunk, PROBLEM)
     for text in (inputs["text"], PROBLEM.inputs(1, torch.float64)["text"]):
-        stream(chunk, cache, {**inputs, "text": text}, 3, start=cache.end and 3)
+        wan.stream(chunk, cache, {**inputs, "text": text}, 3, start=cache.end and 3)
         words = plain.text_embedding(text)
         for number, block in enumerate(plain.blocks):
             _, key, value = block.cross_attn.qkv(words, words)

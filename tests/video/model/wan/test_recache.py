@@ -13,19 +13,10 @@ from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT, recache
 from tests.ranks import ranks
-from tests.video.model.wan.problem import (
-    CAUSAL,
-    Problem,
-    cached,
-    frames_of,
-    held,
-    new_cache,
-    plain_of,
-    stream,
-)
+from tests.video.model.wan import problem as wan
 from tests.video.networks import Tensors, largest, one, relative
 
-PROBLEM = Problem(frames=21, batch=1)
+PROBLEM = wan.Problem(frames=21, batch=1)
 BLOCKS = range(0, 21, 3)
 
 
@@ -44,9 +35,9 @@ def same(got: Tensors, want: Tensors, tolerance: float) -> None:
 
 def two_phase(chunk: VideoDiT, inputs: dict[str, Tensor], cache: KVCache, order: Any) -> Tensors:
     """Fill the cache without gradient, then run each block again with it, in any order."""
-    stream(chunk, cache, inputs, 3)
+    wan.stream(chunk, cache, inputs, 3)
     for first in order:
-        own = frames_of(inputs, first, 3)
+        own = wan.frames_of(inputs, first, 3)
         flow = chunk(**own, cache=cache, update_cache=False)
         (flow * PROBLEM.target()[:, first : first + 3]).sum().backward()
     return gradients_of(chunk)
@@ -54,7 +45,7 @@ def two_phase(chunk: VideoDiT, inputs: dict[str, Tensor], cache: KVCache, order:
 
 def one_graph(chunk: VideoDiT, inputs: dict[str, Tensor], cache: KVCache) -> Tensors:
     """Run all blocks with gradient through a cache that they fill, and one backward pass."""
-    flows = [chunk(**frames_of(inputs, first, 3), cache=cache) for first in BLOCKS]
+    flows = [chunk(**wan.frames_of(inputs, first, 3), cache=cache) for first in BLOCKS]
     (torch.cat(flows, dim=1) * PROBLEM.target()).sum().backward()
     assert not any(t.requires_grad for t in (*cache.keys, *cache.values))
     return gradients_of(chunk)
@@ -65,16 +56,16 @@ def test_two_phases_give_the_gradient_of_one_graph(context: ParallelContext) -> 
     """Compare both with plain torch whose keys and values are cut between blocks."""
     chunk = one(PROBLEM, context, torch.float64)
     inputs = PROBLEM.inputs(dtype=torch.float64)
-    plain = plain_of(chunk)
+    plain = wan.plain_of(chunk)
     flow = plain(**inputs, rule=PROBLEM.rule, cut_blocks=True)
     (flow * PROBLEM.target()).sum().backward()
     grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     want = PROBLEM.to_parallel(grads, dict(chunk.named_parameters()))
     assert want.keys() == dict(chunk.named_parameters()).keys()
     for order in (BLOCKS, reversed(BLOCKS)):
-        cache = new_cache(chunk, PROBLEM, chunk_frames=21)
+        cache = wan.new_cache(chunk, PROBLEM, chunk_frames=21)
         same(two_phase(chunk, inputs, cache, order), want, 1e-10)
-    same(one_graph(chunk, inputs, new_cache(chunk, PROBLEM, chunk_frames=21)), want, 1e-10)
+    same(one_graph(chunk, inputs, wan.new_cache(chunk, PROBLEM, chunk_frames=21)), want, 1e-10)
 
 
 @ranks()
@@ -82,13 +73,13 @@ def test_recomputation_changes_no_gradient(context: ParallelContext) -> None:
     inputs = PROBLEM.inputs(dtype=torch.float64)
     runs, found = [], []
     for number in (0, 1, 100):
-        options = dataclasses.replace(CAUSAL, recompute_blocks=number)
+        options = dataclasses.replace(wan.CAUSAL, recompute_blocks=number)
         chunk = one(dataclasses.replace(PROBLEM, options=options), context, torch.float64).eval()
         calls = []
         for block in chunk.blocks.values():
             block.register_forward_pre_hook(lambda *_: calls.append(1))  # noqa: B023
         # Backward recomputes when the cache stands at the end of the chunk.
-        found.append(one_graph(chunk, inputs, new_cache(chunk, PROBLEM, chunk_frames=21)))
+        found.append(one_graph(chunk, inputs, wan.new_cache(chunk, PROBLEM, chunk_frames=21)))
         runs.append(len(calls))
     assert runs == [14, 21, 28]
     for other in found[1:]:
@@ -98,26 +89,26 @@ def test_recomputation_changes_no_gradient(context: ParallelContext) -> None:
 @ranks()
 def test_recomputation_never_reads_other_keys(context: ParallelContext) -> None:
     """Drop a frame, or write it again, before the backward pass recomputes its readers."""
-    options = dataclasses.replace(CAUSAL, recompute_blocks=2)
+    options = dataclasses.replace(wan.CAUSAL, recompute_blocks=2)
     chunk = one(dataclasses.replace(PROBLEM, options=options), context)
     inputs = PROBLEM.inputs()
     with pytest.raises(ConfigError, match="of the cache were overwritten or dropped before the"):
-        one_graph(chunk, inputs, new_cache(chunk, PROBLEM))
-    cache = new_cache(chunk, PROBLEM, chunk_frames=21)
-    stream(chunk, cache, inputs, 3)
-    flow = chunk(**frames_of(inputs, 18, 3), cache=cache, update_cache=False)
+        one_graph(chunk, inputs, wan.new_cache(chunk, PROBLEM))
+    cache = wan.new_cache(chunk, PROBLEM, chunk_frames=21)
+    wan.stream(chunk, cache, inputs, 3)
+    flow = chunk(**wan.frames_of(inputs, 18, 3), cache=cache, update_cache=False)
     with torch.no_grad():
-        chunk(**frames_of(PROBLEM.inputs(1), 15, 3), cache=cache)
+        chunk(**wan.frames_of(PROBLEM.inputs(1), 15, 3), cache=cache)
     with pytest.raises(ConfigError, match=r"frames 0-2, 12-17 of the cache were overwritten or dr"):
         flow.sum().backward()
 
 
-LONG = Problem(frames=45, batch=1)
+LONG = wan.Problem(frames=45, batch=1)
 LENGTH = 21
 """Frames that are encoded anew."""
 
 
-def clean(problem: Problem, number: int = 0) -> dict[str, Tensor]:
+def clean(problem: wan.Problem, number: int = 0) -> dict[str, Tensor]:
     inputs = problem.inputs(number)
     return {**inputs, "timesteps": torch.zeros_like(inputs["timesteps"])}
 
@@ -139,14 +130,14 @@ def switch(chunk: VideoDiT, cache: KVCache, inputs: Tensors, end: int, **setting
 @ranks()
 def test_the_same_prompt_gives_the_same_cache(context: ParallelContext, end: int) -> None:
     """Give the whole history, of which each frame was written back under the same mask."""
-    chunk, _, cache = cached(LONG, context, chunk_frames=21)
+    chunk, _, cache = wan.cached(LONG, context, chunk_frames=21)
     inputs = clean(LONG)
-    stream(chunk, cache, first_frames(inputs, end), 3)
-    before = held(cache)
+    wan.stream(chunk, cache, first_frames(inputs, end), 3)
+    before = wan.held(cache)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(torch.nan)
     switch(chunk, cache, inputs, end)
-    after = held(cache)
+    after = wan.held(cache)
     assert after.keys() == before.keys() and cache.end == end
     assert max(largest(after[f], kv) for f, kv in before.items()) < 1e-5
 
@@ -158,37 +149,37 @@ def test_nothing_of_the_first_prompt_is_left(context: ParallelContext, end: int)
     second = {**inputs, "text": LONG.inputs(2)["text"]}
     flows = []
     for number in (0, 1):
-        cache = new_cache(chunk, LONG, chunk_frames=21)
+        cache = wan.new_cache(chunk, LONG, chunk_frames=21)
         first = {**inputs, "text": LONG.inputs(number)["text"]}
-        stream(chunk, cache, first_frames(first, end), 3)
+        wan.stream(chunk, cache, first_frames(first, end), 3)
         switch(chunk, cache, second, end)
-        flows.append(stream(chunk, cache, first_frames(second, end + 6), 3, start=end))
+        flows.append(wan.stream(chunk, cache, first_frames(second, end + 6), 3, start=end))
     assert torch.equal(*flows)
 
 
 @ranks()
 def test_a_window_of_frames_is_recached_as_the_dense_mask_says(context: ParallelContext) -> None:
     """Encode sinks and frames 18 to 38 alone, in one pass each, and block by block."""
-    chunk, _, cache = cached(LONG, context, chunk_frames=21)
+    chunk, _, cache = wan.cached(LONG, context, chunk_frames=21)
     inputs = clean(LONG)
     switch(chunk, cache, inputs, 39)
-    other = new_cache(chunk, LONG, chunk_frames=21)
+    other = wan.new_cache(chunk, LONG, chunk_frames=21)
     with torch.no_grad():
-        chunk(**frames_of(inputs, 0, 3), cache=other)
+        chunk(**wan.frames_of(inputs, 0, 3), cache=other)
         other.skip_to(18)
-        chunk(**frames_of(inputs, 18, 21), cache=other)
-    wanted = held(other)
-    assert all(largest(kv, wanted[f]) < 1e-5 for f, kv in held(cache).items())
-    follow = [stream(chunk, c, inputs, 3, start=39) for c in (cache, other)]
+        chunk(**wan.frames_of(inputs, 18, 21), cache=other)
+    wanted = wan.held(other)
+    assert all(largest(kv, wanted[f]) < 1e-5 for f, kv in wan.held(cache).items())
+    follow = [wan.stream(chunk, c, inputs, 3, start=39) for c in (cache, other)]
     assert largest(*follow) < 1e-5
 
 
 @ranks()
 def test_sinks_that_are_neither_given_nor_held_are_refused(context: ParallelContext) -> None:
-    chunk, _, cache = cached(LONG, context)
+    chunk, _, cache = wan.cached(LONG, context)
     inputs = clean(LONG)
-    stream(chunk, cache, first_frames(inputs, 21), 3)
-    before = held(cache)
+    wan.stream(chunk, cache, first_frames(inputs, 21), 3)
+    before = wan.held(cache)
     with pytest.raises(ConfigError, match=r"`sink_latents` \(0 frames\) must hold the first 3 fra"):
         switch(chunk, cache, inputs, 39, sink_latents=None)
     with pytest.raises(ConfigError, match="`sink_latents` were given, but `keep_sink` ignores"):
@@ -198,26 +189,26 @@ def test_sinks_that_are_neither_given_nor_held_are_refused(context: ParallelCont
     with pytest.raises(DataError, match=r"`num_frames` \(20\) must be a multiple of the frame bl"):
         switch(chunk, cache, inputs, 20)
     # A refusal leaves the cache as it was.
-    assert all(torch.equal(kv, before[f]) for f, kv in held(cache).items())
+    assert all(torch.equal(kv, before[f]) for f, kv in wan.held(cache).items())
     with pytest.raises(ConfigError, match=r"`keep_sink` needs the sink frames \(0 to 2\) in the"):
-        switch(chunk, new_cache(chunk, LONG), inputs, 39, keep_sink=True)
+        switch(chunk, wan.new_cache(chunk, LONG), inputs, 39, keep_sink=True)
 
 
 @ranks()
 def test_sinks_may_be_kept_and_be_several_or_partial_blocks(context: ParallelContext) -> None:
-    chunk, _, cache = cached(LONG, context)
+    chunk, _, cache = wan.cached(LONG, context)
     inputs = clean(LONG)
-    stream(chunk, cache, first_frames(inputs, 39), 3)
-    before = held(cache)
+    wan.stream(chunk, cache, first_frames(inputs, 39), 3)
+    before = wan.held(cache)
     other = {**inputs, "text": LONG.inputs(1)["text"]}
     switch(chunk, cache, other, 39, keep_sink=True)
-    after = held(cache)
+    after = wan.held(cache)
     assert cache.frames == (0, 1, 2, *range(30, 39))
     for frame in cache.frames:
         assert torch.equal(after[frame], before[frame]) == (frame < 3)
-    options = dataclasses.replace(CAUSAL, window=FrameWindow(3, 13, 4))
+    options = dataclasses.replace(wan.CAUSAL, window=FrameWindow(3, 13, 4))
     problem = dataclasses.replace(LONG, options=options)
-    chunk, _, cache = cached(problem, context, chunk_frames=21)
+    chunk, _, cache = wan.cached(problem, context, chunk_frames=21)
     inputs = clean(problem)
     switch(chunk, cache, inputs, 39, sink_latents=inputs["x"][:, :9])
     assert cache.frames == (0, 1, 2, 3, *range(18, 39))
