@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from megatron_ext.errors import ConfigError
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -31,11 +31,7 @@ WORTH_SAYING = 1000
 class Range:
     """An interval of numbers; NaN and infinity lie in none.
 
-    Attributes:
-        low: the smallest number, or the one above which numbers begin.
-        high: the largest number, or the one below which numbers end.
-        above: `low` itself is left out.
-        below: `high` itself is left out.
+    ``above`` leaves `low` itself out, and ``below`` leaves `high` out.
     """
 
     low: float
@@ -125,38 +121,32 @@ def flag(
     bounds: Range | None = None,
     unit: str | None = None,
     *,
-    choices: Sequence[Any] | None = None,
+    choices: str | Sequence[Any] | None = None,
     nargs: int | str | None = None,
-    names: Sequence[str] = (),
-    negative: Sequence[str] = (),
-    gpu_only: str | None = None,
+    names: str | Sequence[str] = (),
+    negative: str | Sequence[str] = (),
     advice: str | None = None,
     if_changed: IfChanged | None = None,
 ) -> Any:
-    """Declare a field that is also a flag.
+    """Declare a field that is also a flag; several words may be one text with blanks between.
 
     Args:
         default: value without the flag; a list is copied for each instance.
-        help: what the flag does, one sentence or phrase.
         bounds: the numbers that a numeric flag takes; each of them has some.
-        unit: of the value.
-        choices: allowed values.
         nargs: number of values, or ``"+"`` for one or more; None means one.
         names: further spellings; the field's own name, dashed, is always one.
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
-        gpu_only: why the flag has no effect on a CPU.
-        advice: what to do about a number outside of them, where the default is none.
+        advice: what to do about a number outside of its bounds, where the default is none.
         if_changed: see `IfChanged`; None takes the section's ``IF_CHANGED``, or "say".
     """
     metadata = {
         "help": help,
         "bounds": bounds,
         "unit": unit,
-        "choices": choices,
+        "choices": None if choices is None else _each(choices),
         "nargs": nargs,
-        "names": tuple(names),
-        "negative": tuple(negative),
-        "gpu_only": gpu_only,
+        "names": _each(names),
+        "negative": _each(negative),
         "advice": advice,
         "if_changed": if_changed,
     }
@@ -165,12 +155,13 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def _each(words: str | Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(words.split() if isinstance(words, str) else words)
+
+
 fixed_flag = functools.partial(flag, if_changed="refuse")
-"""Declare a flag without whose value the weights mean something else; see `IfChanged`."""
 resumed_flag = functools.partial(flag, if_changed="refuse_to_resume")
-"""Declare a flag with whose value a run must be resumed; see `IfChanged`."""
 said_flag = functools.partial(flag, if_changed="say")
-"""Declare a flag whose change is said, in a section of flags that may change; see `IfChanged`."""
 
 
 def derived(default: Any = None) -> Any:
@@ -183,11 +174,9 @@ class Flag:
     """One flag as the parser and ``--help`` see it; see `flag` for what it was declared with.
 
     Attributes:
-        section: name of the RunConfig section that holds the field.
         type: type of one value.
         optional: whether None is allowed.
         positive: spellings that set the value (or True), the first is shown.
-        negative: spellings that set False.
     """
 
     section: str
@@ -200,18 +189,15 @@ class Flag:
     help: str
     bounds: Range | None
     unit: str | None
-    choices: Sequence[Any] | None
+    choices: tuple[Any, ...] | None
     nargs: int | str | None
-    gpu_only: str | None
     advice: str | None
     if_changed: IfChanged | None
 
     @property
     def shown(self) -> str:
         """Return the spelling that changes the default."""
-        if self.type is bool and self.default is True:
-            return self.negative[0]
-        return self.positive[0]
+        return (self.negative if self.default is True else self.positive)[0]
 
 
 @functools.cache
@@ -242,6 +228,13 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
     return Flag(section, field.name, hint, optional, default, positive, negative, **meta)
 
 
+def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[str]:
+    """Yield a sentence where a flag's value cannot be shared equally."""
+    if value and size >= 1 and value % size:
+        use = -(-value // size) * size
+        yield f"`{name}` ({value}) must be divisible by `{by}` ({size}); use {use}."
+
+
 def range_errors(section: Any) -> dict[str, str]:
     """Return a sentence for each number of a section outside of its flag's range, by field."""
     found = {}
@@ -258,11 +251,7 @@ def range_errors(section: Any) -> dict[str, str]:
 
 
 def check_ranges(section: Any) -> None:
-    """Check the numbers of a section that is also made without a run.
-
-    Raises:
-        ConfigError: with one sentence for each number outside of its range.
-    """
+    """Check the numbers of a section that is also made without a run, or raise a ConfigError."""
     if errors := range_errors(section):
         raise ConfigError(list(errors.values()))
 

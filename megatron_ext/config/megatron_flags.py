@@ -71,6 +71,42 @@ ALWAYS_ON = {
 }
 """Field of a flag that Megatron-LM's scripts may give, whatever its value -> the reason."""
 
+_GPU_ONLY = """
+a fused kernel of a GPU:
+    bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm
+    gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl
+a kernel of Transformer Engine:
+    moe_grouped_gemm moe_permute_fusion moe_router_fusion
+communication on a CPU does not run beside computation:
+    overlap_grad_reduce overlap_param_gather align_grad_reduce align_param_gather ddp_bucket_size
+    ddp_num_buckets
+gloo cannot average:
+    ddp_average_in_collective
+the launches of kernels that graphs save are a GPU's:
+    cuda_graph_impl cuda_graph_warmup_steps
+attention is computed there as megatron-core's own layers do or by torch's SDPA:
+    attention_backend
+nothing is compiled there:
+    compile
+memory of a GPU:
+    log_memory_to_tensorboard
+a CPU keeps no memory cache:
+    empty_unused_memory_level
+"""
+
+
+def _by_name(text: str) -> dict[str, str]:
+    """Map names to the reason above them, which ends with a colon."""
+    return {
+        name: " ".join(reason.split()).removesuffix(":")
+        for reason, names in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", text, re.MULTILINE)
+        for name in names.split()
+    }
+
+
+GPU_ONLY = _by_name(_GPU_ONLY)
+"""Field of a flag that has no effect on a CPU -> the reason."""
+
 OF_ENGINE = {
     "fp8_param_gather": "the torch layers keep and gather their weights in bf16",
     "moe_grouped_gemm": "the torch layers compute one expert after the other",
@@ -257,8 +293,4 @@ the file of flags is `--config`; it takes the same names:
 """
 """Reasons and what to use instead, and below each the flags that are refused for it."""
 
-UNSUPPORTED: dict[str, str] = {
-    f"--{name}": " ".join(reason.split()).removesuffix(":")
-    for reason, names in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", _REFUSED, re.MULTILINE)
-    for name in names.split()
-}
+UNSUPPORTED = {f"--{name}": reason for name, reason in _by_name(_REFUSED).items()}

@@ -21,7 +21,6 @@ from megatron_ext.config.flags import (
     said_flag,
 )
 
-FUSED = "a fused kernel of a GPU"
 REQUIRED = (
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
 )  # fmt: skip
@@ -32,7 +31,7 @@ class ModelConfig(Changeable):
     """Architecture of a GPT model; names and defaults are Megatron-LM's."""
 
     num_layers: int | None = flag(
-        None, "transformer layers", Range(1, 10_000), names=("--encoder-num-layers",)
+        None, "transformer layers", Range(1, 10_000), names="--encoder-num-layers"
     )
     hidden_size: int | None = flag(None, "width of the residual stream h", SIZE)
     ffn_hidden_size: int | None = flag(
@@ -45,22 +44,14 @@ class ModelConfig(Changeable):
         None, "groups with --group-query-attention; default 1", SIZE
     )
     seq_length: int | None = said_flag(
-        None, "sequence length s", COUNT, "tokens", names=("--encoder-seq-length",)
+        None, "sequence length s", COUNT, "tokens", names="--encoder-seq-length"
     )
-    max_position_embeddings: int | None = flag(
-        None, "longest position that the model may see", COUNT, "tokens"
-    )
+    max_position_embeddings: int | None = flag(None, "longest position of a token", COUNT, "tokens")
     position_embedding_type: str = fixed_flag(
-        "learned_absolute",
-        "kind of position embedding",
-        choices=("learned_absolute", "rope", "none"),
+        "learned_absolute", "kind of position embedding", choices="learned_absolute rope none"
     )
-    rotary_base: int = resumed_flag(
-        10000, "base of the frequencies of rotary positions", Range(1, 10**12)
-    )
-    rotary_percent: float = fixed_flag(
-        1.0, "share of each head that is rotated", Range(0, 1, above=True)
-    )
+    rotary_base: int = resumed_flag(10000, "base of the rotary frequencies", Range(1, 10**12))
+    rotary_percent: float = fixed_flag(1.0, "share of each head to rotate", Range(0, 1, above=True))
     rotary_interleaved: bool = fixed_flag(False, "rotate neighbouring channels instead of halves")
     rotary_seq_len_interpolation_factor: int | None = resumed_flag(
         None, "divide rotary positions by this factor", SIZE
@@ -71,24 +62,17 @@ class ModelConfig(Changeable):
         128, "round the vocabulary up to a multiple of this times the tensor-parallel size", SIZE
     )
     padded_vocab_size: int | None = said_flag(
-        None,
-        "entries of the vocabulary with padding; default: computed from the vocabulary of the data",
-        COUNT,
-        "entries",
+        None, "entries of the vocabulary with padding; default: from the data", COUNT, "entries"
     )
-    normalization: str = fixed_flag(
-        "LayerNorm", "kind of normalization layer", choices=("LayerNorm", "RMSNorm")
-    )
+    normalization: str = fixed_flag("LayerNorm", "kind of norm layer", choices="LayerNorm RMSNorm")
     norm_epsilon: float = resumed_flag(
-        1e-5, "epsilon of the norms", Range(0, 1, above=True), names=("--layernorm-epsilon",)
+        1e-5, "epsilon of the norms", Range(0, 1, above=True), names="--layernorm-epsilon"
     )
     apply_layernorm_1p: bool = fixed_flag(False, "store the gain of a norm minus one")
     swiglu: bool = fixed_flag(False, "gated SiLU in the MLP")
     squared_relu: bool = fixed_flag(False, "squared ReLU in the MLP")
     quick_geglu: bool = fixed_flag(False, "gated quick GELU in the MLP")
-    add_bias_linear: bool = flag(
-        True, "biases in all linear layers", negative=("--disable-bias-linear",)
-    )
+    add_bias_linear: bool = flag(True, "biases in linear layers", negative="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "a bias in the QKV projection alone")
     qk_layernorm: bool = flag(False, "normalize queries and keys")
     untie_embeddings_and_output_weights: bool = flag(
@@ -101,31 +85,26 @@ class ModelConfig(Changeable):
     )
     init_method_std: float = flag(0.02, "standard deviation of initial weights", RATE)
     embedding_init_method_std: float | None = flag(
-        None,
-        "standard deviation of the embedding's initial weights; default: --init-method-std",
-        RATE,
+        None, "standard deviation of the initial embedding; default: --init-method-std", RATE
     )
     init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights")
     window_size: tuple[int, int] | None = resumed_flag(
         None, "sliding window: tokens to the left and right, -1 unlimited", Range(-1), nargs=2
     )
-    window_attn_skip_freq: int | None = resumed_flag(
-        None, "full attention in every n-th layer", SIZE
-    )
+    window_attn_skip_freq: int | None = resumed_flag(None, "attend fully in every n-th layer", SIZE)
     softmax_type: str = fixed_flag(
-        "vanilla", "kind of softmax in attention", choices=("vanilla", "off-by-one", "learnable")
+        "vanilla", "kind of softmax in attention", choices="vanilla off-by-one learnable"
     )
     transformer_impl: str = flag(
         "auto",
         "auto takes Transformer Engine where it is installed on a GPU; local means torch here",
-        choices=("auto", "torch", "local", "transformer_engine"),
+        choices="auto torch local transformer_engine",
     )
     attention_backend: str = flag(
         "auto",
         "the only kernel to take: flash, fused for cuDNN's, unfused or local for none; auto takes "
         "the fastest that fits",
-        choices=("auto", "flash", "fused", "unfused", "local"),
-        gpu_only="attention is computed there as megatron-core's own layers do or by torch's SDPA",
+        choices="auto flash fused unfused local",
     )
     # On purpose not Megatron-LM's False: megatron-core's own default, and what SDPA's and flash
     # kernels do anyway; without it bf16 on a CPU would be less exact than on a GPU.
@@ -141,25 +120,16 @@ class ModelConfig(Changeable):
     )
     use_cpu_initialization: bool = flag(False, "draw whole weights on the CPU, then cut them")
     perform_initialization: bool = flag(
-        True,
-        "draw initial weights; without it they hold whatever memory held, for runs that load them",
-        negative=("--no-initialization",),
+        True, "draw initial weights; runs that load some need none", negative="--no-initialization"
     )
     recompute_granularity: str | None = flag(
-        None,
-        "recompute activations in the backward pass, to save memory: all of a layer (full) or "
-        "parts (selective)",
-        choices=("full", "selective"),
+        None, "to save memory, recompute all of a layer or selected parts", choices="full selective"
     )
     recompute_method: str | None = flag(
-        None,
-        "layers that full recomputation takes: uniform units, or the first of each stage (block)",
-        choices=("uniform", "block"),
+        None, "recompute units of layers, or a stage's first ones (block)", choices="uniform block"
     )
     recompute_num_layers: int | None = flag(
-        None,
-        "layers of a recomputed unit (uniform), or layers to recompute on each stage (block)",
-        SIZE,
+        None, "layers of a recomputed unit (uniform), or to recompute on each stage (block)", SIZE
     )
     recompute_modules: list[str] | None = flag(
         None, "what to recompute with selective granularity; default core_attn", nargs="+"
@@ -168,34 +138,20 @@ class ModelConfig(Changeable):
         False, "share saved activations over tensor-parallel ranks"
     )
     masked_softmax_fusion: bool = flag(True, "fuse the mask and the softmax of attention")
-    bias_gelu_fusion: bool = flag(
-        True, "fuse bias and activation, for activations other than SwiGLU", gpu_only=FUSED
-    )
-    bias_swiglu_fusion: bool = flag(True, "fuse bias and SwiGLU", gpu_only=FUSED)
-    bias_dropout_fusion: bool = flag(
-        True, "fuse bias, dropout and the residual addition", gpu_only=FUSED
-    )
-    apply_rope_fusion: bool = flag(
-        True, "fuse the rotary position embedding", negative=("--no-rope-fusion",), gpu_only=FUSED
-    )
-    gradient_accumulation_fusion: bool = flag(
-        True, "products add weight gradients to the gradient buffer", gpu_only=FUSED
-    )
-    persist_layer_norm: bool = flag(True, "compile the norms of the torch layers", gpu_only=FUSED)
+    bias_gelu_fusion: bool = flag(True, "fuse bias and activations other than SwiGLU")
+    bias_swiglu_fusion: bool = flag(True, "fuse bias and SwiGLU")
+    bias_dropout_fusion: bool = flag(True, "fuse bias, dropout and the residual addition")
+    apply_rope_fusion: bool = flag(True, "fuse the rotary embedding", negative="--no-rope-fusion")
+    gradient_accumulation_fusion: bool = flag(True, "sum weight gradients within their products")
+    persist_layer_norm: bool = flag(True, "compile the norms of the torch layers")
     cross_entropy_loss_fusion: bool = flag(
-        False, "fused cross-entropy over whole logits, as in scripts of Megatron-LM", gpu_only=FUSED
+        False, "fused cross-entropy over whole logits, as in scripts of Megatron-LM"
     )
     cross_entropy_fusion_impl: str = flag(
-        "native",
-        "implementation of --cross-entropy-loss-fusion",
-        choices=("native", "te"),
-        gpu_only=FUSED,
+        "native", "implementation of --cross-entropy-loss-fusion", choices="native te"
     )
     compile: bool = flag(
-        True,
-        "torch.compile of the pointwise parts of the torch layers, and megatron-core's own",
-        negative=("--disable-jit-fuser",),
-        gpu_only="nothing is compiled there",
+        True, "torch.compile of the pointwise parts of layers", negative="--disable-jit-fuser"
     )
     variable_seq_lengths: bool = False
     blocks_dealt_by_cost: bool = False

@@ -13,6 +13,7 @@ from megatron_ext.config.flags import (
     WEIGHT,
     Changeable,
     flag,
+    must_divide,
     resumed_flag,
     said_flag,
 )
@@ -28,18 +29,14 @@ class MoEConfig(Changeable):
         None, "width of an expert's MLP; default: --ffn-hidden-size", SIZE
     )
     moe_shared_expert_intermediate_size: int | None = flag(
-        None,
-        "width of the shared expert, which every token passes; default: no shared expert",
-        SIZE,
+        None, "width of the shared expert, which every token passes; without it there is none", SIZE
     )
-    moe_shared_expert_gate: bool = flag(
-        False, "multiply the output of the shared expert by a learned gate"
-    )
+    moe_shared_expert_gate: bool = flag(False, "scale the shared expert's output by a learned gate")
     moe_router_topk: int = resumed_flag(2, "experts that each token is sent to", SIZE)
     moe_router_load_balancing_type: list[str] = said_flag(
         ["aux_loss"],
         "losses or methods that balance the load of the experts",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+        choices="aux_loss seq_aux_loss global_aux_loss sinkhorn none",
         nargs="+",
     )
     moe_aux_loss_coeff: list[float] = said_flag(
@@ -49,15 +46,11 @@ class MoEConfig(Changeable):
     moe_input_jitter_eps: float | None = said_flag(
         None, "half width of the uniform noise on the router's input", SHARE
     )
-    moe_router_dtype: str | None = said_flag(
-        None, "dtype of the router's logits", choices=("fp32", "fp64")
-    )
+    moe_router_dtype: str | None = said_flag(None, "dtype of router logits", choices="fp32 fp64")
     moe_router_score_function: str = resumed_flag(
-        "softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid")
+        "softmax", "function from the router's logits to scores", choices="softmax sigmoid"
     )
-    moe_router_pre_softmax: bool = resumed_flag(
-        False, "take the softmax before the top experts are chosen"
-    )
+    moe_router_pre_softmax: bool = resumed_flag(False, "softmax before the top experts are chosen")
     moe_router_num_groups: int | None = resumed_flag(
         None, "groups of experts, of which a token may choose only --moe-router-group-topk", SIZE
     )
@@ -73,38 +66,22 @@ class MoEConfig(Changeable):
     moe_router_bias_update_rate: float = said_flag(
         1e-3, "step of the bias of --moe-router-enable-expert-bias", RATE
     )
-    moe_router_force_load_balancing: bool = said_flag(
-        False, "route tokens at random, for benchmarks"
-    )
+    moe_router_force_load_balancing: bool = said_flag(False, "route at random, for benchmarks")
     moe_token_dispatcher_type: str = flag(
-        "allgather", "method that brings tokens to their experts", choices=("allgather", "alltoall")
+        "allgather", "method that brings tokens to their experts", choices="allgather alltoall"
     )
     moe_expert_capacity_factor: float | None = said_flag(
-        None,
-        "capacity of an expert over an even share of the tokens; tokens beyond it are dropped",
-        FACTOR,
+        None, "capacity of an expert over an even share; tokens beyond it are dropped", FACTOR
     )
-    moe_pad_expert_input_to_capacity: bool = said_flag(
-        False, "pad the input of each expert to its capacity"
-    )
+    moe_pad_expert_input_to_capacity: bool = said_flag(False, "pad experts' input to capacity")
     moe_token_drop_policy: str = said_flag(
-        "probs", "tokens to drop beyond an expert's capacity", choices=("probs", "position")
+        "probs", "tokens to drop beyond an expert's capacity", choices="probs position"
     )
     moe_layer_recompute: bool = flag(False, "recompute the experts in the backward pass")
-    moe_grouped_gemm: bool = flag(
-        False,
-        "compute all experts of a rank in one kernel",
-        gpu_only="a kernel of Transformer Engine",
-    )
-    moe_permute_fusion: bool = flag(
-        False, "fuse the permutation of tokens", gpu_only="a kernel of Transformer Engine"
-    )
-    moe_router_fusion: bool = flag(
-        False, "fuse the router's pointwise operations", gpu_only="a kernel of Transformer Engine"
-    )
-    moe_apply_probs_on_input: bool = resumed_flag(
-        False, "weight the input of an expert, not its output"
-    )
+    moe_grouped_gemm: bool = flag(False, "compute all experts of a rank in one kernel")
+    moe_permute_fusion: bool = flag(False, "fuse the permutation of tokens")
+    moe_router_fusion: bool = flag(False, "fuse the router's pointwise operations")
+    moe_apply_probs_on_input: bool = resumed_flag(False, "weight an expert's input, not its output")
 
     def layer_pattern(self) -> int | list[int]:
         """Return --moe-layer-freq as a number or a list.
@@ -135,12 +112,8 @@ class MoEConfig(Changeable):
                     "the number of experts."
                 )
             return
-        if self.num_experts % expert_size:
-            yield (
-                f"`--num-experts` ({self.num_experts}) must be divisible by "
-                f"`--expert-model-parallel-size` ({expert_size}); use "
-                f"{-(-self.num_experts // expert_size) * expert_size}."
-            )
+        size = "--expert-model-parallel-size"
+        yield from must_divide("--num-experts", self.num_experts, size, expert_size)
         if not 1 <= self.moe_router_topk <= self.num_experts:
             yield (
                 f"`--moe-router-topk` ({self.moe_router_topk}) must be between 1 and "

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag, must_divide
 
 STRICTNESS = (
     "assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all return_unexpected "
@@ -20,12 +20,7 @@ class CheckpointConfig(Changeable):
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
-        None,
-        "save after each multiple of this many steps; default: at the end only, or as the task "
-        "says",
-        COUNT,
-        "steps",
-        names=("--persistent-save-interval",),
+        None, "save every N steps, else at the end", COUNT, names="--persistent-save-interval"
     )
     save_retain_interval: int | None = flag(
         None, "keep only the older checkpoints whose step is a multiple of this", COUNT, "steps"
@@ -40,7 +35,7 @@ class CheckpointConfig(Changeable):
         "where to go on: auto, from the newest checkpoint of --save, else as --load or "
         "--pretrained-checkpoint say; disable, nowhere; path, from --load, which must hold one; "
         "default: from --load, where it holds one",
-        choices=("auto", "disable", "path"),
+        choices="auto disable path",
     )
     ckpt_step: int | None = flag(None, "iteration to load; default: the latest", NATURAL, "steps")
     finetune: bool = flag(False, "load the weights only, and start at iteration 0")
@@ -54,7 +49,7 @@ class CheckpointConfig(Changeable):
     no_load_rng: bool = flag(False, "do not load the random states")
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
     use_checkpoint_args: bool = flag(False, "take the shape of the model from the checkpoint")
-    ckpt_format: str = flag("torch_dist", "format of checkpoints", choices=("torch_dist",))
+    ckpt_format: str = flag("torch_dist", "format of checkpoints", choices="torch_dist")
     ckpt_fully_parallel_save: bool = flag(True, "share the writing over replicas")
     ckpt_fully_parallel_load: bool = flag(False, "share the reading over replicas")
     dist_ckpt_strictness: str = flag(
@@ -80,12 +75,8 @@ class CheckpointConfig(Changeable):
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."
-        interval, retain = self.save_interval, self.save_retain_interval
-        if interval and retain and retain % interval:
-            yield (
-                f"`--save-retain-interval` ({retain}) must be divisible by `--save-interval` "
-                f"({interval}); use {-(-retain // interval) * interval}."
-            )
+        retain, interval = self.save_retain_interval, self.save_interval or 1
+        yield from must_divide("--save-retain-interval", retain, "--save-interval", interval)
         if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
             yield "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`; give one."
         if self.keep_best is not None and not evaluates:
@@ -149,17 +140,13 @@ class LoggingConfig(Changeable):
     log_loss_scale_to_tensorboard: bool = flag(True, "loss scale to TensorBoard")
     log_validation_ppl_to_tensorboard: bool = flag(False, "perplexity to TensorBoard")
     log_timers_to_tensorboard: bool = flag(False, "iteration time to TensorBoard")
-    log_memory_to_tensorboard: bool = flag(
-        False, "memory use to TensorBoard", gpu_only="memory of a GPU"
-    )
+    log_memory_to_tensorboard: bool = flag(False, "memory use to TensorBoard")
     log_world_size_to_tensorboard: bool = flag(False, "number of ranks to TensorBoard")
     wandb_project: str = flag("", "project in Weights & Biases; none without it")
     wandb_exp_name: str = flag("", "name of the run in Weights & Biases")
     wandb_entity: str = flag("", "entity, a user or team, in Weights & Biases")
     wandb_save_dir: str = flag("", "folder on disk for files of Weights & Biases")
-    logging_level: int | None = flag(
-        None, "level of Python's logging, such as 20 for INFO", Range(0, 100)
-    )
+    logging_level: int | None = flag(None, "level of Python's logging (20 is INFO)", Range(0, 100))
 
 
 GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")

@@ -15,26 +15,15 @@ SCHEDULES = (
 class ParallelConfig(Changeable):
     """Parallel sizes; the data-parallel size is what is left of the ranks."""
 
-    tensor_model_parallel_size: int = flag(
-        1, "ranks that share each matrix (tensor parallelism)", SIZE, "ranks"
-    )
-    pipeline_model_parallel_size: int = flag(
-        1, "pipeline stages that the layers are cut into", SIZE, "stages"
-    )
-    context_parallel_size: int = flag(
-        1, "ranks that share each sequence (context parallelism)", SIZE, "ranks"
-    )
-    expert_model_parallel_size: int = flag(
-        1, "ranks that share the experts (expert parallelism)", SIZE, "ranks"
-    )
+    tensor_model_parallel_size: int = flag(1, "ranks that share each matrix", SIZE, "ranks")
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages of the layers", SIZE, "stages")
+    context_parallel_size: int = flag(1, "ranks that share each sequence", SIZE, "ranks")
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts", SIZE, "ranks")
     expert_tensor_parallel_size: int | None = flag(
         None, "ranks that share each expert; default: the tensor-parallel size", SIZE, "ranks"
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None,
-        "layers of each virtual chunk; several chunks on each pipeline stage take turns",
-        SIZE,
-        "layers",
+        None, "layers of each virtual chunk, several of which take turns on a stage", SIZE, "layers"
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "virtual chunks on each pipeline stage, which take turns", SIZE, "chunks"
@@ -52,17 +41,16 @@ class ParallelConfig(Changeable):
     )
     microbatch_group_size_per_vp_stage: int | None = flag(
         None,
-        "micro-batches that a virtual chunk handles before the next chunk; default: the pipeline"
-        " size",
+        "micro-batches of a virtual chunk before the next chunk's; default: the pipeline size",
         SIZE,
-        names=("--microbatch-group-size-per-virtual-pipeline-stage",),
+        names="--microbatch-group-size-per-virtual-pipeline-stage",
     )
     sequence_parallel: bool = flag(False, "share norms and dropout along the sequence too")
     cp_comm_type: list[str] = flag(
         ["p2p"],
         "how context-parallel attention communicates, once or for each layer; the torch layers "
         "gather keys for p2p",
-        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+        choices="p2p all_gather a2a a2a+p2p",
         nargs="+",
     )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage", SIZE)
@@ -75,15 +63,18 @@ class ParallelConfig(Changeable):
     )
     use_tp_pp_dp_mapping: bool = flag(False, "number pipeline stages before replicas")
     distributed_backend: str | None = flag(
-        None, "collective library; default: the one that fits the device", choices=("nccl", "gloo")
+        None, "collective library; default: the one that fits the device", choices="nccl gloo"
     )
     distributed_timeout_minutes: float = flag(
-        10,
-        "longest duration of a collective; a run whose ranks wait longer ends",
-        Range(0.01, 1e6),
-        "minutes",
+        10, "longest duration of a collective before the run ends", Range(0.01, 1e6), "minutes"
     )
     nproc_per_node: int = flag(1, "ranks to start here, when torchrun did not", PROCESSES, "ranks")
     virtual_pipeline_model_parallel_size: int | None = None
     world_size: int = 1
     data_parallel_size: int = 1
+
+    @property
+    def counted_ends(self) -> int:
+        """Return how many of the embedding and the output layer count as layers."""
+        ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        return sum(ends)

@@ -18,6 +18,7 @@ from megatron_ext.config.finalize import finalize
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import (
     ALWAYS_ON,
+    GPU_ONLY,
     NEEDS,
     NO_EFFECT,
     OF_ENGINE,
@@ -91,7 +92,7 @@ def parse_args(
     """
     check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
-        print_help(all_flags(program))
+        print_help(program)
         raise SystemExit(0)
     reading = read_words(argv, program, elsewhere)
     given = [reading.read_yaml(path, program) for path in reading.config_files]
@@ -333,14 +334,14 @@ def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -
     """Return notes on flags that were given and do nothing, at all, on this device or here."""
     reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
     if config.device == "cpu":
-        reasons += [(flag, flag.gpu_only, " on a CPU") for flag in given]
+        reasons += [(flag, GPU_ONLY.get(flag.field), " on a CPU") for flag in given]
     if not config.model.group_query_attention:
         alone = " without `--group-query-attention`"
         each = "each head has keys and values of its own"
         reasons += [(flag, each, alone) for flag in given if flag.field == "num_query_groups"]
     if config.model.transformer_impl != "transformer_engine":
         without = " without Transformer Engine"
-        told = [flag for flag in given if config.device != "cpu" or flag.gpu_only is None]
+        told = [flag for flag in given if config.device != "cpu" or flag.field not in GPU_ONLY]
         reasons += [(flag, OF_ENGINE.get(flag.field), without) for flag in told]
     notes = [f"`{flag.shown}` has no effect{where}: {why}." for flag, why, where in reasons if why]
     values = {k: v for section in config.by_name().values() for k, v in vars(section).items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag, said_flag
 
@@ -21,11 +22,7 @@ SCALE = Range(0, 2.0**64, above=True)
 class PrecisionConfig(Changeable):
     """fp32 unless ``--bf16`` or ``--fp16``."""
 
-    bf16: bool = said_flag(
-        False,
-        "parameters and activations in bfloat16; where a task takes it by default on a GPU, "
-        "--no-bf16 is fp32",
-    )
+    bf16: bool = said_flag(False, "parameters and activations in bfloat16; --no-bf16 is fp32")
     fp16: bool = said_flag(False, "parameters and activations in float16, with loss scaling")
     loss_scale: float | None = flag(None, "fixed loss scale of fp16; default: dynamic", SCALE)
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", SCALE)
@@ -56,9 +53,7 @@ class Fp8Config:
     """bf16 unless ``--fp8-format``; names, meanings and defaults are Megatron-LM's."""
 
     fp8_format: str | None = flag(
-        None,
-        "products of the layers in 8 bits: e4m3 throughout, or hybrid with e5m2 for gradients",
-        choices=("e4m3", "hybrid"),
+        None, "products of layers in 8 bits; hybrid: e5m2 for gradients", choices="e4m3 hybrid"
     )
     fp8_recipe: str = flag(
         "delayed",
@@ -74,34 +69,25 @@ class Fp8Config:
         1, "steps whose largest magnitudes the delayed recipe remembers", SIZE, "steps"
     )
     fp8_amax_compute_algo: str = flag(
-        "most_recent",
-        "magnitude that decides a scale of the delayed recipe: the latest, or the largest "
-        "remembered",
-        choices=("most_recent", "max"),
+        "most_recent", "remembered magnitude that decides delayed scales", choices="most_recent max"
     )
     fp8_wgrad: bool = flag(True, "weight gradients in 8 bits as well; torch layers only")
     fp8_param_gather: bool = flag(
-        False,
-        "keep the weights of Transformer Engine's layers in 8 bits, and gather them so",
-        if_changed="allow",
+        False, "keep and gather Transformer Engine's weights in 8 bits", if_changed="allow"
     )
     fp8_quantizer_factory: str | None = flag(
         None, "function that makes the quantizers of --fp8-recipe custom: package.module.function"
     )
     reuse_grad_buf_for_mxfp8_param_ag: bool = flag(
-        False,
-        "gather the weights of mxfp8 through the memory of their gradients",
-        if_changed="allow",
+        False, "gather mxfp8 weights through the memory of their gradients", if_changed="allow"
     )
     tp_only_amax_red: bool = flag(
-        False,
-        "largest magnitudes of the delayed recipe over tensor-parallel ranks only; Transformer "
-        "Engine only",
+        False, "delayed recipe of Transformer Engine: magnitudes over tensor-parallel ranks only"
     )
     moe_router_padding_for_quantization: bool = flag(
         False,
         "route tokens so that each expert's number suits 8-bit products, in place of padding",
-        names=("--moe-router-padding-for-fp8",),
+        names="--moe-router-padding-for-fp8",
         if_changed="allow",
     )
     first_last_layers_bf16: bool = flag(False, "keep the first and the last layers in bf16")
@@ -127,8 +113,13 @@ class Fp8Config:
 
 
 TE_IMPL = "transformer_engine"
-LAUNCHES = "the launches of kernels that graphs save are a GPU's"
 WARMUP_STEPS = 3
+
+
+def _overlaps(name: str, what: str) -> Any:
+    """Declare a flag that is on, but has an effect with ``--tp-comm-overlap`` only."""
+    told = f"with --tp-comm-overlap, overlap {what}"
+    return flag(True, told, negative=f"--disable-tp-comm-{name}")
 
 
 @dataclass(frozen=True)
@@ -141,28 +132,16 @@ class TransformerEngineConfig(Changeable):
     tp_comm_overlap_cfg: str | None = flag(
         None, "YAML file that says how each product of --tp-comm-overlap overlaps"
     )
-    tp_comm_overlap_ag: bool = flag(
-        True,
-        "with --tp-comm-overlap, overlap the all-gather with the product after it",
-        negative=("--disable-tp-comm-overlap-ag",),
-    )
-    tp_comm_overlap_rs: bool = flag(
-        True,
-        "with --tp-comm-overlap, overlap the reduce-scatter with the product before it",
-        negative=("--disable-tp-comm-overlap-rs",),
-    )
+    tp_comm_overlap_ag: bool = _overlaps("overlap-ag", "the all-gather with the product after")
+    tp_comm_overlap_rs: bool = _overlaps("overlap-rs", "the reduce-scatter with the product before")
     tp_comm_overlap_rs_dgrad: bool = flag(
         False, "with --tp-comm-overlap, overlap the reduce-scatter with the gradient of the input"
     )
-    tp_comm_bulk_dgrad: bool = flag(
-        True,
-        "with --tp-comm-overlap, overlap the whole all-gather with the gradient of the input",
-        negative=("--disable-tp-comm-bulk-dgrad",),
+    tp_comm_bulk_dgrad: bool = _overlaps(
+        "bulk-dgrad", "the whole all-gather with the gradient of the input"
     )
-    tp_comm_bulk_wgrad: bool = flag(
-        True,
-        "with --tp-comm-overlap, overlap the whole reduce-scatter with the gradient of the weight",
-        negative=("--disable-tp-comm-bulk-wgrad",),
+    tp_comm_bulk_wgrad: bool = _overlaps(
+        "bulk-wgrad", "the whole reduce-scatter with the gradient of the weight"
     )
     tp_comm_overlap_disable_qkv: bool = flag(
         False, "with --tp-comm-overlap, overlap nothing in the QKV projection"
@@ -171,9 +150,7 @@ class TransformerEngineConfig(Changeable):
         False, "with --tp-comm-overlap, overlap nothing in the first layer of the MLP"
     )
     tp_comm_bootstrap_backend: str = flag(
-        "nccl",
-        "backend over which the buffers of --tp-comm-overlap are set up",
-        choices=("nccl", "mpi", "gloo"),
+        "nccl", "backend that sets up the buffers of --tp-comm-overlap", choices="nccl mpi gloo"
     )
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None,
@@ -191,9 +168,6 @@ class CudaGraphConfig(Changeable):
     cuda_graph_impl: str = flag(
         "none",
         "launch the kernels of each transformer layer at once, recorded by torch (local)",
-        choices=("none", "local", "transformer_engine"),
-        gpu_only=LAUNCHES,
+        choices="none local transformer_engine",
     )
-    cuda_graph_warmup_steps: int = flag(
-        WARMUP_STEPS, "runs of a layer before it is recorded", SIZE, "runs", gpu_only=LAUNCHES
-    )
+    cuda_graph_warmup_steps: int = flag(WARMUP_STEPS, "runs of a layer to warm up", SIZE, "runs")

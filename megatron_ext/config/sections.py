@@ -1,7 +1,7 @@
 """Sections of a user's own: frozen dataclasses whose fields are flags, declared as ours are.
 
-A task names them (``Task(sections=(MyFlags,), ...)``), and their flags stand in ``--help``, in the
-resolved configuration, in ``--config`` files and in checkpoints, beside the engine's::
+A task names them (``Task(sections=(MyFlags,), ...)``); they stand in ``--help``, ``--config`` files
+and checkpoints beside the engine's::
 
     @dataclass(frozen=True)
     class MyFlags:
@@ -27,7 +27,14 @@ from typing import Any
 
 from megatron_ext.config.flags import Flag, flag, flags_of
 from megatron_ext.config.megatron_flags import RENAMED
-from megatron_ext.config.run import LeftOut, Program, engine_sections, named, section_name
+from megatron_ext.config.run import (
+    LeftOut,
+    Program,
+    RunConfig,
+    engine_sections,
+    named,
+    section_name,
+)
 from megatron_ext.errors import ConfigError
 
 OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
@@ -35,11 +42,7 @@ OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedd
 
 
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
-    """Check that a user's sections can stand beside the engine's, which come by name.
-
-    Raises:
-        ConfigError: a section that is no frozen dataclass of flags, or a name that is taken.
-    """
+    """Check that sections are frozen dataclasses of flags, none of whose names the engine has."""
     errors: list[str] = []
     taken = dict.fromkeys([*OWN_FLAGS, *RENAMED], "the parser")
     for name, kind in engine.items():
@@ -97,26 +100,29 @@ def _metavar(flag: Flag) -> str:
     return f"{name} ..." if flag.nargs == "+" else name
 
 
-def _meaning(flag: Flag) -> str:
+def _meaning(flag: Flag, of_task: Mapping[str, Any]) -> str:
+    """Return what a flag does, with its default, which a task may settle by another field."""
+    default = of_task.get(flag.field, of_task.get(f"usual_{flag.field}", flag.default))
     if flag.type is bool:
-        return f"switch off: {flag.help}" if flag.default is True else flag.help
-    default = flag.default
+        told = f"switch off: {flag.help}" if default is True else flag.help
+        return f"{told} [on a GPU]" if of_task.get(f"{flag.field}_on_gpu") else told
     shown = " ".join(map(str, default)) if isinstance(default, list) else default
-    return flag.help if default is None or default == "" else f"{flag.help} [{shown}]"
+    return flag.help if shown is None or shown == "" else f"{flag.help} [{shown}]"
 
 
-def print_help(flags: Sequence[Flag]) -> None:
-    """Print all flags to standard output."""
+def print_help(program: Program) -> None:
+    """Print all flags, with the defaults of the task that runs without any."""
+    of_task = program.choose(RunConfig.from_dict({}, program.sections)).defaults
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     print("Flags have Megatron-LM's names; defaults stand in brackets.\n")
     print("  --config FILE.yaml  the same names from a file; the command line wins")
     print("  --print-config      print the resolved configuration as YAML and stop\n")
-    for section, members in groupby(flags, key=lambda flag: flag.section):
+    for section, members in groupby(all_flags(program), key=lambda flag: flag.section):
         print(f"{section}:")
         for member in members:
             print(f"  {member.shown}" + ("" if member.type is bool else f" {_metavar(member)}"))
-            print(textwrap.fill(_meaning(member), width, initial_indent=" " * 8,
-                                subsequent_indent=" " * 8))  # fmt: skip
+            told, indent = _meaning(member, of_task), " " * 8
+            print(textwrap.fill(told, width, initial_indent=indent, subsequent_indent=indent))
         print()
 
 
@@ -126,11 +132,7 @@ _TRUE, _FALSE = argparse._StoreTrueAction, argparse._StoreFalseAction
 
 
 def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
-    """Return a section class of this name whose flags are the arguments that a provider adds.
-
-    Raises:
-        ConfigError: an argument that no flag can stand for.
-    """
+    """Return a section class of this name whose flags are the arguments that a provider adds."""
     parser = argparse.ArgumentParser(add_help=False)
     provider(parser)
     fields = [_field(action) for action in parser._actions]
@@ -145,7 +147,7 @@ def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
 
 
 def _field(action: argparse.Action) -> tuple[str, Any, Any]:
-    """Return name, type and field of an argument."""
+    """Return name, type and field of an argument, or refuse one that no flag can stand for."""
     shown = action.option_strings[0] if action.option_strings else action.dest
     options = tuple(x for x in action.option_strings if x.startswith("--"))
     stores = type(action) in (argparse._StoreAction, _TRUE, _FALSE)
@@ -158,20 +160,14 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
         )
     meaning = action.help or "an argument of the program's own"
     if isinstance(action, (_TRUE, _FALSE)):
-        names, negative = (options, ()) if isinstance(action, _TRUE) else ((), options)
-        default = bool(action.default)
-        return action.dest, bool, flag(default, meaning, names=names, negative=negative)
+        spelled: dict[str, Any] = {"names" if isinstance(action, _TRUE) else "negative": options}
+        return action.dest, bool, flag(bool(action.default), meaning, **spelled)
     kind: Any = action.type or str
     nargs = "+" if action.nargs == "*" else action.nargs
     if nargs is not None:
         kind = list[kind]
-    field = flag(
-        action.default,
-        meaning,
-        choices=None if action.choices is None else list(action.choices),
-        nargs=nargs,
-        names=options,
-    )
+    choices = None if action.choices is None else list(action.choices)
+    field = flag(action.default, meaning, choices=choices, nargs=nargs, names=options)
     return action.dest, kind | None, field
 
 
@@ -213,11 +209,7 @@ def canonical(name: str) -> str:
 
 
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
-    """Return what words say for a flag that is no switch.
-
-    Raises:
-        ConfigError: too many words or too few, no numbers, or none of the choices.
-    """
+    """Return what words say for a flag that is no switch, or raise a ConfigError about them."""
     wanted = flag.nargs or 1
     if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
         number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
@@ -237,11 +229,7 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
-    """Return an entry of a file as the flag's type; YAML reads 1e-4 as text, and any name as any.
-
-    Raises:
-        ConfigError: an entry of another type, or see `value_of_words`.
-    """
+    """Return a file's entry as the flag's type (YAML reads 1e-4 as text); see `value_of_words`."""
     if value == flag.default or (value is None and flag.optional):
         return value
     if flag.type is bool:

@@ -28,7 +28,7 @@ class TrainingConfig(Changeable):
     """The training loop; names and defaults are Megatron-LM's unless said."""
 
     micro_batch_size: int | None = flag(
-        None, "sequences of one forward pass on one rank", SIZE, names=("--batch-size",)
+        None, "sequences of one forward pass on one rank", SIZE, names="--batch-size"
     )
     global_batch_size: int | None = said_flag(
         None, "sequences of one step; default: micro-batch size × data-parallel size", SIZE
@@ -39,16 +39,11 @@ class TrainingConfig(Changeable):
     step_batch_size_schedule: str | None = said_flag(
         None, 'batch sizes from token counts on, such as "0:768 250B:1536"'
     )
-    decrease_batch_size_if_needed: bool = flag(
-        False, "round a batch down to what the ranks can share"
-    )
+    decrease_batch_size_if_needed: bool = flag(False, "round a batch down to what ranks can share")
     train_iters: int | None = flag(None, "length of the run in steps", COUNT, "steps")
     train_samples: int | None = flag(None, "length of the run in samples", LONG_COUNT, "samples")
     train_epochs: int | None = flag(
-        None,
-        "length of the run in passes through the data, where the task's data has epochs",
-        COUNT,
-        "epochs",
+        None, "length of the run in epochs, where the task's data has them", COUNT, "epochs"
     )
     exit_interval: int | None = flag(
         None, "end the run after each multiple of this many steps", COUNT, "steps"
@@ -69,11 +64,10 @@ class TrainingConfig(Changeable):
     )
     check_invariants: int | None = flag(
         None,
-        "compare what ranks must share, and look for stale gradients, after each multiple of "
-        "this many steps",
+        "compare what ranks must share, and look for stale gradients, every so many steps",
         COUNT,
         "iterations",
-        names=("--check-weight-hash-across-dp-replicas-interval",),
+        names="--check-weight-hash-across-dp-replicas-interval",
     )
     manual_gc: bool = flag(False, "collect Python's garbage at the same steps on all ranks")
     manual_gc_interval: int = flag(
@@ -81,37 +75,22 @@ class TrainingConfig(Changeable):
     )
     manual_gc_eval: bool = flag(True, "with --manual-gc, also collect around each evaluation")
     empty_unused_memory_level: int = flag(
-        0,
-        "give cached memory back: 1 after each step, 2 also before the update",
-        NATURAL,
-        choices=(0, 1, 2),
-        gpu_only="a CPU keeps no memory cache",
+        0, "give memory back: 1 after each step, 2 before updates too", NATURAL, choices=(0, 1, 2)
     )
     eval_iters: int = flag(100, "batches of one evaluation", NATURAL, "steps")
-    eval_interval: int = flag(
-        1000, "evaluate after each multiple of this many steps", COUNT, "steps"
-    )
+    eval_interval: int = flag(1000, "evaluate at each multiple of this many steps", COUNT, "steps")
     full_validation: bool = flag(False, "evaluate the whole validation split")
     early_stop_patience: int | None = flag(
-        None,
-        "stop after so many evaluations in a row whose validation loss is no lower",
-        COUNT,
-        "evaluations",
+        None, "stop after so many evaluations in a row without a lower loss", COUNT, "evaluations"
     )
     early_stop_min_delta: float = flag(
-        0.0,
-        "the least decrease of the validation loss that counts for --early-stop-patience",
-        Range(0, 1e9),
+        0.0, "least decrease of the loss that counts for --early-stop-patience", Range(0, 1e9)
     )
     profile: bool = flag(False, "record some steps with torch's profiler")
     profile_step_start: int = flag(10, "with --profile, the first recorded step", NATURAL)
     profile_step_end: int = flag(12, "with --profile, the step after the last recorded one", COUNT)
-    profile_ranks: list[int] = flag(
-        [0], "with --profile, the ranks that record", NATURAL, nargs="+"
-    )
-    num_workers: int = flag(
-        2, "processes that load data", Range(0, 256), "processes", if_changed="allow"
-    )
+    profile_ranks: list[int] = flag([0], "with --profile, ranks that record", NATURAL, nargs="+")
+    num_workers: int = flag(2, "processes that load data", Range(0, 256), "processes")
 
     @property
     def evaluates(self) -> bool:
@@ -283,7 +262,7 @@ class LossConfig:
         None,
         "chunked never holds the logits of more than a chunk of tokens (the default); eager holds "
         "all of them, as Megatron-LM does; te is Transformer Engine's kernel over all of them",
-        choices=("chunked", "eager", "te"),
+        choices="chunked eager te",
         if_changed="allow",
     )
     cross_entropy_chunk_size: int | None = flag(
@@ -295,9 +274,7 @@ class LossConfig:
         if_changed="allow",
     )
     ignore_index: int = flag(
-        -100,
-        "labels that equal this id weigh nothing in the loss, in training and evaluation",
-        Range(-100),
+        -100, "labels of this id weigh nothing, in training and evaluation", Range(-100)
     )
     loss_reduction: str = flag(
         "token",
@@ -310,9 +287,7 @@ class LossConfig:
         0.0, "weight of the squared log-sum-exp of the logits (PaLM's z-loss)", WEIGHT
     )
     loss: str | None = flag(
-        None,
-        "a loss of your own: module:LossConfigClass or file.py:LossConfigClass; cross-entropy in a "
-        "program that has another by default",
+        None, "your own loss: module:LossConfigClass or file.py:LossConfigClass, or cross-entropy"
     )
     loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
 

@@ -37,8 +37,7 @@ class _Steps:
 class BatchSize:
     """The batch size of the current step: constant, or growing with the consumed samples.
 
-    Attributes:
-        samples_per_microbatch: samples of one micro-batch of each data-parallel rank, together.
+    ``samples_per_microbatch`` counts one micro-batch of each data-parallel rank.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class BatchSize:
     def update(self, consumed_samples: int) -> bool:
         """Follow the ramp-up, and return whether the number of micro-batches has changed.
 
-        Raises:
-            ConfigError: the ranks cannot share out a batch size of the ramp-up.
+        A batch size that the ranks cannot share out raises a ConfigError.
         """
         before = self.num_microbatches
         self._calculator.update(consumed_samples, consistency_check=False)
@@ -95,7 +93,6 @@ class BatchSize:
 
     @property
     def global_batch_size(self) -> int:
-        """Return the samples of the step on all ranks."""
         return int(self._calculator.current_running_global_batch_size)
 
 
@@ -106,7 +103,7 @@ def number_of_iterations(
     if training.train_samples is None:
         return training.train_iters or 0
     size = BatchSize(training, seq_length, data_parallel_size)
-    iterations, consumed = 0, 0
+    iterations = consumed = 0
     while not size.is_final(consumed):
         if consumed + size.global_batch_size > training.train_samples:
             return iterations
@@ -128,12 +125,7 @@ def split_sizes(training: TrainingConfig, num_iterations: int) -> list[int | Non
 
 @dataclass(frozen=True)
 class StepStats:
-    """The amount of work in a training step, on all ranks together.
-
-    Attributes:
-        tokens: positions that it computes.
-        flops: floating-point operations of the model, forward and backward.
-    """
+    """Samples, positions and floating-point operations of a step, on all ranks together."""
 
     samples: int
     tokens: int
@@ -146,8 +138,7 @@ class Progress:
 
     Attributes:
         iteration: training steps done, skipped ones included.
-        epoch: passes through the training data so far, with the part of the last one; None where
-            the data has no epochs.
+        epoch: passes through the training data; None where it has no epochs.
         skipped_iterations: steps without an update because of a non-finite gradient.
         nan_iterations: skipped steps whose loss was not finite either.
         floating_point_operations: work of the model so far, forward and backward.
@@ -178,7 +169,6 @@ class Progress:
             self.epoch = self.iteration / steps_per_epoch
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values, as checkpoints hold them."""
         return asdict(self)
 
     @classmethod

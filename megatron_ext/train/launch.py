@@ -161,13 +161,10 @@ Main = Callable[[], "int | None"]
 
 
 def refuse(error: MegatronExtError) -> int:
-    """Tell a user's error before the run starts, once for all ranks of torchrun.
+    """Tell a user's error before the run starts, and return the program's exit code.
 
     All ranks read the same flags. Rank 0 speaks; the others wait for the end of rank 0 to end them,
     and speak only where it does not, as when they alone lack a file.
-
-    Returns:
-        The exit code of the program.
     """
     text = "\n".join(f"error: {sentence}" for sentence in error.messages)
     if os.environ.get("RANK", "0") != "0":
@@ -191,9 +188,9 @@ def _tell_torchrun(message: str) -> None:
 def run_rank(main: Main) -> int:
     """Run one rank; a failure is printed with the rank's number and becomes an exit code.
 
-    An error that this package raises on purpose is shown as its sentence, and so is an error that
-    follows from the failure of another rank. Any other error is shown with its traceback. Of an
-    error that all ranks raise, rank 0 tells, and its end ends the others.
+    An error raised on purpose, or that follows from the failure of another rank, is shown as its
+    sentence, any other with its traceback. Of an error that all ranks raise, rank 0 tells, and its
+    end ends the others.
     """
     try:
         return main() or 0
@@ -209,8 +206,7 @@ def run_rank(main: Main) -> int:
         fault = contact_fault(error)
         message, code = traceback.format_exc(), 1
         if fault is not None:
-            timed_out = fault is NoAnswer.TIMEOUT
-            message = fault.value
+            message, timed_out = fault.value, fault is NoAnswer.TIMEOUT
             code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
     # One write keeps the text in one piece, as other ranks print too.
     text = f"[rank {os.environ.get('RANK', '0')}] {message}"
@@ -221,16 +217,11 @@ def run_rank(main: Main) -> int:
 
 
 def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: float = 10) -> int:
-    """Run ``main`` on every rank of this machine.
+    """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
 
     Args:
         main: the work of one rank; it returns an exit code, where None means 0.
         nproc_per_node: number of ranks to start, where torchrun has not started them.
-        device: the kind of device, which decides how ranks are started.
-        timeout_minutes: ``--distributed-timeout-minutes``.
-
-    Returns:
-        The exit code of the first rank that failed, or 0.
     """
     if "RANK" in os.environ:
         code = run_rank(main)
@@ -244,17 +235,16 @@ def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: 
         return 0
     if nproc_per_node > 1:
         return fork_ranks(main, nproc_per_node, timeout_minutes=timeout_minutes)
-    before = dict(os.environ)
-    os.environ.update(_environment(0, 1))
+    ours = _environment(0, 1)
+    before = {name: os.environ[name] for name in ours if name in os.environ}
+    os.environ.update(ours)
     try:
         return run_rank(main)
     finally:
         # The process must not look started by torchrun any more.
-        for name in _environment(0, 1):
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
+        for name in ours:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str]:

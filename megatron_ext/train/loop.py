@@ -25,15 +25,11 @@ from megatron_ext.train.callbacks.evaluation import EarlyStopping, Evaluation
 from megatron_ext.train.callbacks.invariants import Invariants
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepResult
+from megatron_ext.train.step import StepResult, means_of
 
 
 def train(run: Run) -> int | None:
-    """Train until the last iteration, or until a callback ends the run.
-
-    Returns:
-        None after the last iteration, else the exit code of the run that has ended early.
-    """
+    """Train to the last iteration; return None then, or the exit code where a callback ends it."""
     early_stopping = EarlyStopping(run)
     if early_stopping.exhausted:
         reason = early_stopping.exhausted
@@ -158,8 +154,7 @@ class IntervalMetrics:
     def report_if_due(self) -> None:
         """Report every ``--log-interval`` steps, and after the first step of a run.
 
-        Megatron-LM lets the first step, which it reports at once, count again in the first full
-        interval. Our lines are its lines, so a run that starts at iteration 0 does the same.
+        As in Megatron-LM, the first step counts again in the first full interval.
         """
         iteration = self._run.progress.iteration
         if iteration == 1 or iteration % self._run.config.logging.log_interval == 0:
@@ -170,8 +165,7 @@ class IntervalMetrics:
         self.settle()
         run, last = self._run, self._last
         assert last is not None and run.optimizer is not None
-        params_norm = run.params_norm() if run.config.logging.log_params_norm else None
-        losses = self._means()
+        losses = means_of(self._losses)
         if self._skipped == self._steps:
             # Finite where only the gradients were not, as after an overflow of a loss scale.
             losses = {name: float(loss) for name, loss in last.losses.items()}
@@ -201,7 +195,7 @@ class IntervalMetrics:
             nans=self._nans,
             total_skipped=run.progress.skipped_iterations,
             num_zeros=last.update.num_zeros,
-            params_norm=params_norm,
+            params_norm=run.params_norm() if run.config.logging.log_params_norm else None,
             peak_flops=run.peak_flops,
             memory=memory,
             epoch=run.progress.epoch,
@@ -209,17 +203,3 @@ class IntervalMetrics:
         run.reporters.on_iteration(record)
         if not keep:
             self._reset()
-
-    def _means(self) -> dict[str, float]:
-        """Return the mean of each loss over the steps that had targets of this loss.
-
-        A loss that had no target in any step, such as that of a condition mode that was not drawn,
-        is left out. The first loss, which is the loss of the run, always stays, and is then 0.
-        """
-        totals = {name: total.tolist() for name, total in self._losses.items()}
-        first = next(iter(totals), None)
-        return {
-            name: total / max(count, 1.0)
-            for name, (total, count) in totals.items()
-            if count or name == first
-        }

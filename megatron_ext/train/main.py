@@ -76,11 +76,8 @@ def main(
     """Parse the flags, check what can be checked, start the ranks, and train.
 
     Args:
-        program: a task, or several tasks of which the flags choose one.
-        argv: the words after the program's name.
-        defaults: values of flags in the place of the task's defaults, by their fields' names.
         work: called with the run instead of training and evaluation.
-        elsewhere: sections of flags of other programs, by the programs' names.
+        defaults, elsewhere: see `parse_args`.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed; of
@@ -153,18 +150,12 @@ def pretrain(
     prepare: Callable[[Run], None] | None = None,
     work: Work | None = None,
 ) -> int:
-    """Train one model on this rank; all ranks call this.
+    """Train one model on this rank, and return the exit code; all ranks call this.
 
     Args:
-        task: what to train.
-        config: the resolved configuration.
-        device: the kind of device.
         assets: what `Task.preflight` returned.
         prepare: called with the parts of the run before it starts, to observe it.
         work: called with the run; None trains and evaluates.
-
-    Returns:
-        The exit code: 0, or that of the callback or the work that ended the run.
     """
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(
@@ -186,10 +177,9 @@ def pretrain(
             compile_nothing()
         with hold_save_folder(config.checkpoint.save, context):
             run = build_run(config, task, context, torch_device, assets)
-            resumed_at, steps = run.progress.iteration, run.num_iterations
-            with build_reporters(
-                config, context, resumed_at=resumed_at, num_iterations=steps
-            ) as run.reporters:
+            at, steps = run.progress.iteration, run.num_iterations
+            reporters = build_reporters(config, context, resumed_at=at, num_iterations=steps)
+            with reporters as run.reporters:
                 if prepare is not None:
                     prepare(run)
                 return (work or train_and_evaluate)(run) or 0
@@ -198,11 +188,7 @@ def pretrain(
 
 
 def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
-    """Check that the folders which a run writes to can be written.
-
-    Raises:
-        ConfigError: has one sentence for each folder that cannot.
-    """
+    """Raise a ConfigError with a sentence for each folder of a run that cannot be written."""
     folders = {"save": checkpoint.save, "tensorboard-dir": logs.tensorboard_dir}
     if logs.wandb_project:
         folders["wandb-save-dir"] = logs.wandb_save_dir
@@ -219,11 +205,7 @@ def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]
     """Check folders, checkpoints and data before any process group, the same on every rank.
 
     Returns what `Task.preflight`, here ``check_data``, does: the configuration with what the data
-    decides, and the task's assets.
-
-    Raises:
-        CheckpointError: see `check_start` and `check_resume`.
-        ConfigError, DataError: see `check_folders`, `load_loss` and the task's check.
+    decides, and the task's assets. Each check raises its own errors of the package.
     """
     if not config.planning.dry_run:
         check_folders(config.logging, config.checkpoint)

@@ -51,12 +51,8 @@ class StopRequests:
     def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
         """Return why all ranks should stop now: ``"signal"``, ``"duration"`` or None.
 
-        All ranks call this together. It costs one small all-reduce where a watch is on.
-
-        Args:
-            device: device on which the ranks can reduce.
-            late: return the answer to the previous check, which has arrived by now, so that the
-                host does not wait for a GPU; the default is to do so on a GPU.
+        All ranks call this together. It costs one small all-reduce where a watch is on. A ``late``
+        answer, the default on a GPU, is that to the previous check, for which nobody waits.
         """
         if not self._watch_signal and self._end is None:
             return None
@@ -64,16 +60,10 @@ class StopRequests:
         flags = to_device(torch.tensor([self._signalled, over], dtype=torch.int32), device)
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         answer: HostCopy | None = HostCopy(flags)
-        if late is None:
-            late = device.type == "cuda"
-        if late:
+        if device.type == "cuda" if late is None else late:
             answer, self._before = self._before, answer
-        if answer is None:
-            return None
-        signalled, over_anywhere = answer.read()
-        if signalled:
-            return "signal"
-        return "duration" if over_anywhere else None
+        signalled, over_anywhere = answer.read() if answer is not None else (False, False)
+        return "signal" if signalled else "duration" if over_anywhere else None
 
 
 @dataclass
@@ -108,7 +98,6 @@ class Run:
         return self.config.training.batch_sizes[1]
 
     def rows_of(self, num_microbatches: int) -> int:
-        """Return the number of sequences in a step on all ranks."""
         return num_microbatches * self.batch_size.samples_per_microbatch
 
     def evaluation_samples(self, source: BatchSource) -> int:

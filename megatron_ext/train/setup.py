@@ -68,14 +68,15 @@ def build_run(
     overlap = config.optimizer.overlap_param_gather and trains
     parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)
     parameter_gather.switch_off(gather=False)
-    replicas = context.layout.data_parallel_size
+    of_batches = config.training, config.model.seq_length, context.layout.data_parallel_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     run = Run(
         config=config,
         context=context,
         device=device,
         task=task,
-        num_iterations=number_of_iterations(config.training, config.model.seq_length, replicas),
-        batch_size=BatchSize(config.training, config.model.seq_length, replicas),
+        num_iterations=number_of_iterations(*of_batches),
+        batch_size=BatchSize(*of_batches),
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -85,9 +86,7 @@ def build_run(
         progress=_progress_after(loaded, context),
         ema=ema,
         stop_requests=StopRequests(config.training, started),
-        peak_flops=peak_flops(
-            torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        ),
+        peak_flops=peak_flops(name),
     )
     # Data loaders draw a number from torch's generator when they start. A run that starts draws it
     # too, as Megatron-LM does; a run that goes on has drawn it before it saved its state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,10 +42,8 @@ class StepResult:
     Attributes:
         losses: mean of each reported loss over the step's targets; empty but on the last stage.
         counts: sum of the weights of the targets of each loss.
-        update: whether and how the step changed parameters.
-        model_update: update of the run's model, which its moving average follows; None where the
-            step trained other networks only.
-        flops: floating-point operations on all ranks, where only the step itself can count them.
+        model_update: update of the run's model; None where the step trained other networks only.
+        flops: operations on all ranks, where only the step itself can count them.
     """
 
     losses: dict[str, Tensor]
@@ -61,9 +59,8 @@ class StepRunner:
     Attributes:
         engine: runs the pipeline; None where megatron-core's own schedule does.
         observer: called before the update, when every data-parallel rank holds whole gradients.
-        check_zeroed: called with the chunks after their gradients have been set to zero; None
-            where nothing is to be checked.
-        extra_state: what a checkpoint holds besides the model of the run; None for nothing.
+        check_zeroed: called with the chunks after their gradients have been set to zero.
+        extra_state: what a checkpoint holds besides the model of the run.
     """
 
     extra_state: ExtraState | None = None
@@ -134,18 +131,15 @@ class StepRunner:
         consumed_samples: int = 0,
         collect_non_loss_data: bool = False,
     ) -> list[Any]:
-        """Run the schedule over the micro-batches of one step.
+        """Run the schedule over a step's micro-batches, as many on each data-parallel rank.
 
         Args:
             batches: micro-batches; None on stages that read no data.
-            num_microbatches: number of micro-batches on each data-parallel rank.
-            consumed_samples: samples of all earlier training steps, by which the samples of this
-                step are numbered for ``--deterministic-dropout``.
+            consumed_samples: samples of all earlier steps, for ``--deterministic-dropout``.
             collect_non_loss_data: return the data of `Task.process_non_loss_data`, not reports.
 
         Returns:
-            One report, or one piece of collected data, for each micro-batch on the last stage;
-            nothing on the other stages.
+            A report, or collected data, of each micro-batch on the last stage; else nothing.
         """
         prepare, run_chunk = self.task.prepare_batches, self.task.forward_step
         assert run_chunk is not None
@@ -163,11 +157,8 @@ class StepRunner:
             return output, checked(loss)
 
         iterators = [None if batches is None else iter(batches) for _ in self.chunks]
-        wishes = {
-            "forward_only": forward_only,
-            "collect_non_loss_data": collect_non_loss_data,
-            "force_all_reduce": self.observer is not None,
-        }
+        wishes = {"forward_only": forward_only, "collect_non_loss_data": collect_non_loss_data}
+        wishes["force_all_reduce"] = self.observer is not None
         if self.engine is not None:
             shape = self._shape(batches)
             return self.engine.run(forward_step, iterators, num_microbatches, shape, **wishes)
@@ -237,9 +228,7 @@ class StepRunner:
     ) -> StepResult:
         """Compute the gradients over a global batch, and update the parameters once.
 
-        Args:
-            batches: micro-batches; None on stages that read no data.
-            num_samples: samples of this step, by which the schedule of the learning rate moves on.
+        ``num_samples`` of this step move the schedule of the learning rate; see `forward_backward`.
         """
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.chunks:
@@ -264,10 +253,9 @@ class StepRunner:
         totals = reduce_reports(reports, self.context)
         losses = {name: mean_of(total) for name, total in totals.items()}
         counts = {name: total[1] for name, total in totals.items()}
-        if self.transformer_config.num_moe_experts is not None:
-            auxiliary = _take_auxiliary_losses(
-                self.transformer_config, self.context, num_microbatches
-            )
+        told = self.transformer_config
+        if told.num_moe_experts is not None:
+            auxiliary = _take_auxiliary_losses(told, self.context, num_microbatches)
             losses |= auxiliary
             counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
         return StepResult(losses, counts, update, update)
@@ -336,6 +324,21 @@ def mean_of(entry: Tensor) -> Tensor:
     return torch.where(entry[1] > 0, entry[0] / entry[1].clamp(min=1e-30), 0.0)
 
 
+def means_of(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the mean of each loss from its ``[sum, count]``.
+
+    A loss that had no target, such as that of a condition mode that was not drawn, is left out. The
+    first loss, which is the loss of the run, always stays, and is then 0.
+    """
+    first = next(iter(totals), None)
+    # In double precision, as the sums of single steps may not be.
+    return {
+        name: float(mean_of(total.double()))
+        for name, total in totals.items()
+        if name == first or total[1] > 0
+    }
+
+
 NAMES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
@@ -349,10 +352,9 @@ def _take_auxiliary_losses(
 ) -> dict[str, torch.Tensor]:
     """Return the mean of each auxiliary loss over layers and micro-batches; all ranks call this.
 
-    megatron-core's own reduction needs experts on every pipeline
-    stage, and a collective that Gloo does not have. A load-balancing loss is kept in parts on the
-    tensor- and context-parallel ranks, the global one also on the replicas; the parts add up. A
-    z-loss is whole on each rank.
+    megatron-core's own reduction needs experts on every pipeline stage, and a collective that Gloo
+    lacks. The parts of a load-balancing loss on the tensor- and context-parallel ranks, of the
+    global one also on the replicas, add up. A z-loss is whole on each rank.
     """
     tracker = get_moe_layer_wise_logging_tracker()
     kinds = transformer_config.moe_router_load_balancing_type

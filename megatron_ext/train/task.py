@@ -56,9 +56,7 @@ STEP_FLAGS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Task(TaskFlags):
-    """Everything that a program trains: flags, data, model, step and cost.
-
-    What it adds to a configuration, and to the engine's flags, is in `config.run.TaskFlags`.
+    """Everything that a program trains: flags (see `TaskFlags`), data, model, step and cost.
 
     Attributes:
         datasets: ``(config, assets, sizes, is_built_on_rank)`` to the three splits.
@@ -66,8 +64,7 @@ class Task(TaskFlags):
             vp_stage=)`` to one pipeline chunk.
         forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
             function, which is called on the last stage only. ``counts`` are the targets of the
-            whole training step there, None on other stages and in evaluation. It may be None where
-            a step runner of the task does without.
+            whole training step there, None on other stages and in evaluation.
         auxiliary_losses: the model attaches losses of its own with
             `layers.auxiliary_loss.attach_microbatch_loss`.
         prepare_batches: ``(config, batches, context)`` to the batches, called on the last stage
@@ -76,8 +73,8 @@ class Task(TaskFlags):
         step_stats: ``(run, num_microbatches)`` to the work of the coming training step.
         boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of what passes between
             pipeline stages in a step, where the flags do not decide it.
-        callbacks: ``(run)`` to a `callbacks.callback.Callback`, each called when training begins,
-            to do things between the steps; usually subclasses of it.
+        callbacks: ``(run)`` to a `callbacks.callback.Callback`, called when training begins;
+            usually subclasses of it.
         sample_name: what a sample is called in the log, whose rate is then shown.
         perplexity: the loss named "lm loss" is a cross-entropy, and evaluation reports its
             exponential too.
@@ -91,9 +88,8 @@ class Task(TaskFlags):
             does where it is the task's. They are refused otherwise.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
-            ``process_non_loss_data_func``. ``collected`` is, of each micro-batch of the last
-            evaluation step, what its loss function returns when it is called once more with
-            ``non_loss_data=True``; ``writer`` is TensorBoard's.
+            ``process_non_loss_data_func``. ``collected`` holds, of each micro-batch of the last
+            evaluation step, what its loss function returns with ``non_loss_data=True``.
         non_loss_data: ``(chunks)`` to what is collected instead, called on all ranks.
     """
 
@@ -116,7 +112,6 @@ class Task(TaskFlags):
     non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
 
     def choose(self, config: RunConfig) -> Task:
-        """Return the task itself; see `config.run.Program`."""
         return self
 
     def replace(self, **changes: Any) -> Task:
@@ -135,19 +130,13 @@ class Task(TaskFlags):
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """The tasks of a program, of which the flags choose one.
-
-    Attributes:
-        tasks: all that there are.
-        pick: ``(config)`` to one of them; the configuration is not resolved yet.
-    """
+    """The tasks of a program, of which ``pick`` takes one by the configuration as it is given."""
 
     tasks: tuple[Task, ...]
     pick: Callable[[RunConfig], Task]
 
     @property
     def sections(self) -> tuple[type, ...]:
-        """Return the sections of all tasks."""
         return tuple(dict.fromkeys(kind for task in self.tasks for kind in task.sections))
 
     @functools.cached_property
@@ -163,7 +152,6 @@ class TaskChoice:
         return {section: fields for section, fields in shared.items() if fields}
 
     def choose(self, config: RunConfig) -> Task:
-        """Return the task that the flags ask for; see `config.run.Program`."""
         return self.pick(config)
 
     def replace(self, **changes: Any) -> TaskChoice:
@@ -180,11 +168,7 @@ class TaskChoice:
 
 
 def check_step_flags(task: Task, config: RunConfig) -> None:
-    """Check that no flag is given that the forward step of the task leaves out of account.
-
-    Raises:
-        ConfigError: with one sentence for each flag.
-    """
+    """Raise a ConfigError with a sentence for each flag that the forward step does not heed."""
     takes = task.takes_step_flags
     if takes is True or (takes is not False and takes is task.forward_step):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_ext.config.flags import must_divide
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.parallel import ParallelConfig
@@ -31,17 +32,11 @@ def build_errors(
         yield from _dispatch_errors(moe, parallel, training, model)
 
 
-def _must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[str]:
-    if value and size >= 1 and value % size:
-        use = -(-value // size) * size
-        yield f"`{name}` ({value}) must be divisible by `{by}` ({size}); use {use}."
-
-
 def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a sentence for each matrix or number of heads that the ranks cannot share."""
     tp, cp = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
-    yield from _must_divide("--ffn-hidden-size", model.ffn_hidden_size, TENSOR, tp)
-    yield from _must_divide("--padded-vocab-size", model.padded_vocab_size, TENSOR, tp)
+    yield from must_divide("--ffn-hidden-size", model.ffn_hidden_size, TENSOR, tp)
+    yield from must_divide("--padded-vocab-size", model.padded_vocab_size, TENSOR, tp)
     if cp <= 1 or model.transformer_impl == "transformer_engine":
         return
     heads = (model.num_attention_heads or 0) // tp
@@ -71,10 +66,7 @@ def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
     if stages < 2:
         yield f"{named} needs `--pipeline-model-parallel-size` of at least 2; leave it out."
         return
-    if (
-        parallel.account_for_embedding_in_pipeline_split
-        or parallel.account_for_loss_in_pipeline_split
-    ):
+    if parallel.counted_ends:
         yield (
             f"{named} does not go with `--account-for-embedding-in-pipeline-split` nor "
             "`--account-for-loss-in-pipeline-split`; give one of them."
@@ -128,13 +120,10 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 def _expert_errors(moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a sentence for each wrong size of the experts."""
     tp = max(1, parallel.tensor_model_parallel_size)
-    etp, shared = (
-        parallel.expert_tensor_parallel_size or tp,
-        "--moe-shared-expert-intermediate-size",
-    )
-    width, shared_width = moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size
-    yield from _must_divide("--moe-ffn-hidden-size", width, "--expert-tensor-parallel-size", etp)
-    yield from _must_divide(shared, shared_width, TENSOR, tp)
+    etp, width = parallel.expert_tensor_parallel_size or tp, moe.moe_ffn_hidden_size
+    shared_width = moe.moe_shared_expert_intermediate_size
+    yield from must_divide("--moe-ffn-hidden-size", width, "--expert-tensor-parallel-size", etp)
+    yield from must_divide("--moe-shared-expert-intermediate-size", shared_width, TENSOR, tp)
     if model.add_bias_linear and (shared_width or etp > 1):
         what = "a shared expert" if shared_width else f"`--expert-tensor-parallel-size` ({etp})"
         yield f"Experts with biases do not go with {what}; give `--disable-bias-linear`."
@@ -181,7 +170,7 @@ def _router_errors(moe: MoEConfig) -> Iterator[str]:
     if not groups:
         yield f"`--moe-router-group-topk` ({chosen}) needs `--moe-router-num-groups`; give both."
         return
-    yield from _must_divide("--num-experts", moe.num_experts, "--moe-router-num-groups", groups)
+    yield from must_divide("--num-experts", moe.num_experts, "--moe-router-num-groups", groups)
     if not 1 <= chosen <= groups:
         yield (
             f"`--moe-router-group-topk` ({chosen}) must be between 1 and `--moe-router-num-groups` "

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from megatron_ext.config.flags import must_divide
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
@@ -35,12 +36,8 @@ def stages_of(layout: str) -> list[str]:
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    letters = {
-        LayerType.embedding: "E",
-        LayerType.decoder: "t",
-        LayerType.mtp: "m",
-        LayerType.loss: "L",
-    }
+    kinds = LayerType.embedding, LayerType.decoder, LayerType.mtp, LayerType.loss
+    letters = dict(zip(kinds, "EtmL", strict=True))
     try:
         stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
     except AssertionError as error:
@@ -113,10 +110,10 @@ def rank_errors(
         "tensor × pipeline × context": tensor * pipeline * context,
         "expert-tensor × expert × pipeline": expert_tensor * expert * pipeline,
     }
-    told: set[int] = set()
+    # Equal products are told once, by the first of their names.
+    by_size = {size: what for what, size in reversed(products.items())}
     for what, size in products.items():
-        if not small and world_size % size and size not in told:
-            told.add(size)
+        if not small and world_size % size and by_size[size] == what:
             yield (
                 f"The number of ranks ({world_size}) must be divisible by {what} parallel size "
                 f"({size}); start {-(-world_size // size) * size} ranks, or lower one of the "
@@ -163,16 +160,9 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
 def _share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a sentence for heads and sequences that the ranks cannot share."""
     tp, cp = max(1, parallel.tensor_model_parallel_size), max(1, parallel.context_parallel_size)
-    counts = {
-        "--num-attention-heads": model.num_attention_heads,
-        "--num-query-groups": model.num_query_groups,
-    }
-    for name, heads in counts.items():
-        if heads and heads % tp:
-            yield (
-                f"`{name}` ({heads}) must be divisible by `--tensor-model-parallel-size` "
-                f"({tp}); use {-(-heads // tp) * tp}."
-            )
+    tensor = "--tensor-model-parallel-size"
+    yield from must_divide("--num-attention-heads", model.num_attention_heads, tensor, tp)
+    yield from must_divide("--num-query-groups", model.num_query_groups, tensor, tp)
     length = model.seq_length or 0
     if cp > 1 and length % (2 * cp):
         yield (
@@ -206,10 +196,7 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]
     whole = parallel.pipeline_model_parallel_layout is None and not model.blocks_dealt_by_cost
     if stages < 1 or uneven or not whole:
         return
-    extra = (
-        parallel.account_for_embedding_in_pipeline_split
-        + parallel.account_for_loss_in_pipeline_split
-    )
+    extra = parallel.counted_ends
     units = layers + extra
     count = CHUNKS["zb-v"] if parallel.pipeline_schedule == "zb-v" else chunks_per_rank or 1
     chunks = stages * (per_chunk if per_chunk and stages > 1 else count)
@@ -233,11 +220,9 @@ def _layout_errors(parallel: ParallelConfig, model: ModelConfig, layout: str) ->
         yield f"{name} needs `{STAGES}` ({size}) of at least 2; use 2."
         return
     yield from _content_errors(name, stages, size, model)
-    for field in CUTS.split():
-        if getattr(parallel, field):
-            other = f"`--{field.replace('_', '-')}`"
-            told = f"{name} says which layers each stage holds, and so does"
-            yield f"{told} {other}; give one of them."
+    told = f"{name} says which layers each stage holds, and so does"
+    for field in (field for field in CUTS.split() if getattr(parallel, field)):
+        yield f"{told} `--{field.replace('_', '-')}`; give one of them."
 
 
 def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig) -> Iterator[str]:
@@ -326,8 +311,7 @@ def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterato
         "an uneven split of the layers": (
             parallel.decoder_first_pipeline_num_layers
             or parallel.decoder_last_pipeline_num_layers
-            or parallel.account_for_embedding_in_pipeline_split
-            or parallel.account_for_loss_in_pipeline_split
+            or parallel.counted_ends
         ),
     }
     for name, given in same_rank.items():

@@ -18,12 +18,11 @@ Losses = Sequence[Mapping[str, float]]
 
 @dataclass
 class Decision:
-    """The consequences of a step: whether to save a checkpoint, and whether the run ends.
+    """The consequences of a step.
 
     Attributes:
         save: a checkpoint of this iteration is to be saved; a run that ends is always saved.
         stop: the reason why the run ends, None if it goes on.
-        exit_code: exit code of a run that ends.
         superseded: iterations of checkpoints that nothing keeps any more.
     """
 
@@ -38,9 +37,6 @@ class Callback:
 
     All ranks call each method together, in the order of `loop.train`. A task names its own classes
     in `Task.callbacks`.
-
-    Args:
-        run: the run, before its first step.
     """
 
     def __init__(self, run: Run) -> None:
@@ -149,7 +145,6 @@ class StepProfiler(Callback):
             self.on_train_end()
 
     def on_train_end(self) -> None:
-        """Write the trace, also of a run that ends before the last step to record."""
         if self._profiler is not None:
             self._profiler.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)

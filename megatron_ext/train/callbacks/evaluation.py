@@ -19,15 +19,13 @@ from megatron_ext.errors import DataError
 from megatron_ext.train.callbacks.callback import EXIT_INTERVAL, Callback, Decision, Losses, due
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepRunner, mean_of, reduce_reports
+from megatron_ext.train.step import StepRunner, means_of, reduce_reports
 
 
 class EarlyStopping(Callback):
     """Keeps the checkpoints of the lowest validation losses, and ends a run that learns no more.
 
-    Raises:
-        DataError: a flag needs the validation loss, but there is no validation split; raised by
-            the constructor, on all ranks.
+    The constructor raises a DataError, on all ranks, where a flag needs a split that is not there.
     """
 
     def __init__(self, run: Run) -> None:
@@ -64,10 +62,9 @@ class EarlyStopping(Callback):
             self.judge(losses, decision)
 
     def judge(self, losses: Losses, decision: Decision) -> bool:
-        """Note an evaluation's losses, and return whether the weights are among the best.
+        """Note losses, complete the decision, and return whether they are among the best.
 
-        All ranks call this together. The decision says whether this iteration is saved for another
-        reason, and is completed.
+        All ranks call this together.
         """
         config, progress = self.run.config, self.run.progress
         if config.checkpoint.keep_best is None and config.training.early_stop_patience is None:
@@ -78,9 +75,8 @@ class EarlyStopping(Callback):
         torch.distributed.broadcast(told, src=self.run.context.reporting_rank)
         loss = float(told)
         self._count(loss)
-        exhausted = self.exhausted
-        if exhausted and decision.stop in (None, EXIT_INTERVAL):
-            decision.stop = exhausted
+        if self.exhausted and decision.stop in (None, EXIT_INTERVAL):
+            decision.stop = self.exhausted
         ends = progress.iteration == self.run.num_iterations
         regular = ends or decision.save or decision.stop is not None
         is_best = self._rank(loss, decision, regular=regular)
@@ -107,20 +103,16 @@ class EarlyStopping(Callback):
         if new not in progress.best_checkpoints:
             return False
         if progress.best_checkpoints[0] is new:
-            text = f"best validation loss so far at iteration {new.iteration}: {loss:.6E}"
-            self.run.reporters.say(text)
+            told = f"best validation loss so far at iteration {new.iteration}: {loss:.6E}"
+            self.run.reporters.say(told)
         # With --save-retain-interval each checkpoint goes when the next is saved; its turn is past.
         retains = config.save_retain_interval is not None
-        superseded = [entry for entry in dropped if retains or not entry.regular]
-        decision.superseded = tuple(entry.iteration for entry in superseded)
+        decision.superseded = tuple(x.iteration for x in dropped if retains or not x.regular)
         return True
 
 
 def mean_validation_loss(losses: Losses) -> float:
-    """Return the mean over the validation sets of the first loss that each reports (``lm loss``).
-
-    The mean is NaN where there is nothing to average, as on all pipeline stages but the last.
-    """
+    """Return the mean of the sets' first losses (``lm loss``); NaN but on the last stage."""
     first = [next(iter(each.values()), math.nan) for each in losses]
     return math.fsum(first) / len(first) if first else math.nan
 
@@ -128,9 +120,7 @@ def mean_validation_loss(losses: Losses) -> float:
 class Evaluation(Callback):
     """Evaluates the validation split every ``--eval-interval`` steps, and tells all callbacks.
 
-    Args:
-        run: the run.
-        callbacks: all callbacks of the run, also those that are added later.
+    ``callbacks`` may grow later.
     """
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
@@ -138,11 +128,8 @@ class Evaluation(Callback):
         self._callbacks = callbacks
 
     def after_step(self) -> None:
-        run = self.run
-        if not (
-            run.config.training.evaluates
-            and due(run.progress.iteration, run.config.training.eval_interval)
-        ):
+        run, training = self.run, self.run.config.training
+        if not (training.evaluates and due(run.progress.iteration, training.eval_interval)):
             return
         for callback in self._callbacks:
             callback.before_evaluation()
@@ -171,8 +158,7 @@ def evaluate_at_end(run: Run) -> None:
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
     """Evaluate the validation or test split, with the averaged weights too, and report it.
 
-    Returns:
-        The losses of each set by name, empty but on the last pipeline stage.
+    The losses of each set by name are empty but on the last pipeline stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
     with run.parameter_gather.paused():
@@ -222,19 +208,14 @@ def evaluate(
     *,
     collects: bool = False,
 ) -> tuple[dict[str, float], Any]:
-    """Return the mean of each loss over the targets of ``num_steps`` global batches.
+    """Return the means of the losses over ``num_steps`` global batches; see `means_of`.
 
     Args:
-        runner: runs the forward passes.
-        source: batches of the split.
-        num_steps: global batches.
         num_microbatches: micro-batches in each step, unless the source has a plan of its own.
         collects: also collect the data that `Task.process_non_loss_data` takes.
 
     Returns:
-        The losses by name on the last pipeline stage, nothing on the others; and the collected
-        data. A loss that had no target in the split, such as that of a condition mode, is left
-        out. The first loss always stays, and is then 0.
+        The losses by name on the last pipeline stage, nothing on the others; and collected data.
     """
     for chunk in runner.chunks:
         chunk.eval()
@@ -259,10 +240,4 @@ def evaluate(
     finally:
         for chunk in runner.chunks:
             chunk.train()
-    first = next(iter(totals), None)
-    losses = {
-        key: float(mean_of(entry))
-        for key, entry in totals.items()
-        if key == first or float(entry[1]) > 0
-    }
-    return losses, collected
+    return means_of(totals), collected

@@ -27,7 +27,6 @@ class Invariants(Callback):
     """Checks every ``--check-invariants`` steps that replicas agree and gradients start at zero."""
 
     def before_step(self) -> None:
-        """Let the step check that its gradients start at zero, where its end is checked too."""
         coming = self.run.progress.iteration + 1
         checks = due(coming, self.run.config.training.check_invariants)
         self.run.runner.check_zeroed = partial(check_zeroed, iteration=coming) if checks else None
@@ -58,12 +57,9 @@ def check_replicas(
     """Compare every parameter with its copies on other ranks; all ranks call this together.
 
     Dense parameters are equal on all data- and context-parallel ranks, experts on their own
-    replicas, parameters that are not cut on all tensor-parallel ranks, and copies of the embedding
-    on their stages. Histories of 8-bit scales are equal wherever a part or a copy of their layer
-    lies.
-
-    Raises:
-        InvariantError: names the parameter or history, and the ranks that differ.
+    replicas, whole parameters on all tensor-parallel ranks, copies of the embedding on their
+    stages, and histories of 8-bit scales wherever a part or a copy of their layer lies. An
+    InvariantError names what is not, and the ranks that differ.
     """
     named = named_parameters(chunks)
     of_experts = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
@@ -75,10 +71,9 @@ def check_replicas(
     _check_equal(dense, pgs.dp_cp, "data-parallel replicas", iteration)
     _check_equal(experts, pgs.expt_dp, "replicas of the experts", iteration)
     _check_equal(whole, pgs.tp, "tensor-parallel ranks", iteration)
-    embedding_group = getattr(pgs, "embd", None)
-    if copies and embedding_group is not None:
+    if copies and getattr(pgs, "embd", None) is not None:
         one = [("the tied embedding", copies[0][1])]
-        _check_equal(one, embedding_group, "pipeline stages", iteration)
+        _check_equal(one, pgs.embd, "pipeline stages", iteration)
     _check_histories(chunks, iteration)
 
 
@@ -100,15 +95,10 @@ def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) 
 
 
 def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Check before a step that no gradient is left over from the step before.
-
-    Raises:
-        InvariantError: names the parameter.
-    """
+    """Raise an InvariantError before a step if a gradient is left over from the step before."""
     for name, parameter in named_parameters(chunks):
         buffer = getattr(parameter, "main_grad", None)
-        stale = parameter.grad is not None or (buffer is not None and bool(buffer.any()))
-        if stale:
+        if parameter.grad is not None or (buffer is not None and bool(buffer.any())):
             rank = torch.distributed.get_rank()
             raise InvariantError(
                 f"Before iteration {iteration} the gradient of `{name}` on rank {rank} is not "

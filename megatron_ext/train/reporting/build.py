@@ -15,7 +15,7 @@ import torch
 
 from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, say_to_stderr
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
 from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord, Reporter
@@ -30,24 +30,20 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
         **record.losses,
         "grad-norm": record.grad_norm,
     }
-    if config.log_loss_scale_to_tensorboard:
-        scalars["loss-scale"] = record.loss_scale
-    if config.log_world_size_to_tensorboard:
-        scalars["world-size"] = float(record.world_size)
-    if config.log_timers_to_tensorboard:
-        scalars["iteration-time"] = record.seconds
+    asked = {
+        "loss-scale": record.loss_scale if config.log_loss_scale_to_tensorboard else None,
+        "world-size": float(record.world_size) if config.log_world_size_to_tensorboard else None,
+        "iteration-time": record.seconds if config.log_timers_to_tensorboard else None,
+        "num-zeros": record.num_zeros,
+        "params-norm": record.params_norm,
+        "throughput": record.tflops_per_device if config.log_throughput else None,
+    }
     if config.log_memory_to_tensorboard and torch.cuda.is_available():
         stats = torch.cuda.memory_stats()
-        scalars["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
-        scalars["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
-        scalars["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
-    if record.num_zeros is not None:
-        scalars["num-zeros"] = record.num_zeros
-    if record.params_norm is not None:
-        scalars["params-norm"] = record.params_norm
-    if config.log_throughput:
-        scalars["throughput"] = record.tflops_per_device
-    return scalars
+        asked["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
+        asked["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
+        asked["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
+    return scalars | {name: value for name, value in asked.items() if value is not None}
 
 
 def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:
@@ -87,9 +83,8 @@ class TensorBoard:
                 usual(arguments)
 
         threading.excepthook = hook
-        self.writer: Any = tensorboard.SummaryWriter(
-            folder, max_queue=config.tensorboard_queue_size
-        )
+        queue = config.tensorboard_queue_size
+        self.writer: Any = tensorboard.SummaryWriter(folder, max_queue=queue)
 
     def on_iteration(self, record: IterationRecord) -> None:
         if record.iteration % self._config.tensorboard_log_interval == 0:
@@ -162,11 +157,9 @@ class Reporters:
         except OSError as error:
             if id(sink) not in self._warned:
                 self._warned.add(id(sink))
-                print(
+                say_to_stderr(
                     f"warning: {type(sink).__name__} cannot write ({error}); training goes on, "
-                    "and what is reported meanwhile may be missing there.",
-                    file=sys.stderr,
-                    flush=True,
+                    "and what is reported meanwhile may be missing there."
                 )
 
     @property
@@ -219,9 +212,7 @@ def build_reporters(
 ) -> Reporters:
     """Build the sinks that a run asks for; ranks other than the reporting rank have none.
 
-    Raises:
-        ConfigError: TensorBoard or Weights & Biases is asked for but not installed, or a folder
-            cannot be written.
+    A package that is not installed, or a folder that cannot be written, raises a ConfigError.
     """
     if not context.is_reporting_rank:
         return Reporters([])

@@ -54,10 +54,8 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
 def evaluation_lines(record: EvaluationRecord) -> list[str]:
     """Return the line of one evaluation with its frame, as three lines."""
     where = f"iteration {record.iteration}"
-    if record.final:
-        where += f" on {record.split} set"
-    elif record.split.endswith(AVERAGED):
-        where += " with averaged weights"
+    if record.final or record.split.endswith(AVERAGED):
+        where += f" on {record.split} set" if record.final else " with averaged weights"
     text = f" validation loss at {where} | "
     for name, value in record.losses.items():
         text += f"{name} value: {value:.6E} | "
@@ -80,10 +78,10 @@ class LinePrinter:
             self._bar = tqdm(total=num_iterations, initial=iteration, unit="step", leave=False)
 
     def _print(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
+        if self._bar is None:
             print(text, flush=True)
+        else:
+            self._bar.write(text)
 
     def on_iteration(self, record: IterationRecord) -> None:
         self._print(iteration_line(record, datetime.now(), on_gpu=self._on_gpu))
@@ -103,10 +101,7 @@ _NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a metrics file, without a last line that a kill has cut short.
-
-    The words for numbers that are not finite, see `MetricsFile`, are read as these numbers.
-    """
+    """Read the rows of a `MetricsFile`, without a last line that a kill has cut short."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -166,15 +161,12 @@ class MetricsFile:
             "total_skipped_iterations": record.total_skipped,
             **record.common,
         }
-        for name in ("num_zeros", "params_norm"):
-            if getattr(record, name) is not None:
-                row[name] = getattr(record, name)
-        self._write(row)
+        asked = {"num_zeros": record.num_zeros, "params_norm": record.params_norm}
+        self._write(row | {name: value for name, value in asked.items() if value is not None})
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        row: dict[str, Any] = {"kind": "evaluation"}
-        for name in ("split", "iteration", "consumed_samples", "final"):
-            row[name] = getattr(record, name)
+        names = ("split", "iteration", "consumed_samples", "final")
+        row = {"kind": "evaluation"} | {name: getattr(record, name) for name in names}
         self._write({**row, **record.losses, **record.common})
 
     def close(self) -> None:
@@ -230,22 +222,14 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
         _draw(axes, *_series(train, name), label=f"{name}, training")
     first = next(iter(names), "lm loss")
     for split in dict.fromkeys(row["split"] for row in evaluations):
-        mine = [row for row in evaluations if row["split"] == split and first in row]
-        steps, values = _series(mine, first)
+        steps, values = _series([row for row in evaluations if row["split"] == split], first)
         label = f"{first}, {split}"
         axes.plot(steps, values, linestyle="--", marker="o", markersize=4, label=label)
     for step in resumed:
         axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1)
-        axes.annotate(
-            "resumed",
-            (step, 0.97),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            verticalalignment="top",
-            fontsize=8,
-            color="tab:gray",
-        )
+        style: dict[str, Any] = {"verticalalignment": "top", "fontsize": 8, "color": "tab:gray"}
+        style |= {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        axes.annotate("resumed", (step, 0.97), xytext=(4, 0), **style)
     axes.legend(frameon=False, fontsize=9)
 
 

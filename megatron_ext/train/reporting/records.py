@@ -12,18 +12,13 @@ class IterationRecord:
     """A report on the steps since the last report.
 
     Attributes:
-        seconds: mean duration of a step.
-        learning_rate: learning rate after the last step.
-        global_batch_size: samples of the last step.
+        seconds, samples, tokens, flops: means over the steps, on all ranks together.
+        learning_rate, global_batch_size: those of the last step.
         losses: mean of each loss by name over the reported steps that had an update.
         loss_scale: scale of fp16; 1 otherwise.
         grad_norm: norm before clipping in the last step; not finite when the step was skipped.
-        samples: mean number of samples in a step.
-        tokens: mean number of positions in a step.
-        flops: mean number of floating-point operations in a step, on all ranks.
-        skipped: steps without an update since the last report.
+        skipped, total_skipped: steps without an update since the last report, and in the run.
         nans: skipped steps whose loss was not finite.
-        total_skipped: steps without an update in the whole run.
         peak_flops: peak of one GPU in operations per second, None where it is not known.
         sample_name: name of the samples, where their rate is to be shown.
         memory: bytes of this rank's GPU by name; empty on a CPU.
@@ -74,12 +69,10 @@ class IterationRecord:
 
     @property
     def samples_per_second(self) -> float:
-        """Return the samples per second of all ranks together."""
         return self.samples / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
     @property
@@ -94,7 +87,6 @@ class IterationRecord:
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until the last step, at the present speed."""
         return (self.num_iterations - self.iteration) * self.seconds
 
 
@@ -113,7 +105,7 @@ class EvaluationRecord:
             `AVERAGED` for averaged weights.
         consumed_samples: training samples used so far.
         final: the evaluation follows the last step.
-        perplexity: `LANGUAGE_LOSS` is a cross-entropy, whose exponential is a perplexity.
+        perplexity: `LANGUAGE_LOSS` is a cross-entropy.
     """
 
     split: str

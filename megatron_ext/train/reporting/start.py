@@ -50,11 +50,10 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
         layout += f", experts over {parallel.expert_model_parallel_size}"
     if parallel.pipeline_model_parallel_size > 1:
         layout += f", schedule {parallel.pipeline_schedule}"
-    samples = config.training.train_samples
-    length = (
-        f"{config.training.train_iters} iterations" if samples is None else f"{samples} samples"
-    )
-    micro, batch = config.training.batch_sizes
+    training, (micro, batch) = config.training, config.training.batch_sizes
+    length = f"{training.train_iters} iterations"
+    if training.train_samples is not None:
+        length = f"{training.train_samples} samples"
     step = (
         f"{batch} samples in a step: {batch // (micro * replicas)} micro-batches × micro-batch "
         f"size {micro} × data-parallel size {replicas}"
@@ -91,17 +90,12 @@ def _listed(title: str, flags: dict[str, list[str]]) -> list[str]:
     for name, entries in flags.items():
         # A flag and its value stay on one line.
         text = " ".join(entry.replace(" ", "\0") for entry in entries)
-        wrapped = wrapper.wrap(f"{name}: {text}")
-        lines += [line.replace("\0", " ") for line in wrapped]
+        lines += [line.replace("\0", " ") for line in wrapper.wrap(f"{name}: {text}")]
     return lines
 
 
 def write_configuration(content: str, folder: Path) -> None:
-    """Write the configuration of a run to its save folder, where it replaces an earlier one.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write the configuration of a run to its save folder, where it replaces an earlier one."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{CONFIGURATION_FILE}.tmp"
     temporary.write_text(content, encoding="utf-8")
