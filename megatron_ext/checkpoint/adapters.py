@@ -1,11 +1,9 @@
 """Low-rank adapters in checkpoints, with the weights under them or without.
 
-New adapters, and other branches that start at zero, may start on weights saved without them.
-
 A checkpoint may hold adapters alone, while the frozen weights under them lie in another checkpoint
 (`FrozenBase`). These are known by the digest of their manifest, which holds the digests of all
 files, so that adapters go on only on the weights that they were trained on, wherever these lie.
-Random weights, as in tests, are known by their seed.
+Random weights, as in tests, are known by their seed. Others raise a CheckpointError.
 """
 
 from __future__ import annotations
@@ -52,10 +50,9 @@ def adapters_among(names: Iterable[str]) -> list[str]:
 def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Take adapters and new branches that a checkpoint lacks out of the sharded state of a run.
+    """Take adapters and new branches that a checkpoint lacks out of a run's sharded state.
 
-    Returns:
-        Present values of the entries taken out, by chunk and name.
+    Returns their present values by chunk and name.
     """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
@@ -86,18 +83,14 @@ def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[st
 def check_adapters(
     path: Path, state: dict[str, Any], chunks: Iterable[str], strictness: str
 ) -> None:
-    """Refuse adapters that would be dropped, and a resumed run whose adapters are not there.
-
-    Raises:
-        CheckpointError: only the checkpoint or only the run has some adapter.
-    """
+    """Raise a CheckpointError where only the checkpoint or only the run has some adapter."""
     if strictness in LENIENT:
         return
     entries = [entry for chunk in chunks for entry in state.get(chunk, {}).values()]
+    keys = [getattr(entry, "key", "") for entry in entries]
     # A stage whose layers have none, such as one without layers, knows nothing of the others.
-    ours = adapters_among(getattr(entry, "key", "") for entry in entries)
-    stored = adapters_among(stored_entries(path))
-    layers = [getattr(entry, "key", "").rpartition(".")[0] for entry in entries]
+    ours, stored = adapters_among(keys), adapters_among(stored_entries(path))
+    layers = [key.rpartition(".")[0] for key in keys]
     dropped = [x for x in stored if x.partition(MARK)[0] in layers and x not in ours]
     missing = [name for name in ours if name not in stored]
     if dropped:
@@ -138,22 +131,14 @@ class FrozenBase:
 
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:
-        """Return the newest weights in a folder of checkpoints; see `at`.
-
-        Raises:
-            CheckpointError: the folder holds none.
-        """
+        """Return the newest weights in a folder of checkpoints; see `at`."""
         found = find(CheckpointConfig(pretrained_checkpoint=root))
         assert found is not None
         return cls.at(found.path, average=average)
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
-        """Return the weights under the adapters of a checkpoint, None if it is whole.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged.
-        """
+        """Return the weights under the adapters of a checkpoint, None if it is whole."""
         iteration = choose(root, step)
         assert iteration is not None
         return cls.recorded(common_state_of(standing_folder_of(root, iteration)))
@@ -179,15 +164,10 @@ class FrozenBase:
         return None if record is None else cls(**record)
 
     def record(self) -> dict[str, Any]:
-        """Return plain values that `recorded` reads."""
         return dataclasses.asdict(self)
 
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
-        """Refuse adapters in a checkpoint at a path that were trained on other weights.
-
-        Raises:
-            CheckpointError: the weights differ.
-        """
+        """Refuse adapters in a checkpoint at a path that were trained on other weights."""
         if self.identity == recorded.identity:
             return
         there = f"random ones of {recorded.identity}; leave it out"
@@ -212,11 +192,7 @@ def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
 
 
 def refuse_adapters_alone(path: Path, recorded: FrozenBase | None) -> None:
-    """Refuse to start from a checkpoint that lacks the weights under its adapters.
-
-    Raises:
-        CheckpointError: the checkpoint records such weights.
-    """
+    """Refuse to start from a checkpoint that lacks the weights under its adapters."""
     if recorded is not None:
         raise CheckpointError(
             f"{path} holds adapters without the weights under them, so that no run can start from "
@@ -234,12 +210,8 @@ def load_adapters(
 ) -> None:
     """Load the adapters of a network that is not the model of the run; all ranks call this.
 
-    Args:
-        base: the weights that the network has now.
-        section: key of the network's state in the checkpoint, with which its names begin.
-
-    Raises:
-        CheckpointError: a damaged checkpoint, or adapters of another network or of other weights.
+    The network has the weights of ``base`` now. ``section`` is the key of its state in the
+    checkpoint, with which its names begin.
     """
     verify(found, context)
     common = common_state_of(found.path)

@@ -2,7 +2,7 @@
 
 Shapes and names of weights tell most differences between two models. For what they do not tell,
 each flag says whether it may differ (`IfChanged`), so that none changes what a model computes
-without a word.
+without a word. What does not fit raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Compare names and shapes of this rank's weights with the checkpoint's, saved with arguments.
+    """Raise a CheckpointError where a checkpoint lacks a weight of this rank, or its shape.
 
-    Raises:
-        CheckpointError: the checkpoint lacks a weight, or has it in another shape.
+    ``arguments`` are those of the run that saved.
     """
     stored = stored_entries(path)
     for tensor in tensors_in(model_state):
@@ -65,9 +64,8 @@ def check_model(
             if strictness in LENIENT:
                 continue
             advice = _ANEW if is_new_branch(tensor.data) else _ADVICE
-            raise CheckpointError(
-                f"{path} holds no `{tensor.key}`, which the model needs; {advice}."
-            )
+            told = f"{path} holds no `{tensor.key}`, which the model needs"
+            raise CheckpointError(f"{told}; {advice}.")
         theirs, ours = tuple(known.size), tuple(tensor.global_shape)
         # Two sizes can be one vocabulary, padded for two tensor-parallel sizes.
         ranks = getattr(arguments, "tensor_model_parallel_size", 1)
@@ -97,14 +95,11 @@ def check_optimizer(
     distributed: bool,
     has_main_weights: bool = False,
 ) -> None:
-    """Check that the saved optimizer state can be cut for this run.
+    """Refuse optimizer state that cannot be cut for this run.
 
     Args:
         stored: content metadata of the checkpoint.
         has_main_weights: this run keeps fp32 weights beside those of the model.
-
-    Raises:
-        CheckpointError: the state was saved by the other kind of optimizer, or for one layout.
     """
     kind = stored.get(SHARDING)
     if (kind is not None) != distributed:
@@ -141,20 +136,13 @@ def weights_in(state: dict[str, Any]) -> set[str]:
 
 
 def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
-    """Compare the weights in a checkpoint with those that a network has on all ranks.
+    """Tell which weights of a checkpoint a network leaves out, and refuse to drop whole blocks.
 
-    Each rank knows the names of its own stage only, so the caller unites them. Optimizer and random
-    states, averages, and other networks are not compared.
+    Optimizer and random states, averages, and other networks are not compared.
 
     Args:
-        expected: names of the network's weights; those of the second network begin with `CRITIC`.
+        expected: names of the network's weights on all ranks, with `CRITIC` for the second network.
         strictness: ``--dist-ckpt-strictness``; the lenient values let names differ.
-
-    Returns:
-        A sentence about the weights that are left out, where there are some.
-
-    Raises:
-        CheckpointError: the model has fewer numbered blocks of a kind.
     """
     if strictness in LENIENT:
         return []
@@ -178,12 +166,8 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
                 "with, or `--use-checkpoint-args`."
             )
     left = sorted(stored - asked)
-    if not left:
-        return []
-    return [
-        f"{path} holds {len(left)} weight(s) that the model does not take, such as `{left[0]}`; "
-        "they are left out."
-    ]
+    told = f"{path} holds {len(left)} weight(s) that the model does not take, such as"
+    return [f"{told} `{left[0]}`; they are left out."] if left else []
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
@@ -200,9 +184,6 @@ def check_resume(config: RunConfig) -> None:
     """Compare a run with the checkpoint that it loads, as far as that needs no model.
 
     The ranks compare all of it again, and weights too. A rank may call this by itself.
-
-    Raises:
-        CheckpointError: flags of the model, or optimizer state, do not go with the run's.
     """
     found = find(config.checkpoint)
     if found is None:
@@ -231,7 +212,7 @@ def loads_optimizer(
 ) -> bool:
     """Return whether the run asks for optimizer state and the checkpoint holds some.
 
-    ``arguments`` are those of the run that saved; ``notes`` gets a sentence on a new start.
+    ``notes`` gets a sentence on a new start.
     """
     if found.weights_only or config.no_load_optim:
         return False
@@ -311,21 +292,14 @@ def check_changes(
     weights_only: bool,
     with_optimizer: bool,
 ) -> list[str]:
-    """Compare the flags of a run with stored ones of the checkpoint that it loads.
+    """Return sentences on flags of a run that differ from its checkpoint's, or refuse them.
 
     Args:
         weights_only: the run starts from the weights, and does not go on.
         with_optimizer: the run goes on with the optimizer state of the checkpoint.
-
-    Returns:
-        Sentences about what differs and is said.
-
-    Raises:
-        CheckpointError: the model would compute something else with the weights.
     """
-    found = sorted(
-        _changes(config.by_name(), config.to_dict(), stored), key=lambda change: change.name
-    )
+    changes = _changes(config.by_name(), config.to_dict(), stored)
+    found = sorted(changes, key=lambda change: change.name)
     never, not_to_resume, keep, say = (
         [x for x in found if x.answer == answer]
         for answer in ("refuse", "refuse_to_resume", "keep", "say")
@@ -348,11 +322,8 @@ def check_changes(
             f"The optimizer goes on with the settings of {path}, not with {_listed(kept)}; "
             "`--no-load-optim` starts it anew with yours."
         )
-    if said:
-        notes.append(
-            f"Flags that differ from those of {path}, and count from here: {_listed(said)}."
-        )
-    return notes
+    counts = f"Flags that differ from those of {path}, and count from here"
+    return [*notes, *([f"{counts}: {_listed(said)}."] if said else [])]
 
 
 def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, Any]) -> None:

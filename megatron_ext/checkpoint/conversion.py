@@ -1,9 +1,9 @@
 """Parts that all conversions of public weights and adapters share, whatever the model.
 
-A conversion runs in one process on the CPU, and what it imports becomes the checkpoint of iteration
-0, which loads in any layout. Adapters of a checkpoint are merged into its weights or exported for
-Hugging Face's peft; a task passes in how its networks are built (`Network`), and what Hugging Face
-calls their layers (`PeftLayers`).
+A conversion runs in one process, and what it imports becomes the checkpoint of iteration 0, which
+loads in any layout. Adapters are merged into weights or exported for Hugging Face's peft; a task
+says how its networks are built (`Network`), and what peft calls their layers (`PeftLayers`). All
+refusals are CheckpointErrors.
 """
 
 from __future__ import annotations
@@ -47,18 +47,14 @@ PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 
 
 @contextmanager
-def one_rank(seed: int) -> Iterator[ParallelContext]:
-    """Make the groups of a single rank, and take them down at the end.
-
-    Raises:
-        CheckpointError: several ranks were started.
-    """
+def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContext]:
+    """Make the groups of a single rank, on the CPU by default, and take them down at the end."""
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise CheckpointError(
             f"Models are converted on one rank, but {os.environ['WORLD_SIZE']} were started; start "
             "the tool without torchrun."
         )
-    device = select("gloo")
+    device = device or select("gloo")
     device.activate(0)
     context = init_groups(Layout(1), device)
     try:
@@ -69,11 +65,7 @@ def one_rank(seed: int) -> Iterator[ParallelContext]:
 
 
 def read_settings(path: Path, advice: str) -> dict[str, Any]:
-    """Read the config.json of a model; the advice is for where it cannot be read.
-
-    Raises:
-        CheckpointError: there is no such file, or it does not hold names and values.
-    """
+    """Read the config.json of a model; the advice is for where it cannot be read."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -84,11 +76,7 @@ def read_settings(path: Path, advice: str) -> dict[str, Any]:
 
 
 def only_dtype(tensors: TensorSource) -> str:
-    """Return the dtype that all tensors have, such as ``"bfloat16"``.
-
-    Raises:
-        CheckpointError: there are several, so that one would have to be rounded or widened.
-    """
+    """Return the dtype that all tensors have, such as ``"bfloat16"``, or raise CheckpointError."""
     found = sorted(set(tensors.dtypes().values()))
     if len(found) != 1:
         raise CheckpointError(
@@ -99,11 +87,7 @@ def only_dtype(tensors: TensorSource) -> str:
 
 
 def refuse_checkpoints(save: Path) -> None:
-    """Refuse to import a model into a folder that holds checkpoints.
-
-    Raises:
-        CheckpointError: the folder holds some.
-    """
+    """Refuse to import a model into a folder that holds checkpoints."""
     if published(save):
         raise CheckpointError(f"`--save` ({save}) holds checkpoints; give a new folder.")
 
@@ -112,22 +96,13 @@ def save_imported(
     chunk: Any, config: CheckpointConfig, context: ParallelContext, run_config: dict[str, Any]
 ) -> None:
     """Save a whole model as the checkpoint of iteration 0."""
-    CheckpointManager(config, context).save(
-        0,
-        model=[chunk],
-        optimizer=None,
-        scheduler=None,
-        progress={"iteration": 0, "consumed_train_samples": 0},
-        run_config=run_config,
-    )
+    progress = {"iteration": 0, "consumed_train_samples": 0}
+    manager = CheckpointManager(config, context)
+    manager.save(0, model=[chunk], progress=progress, run_config=run_config)
 
 
 def verified_folder(root: Path, step: int | None) -> Path:
-    """Return the folder of an iteration, or of the latest, after comparing all of its checksums.
-
-    Raises:
-        CheckpointError: a missing or damaged checkpoint.
-    """
+    """Return the folder of an iteration, or of the latest, after comparing all of its checksums."""
     iteration = choose(root, step)
     if iteration is None:
         raise CheckpointError(f"`--load` ({root}) holds no checkpoint; give another folder.")
@@ -178,10 +153,6 @@ def merge_checkpoint(
         root: ``--load``, a folder of checkpoints.
         base: checkpoints with the weights under the adapters, where these were saved alone; None
             for where the run found them.
-
-    Raises:
-        CheckpointError: no whole checkpoint with adapters, other weights than those that were
-            under them, or the same folder twice.
     """
     if root.resolve() == save.resolve():
         raise CheckpointError(f"`--save` ({save}) must be another folder than `--load`.")
@@ -209,30 +180,20 @@ def merge_checkpoint(
             f"`--load` ({root}) holds a model without adapters; there is nothing to merge."
         )
     config = network.described(config)
-    torch_device = device.activate(0)
-    context = init_groups(Layout(world_size=1), device)
-    try:
-        seed_everything(context, config.training.seed)
+    with one_rank(config.training.seed, device) as context:
         drawn = FrozenBase.drawn(config.training.seed) if adapters_alone else None
-        chunks = _build(config, context, network.build, torch_device)
+        chunks = _build(config, context, network.build, device)
         iteration, progress = _load(config.checkpoint, context, chunks, drawn, network.section)
         merge_adapters(chunks)
-        return CheckpointManager(config.checkpoint, context).save(
-            iteration,
-            model=chunks,
-            optimizer=None,
-            scheduler=None,
-            progress=progress,
-            run_config=dataclasses.replace(config, lora=LoraConfig()).to_dict(),
-        )
-    finally:
-        context.destroy()
+        merged = dataclasses.replace(config, lora=LoraConfig()).to_dict()
+        manager = CheckpointManager(config.checkpoint, context)
+        return manager.save(iteration, model=chunks, progress=progress, run_config=merged)
 
 
-def _build(config: RunConfig, context: ParallelContext, build: ModelChunk, device: Any) -> Any:
+def _build(config: RunConfig, context: ParallelContext, build: ModelChunk, device: Device) -> Any:
     transformer_config = build_transformer_config(config)
     chunks = build_chunks(build, config, transformer_config, context)
-    chunks = [chunk.to(device) for chunk in chunks]
+    chunks = [chunk.to(device.kind) for chunk in chunks]
     if config.precision.bf16 or config.precision.fp16:
         return [Float16Module(transformer_config, chunk) for chunk in chunks]
     return chunks
@@ -248,7 +209,7 @@ def _load(
     """Load the run's model, or another network, first the weights under its adapters."""
     if section is None:
         manager = CheckpointManager(config, context, base)
-        loaded = manager.load(model=chunks, optimizer=None, scheduler=None)
+        loaded = manager.load(model=chunks)
         assert loaded is not None
         return loaded.iteration, loaded.progress
     root, given = Path(str(config.load)), config.pretrained_checkpoint
@@ -258,8 +219,7 @@ def _load(
     if given is not None:
         base = FrozenBase.given(given, average=config.pretrained_average)
         under = dataclasses.replace(config, load=None, ckpt_step=None)
-        manager = CheckpointManager(under, context, section=section)
-        manager.load(model=chunks, optimizer=None, scheduler=None)
+        CheckpointManager(under, context, section=section).load(model=chunks)
     load_adapters(found, base, chunks, section, config, context)
     return iteration, stored_progress(found.path, Namespace())
 
@@ -276,7 +236,7 @@ class PeftLayers:
         name: matches the names of our matrices that have a place in the model.
         parts: splits one of our matrices, given its name, into those of the model's layers.
         target: returns what peft calls a layer, given its path.
-        task: peft's name for what the model does, None if it has none.
+        task: peft's name for what the model does.
     """
 
     name: re.Pattern[str]
@@ -306,10 +266,6 @@ def export_adapters(
 
     Returns:
         Names of adapters that have no place in a Hugging Face model and were left out.
-
-    Raises:
-        CheckpointError: no whole checkpoint with adapters, layers that the other model lacks, or a
-            folder that holds something.
     """
     from safetensors.torch import save_file
 

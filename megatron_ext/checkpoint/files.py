@@ -1,7 +1,7 @@
 """The files of a folder of checkpoints: names as Megatron-LM has them, tracker, and manifests.
 
 A manifest lists the files of one checkpoint with sizes and checksums. It is written when all of
-them are whole.
+them are whole. What cannot be read raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 
 def root_of(folder: Path) -> tuple[Path, int | None]:
-    """Split ``RUN/iter_0000100`` into the folder of checkpoints and the iteration.
-
-    Any other folder is returned as it is, with None.
-    """
+    """Split ``RUN/iter_0000100``; any other folder is returned as it is, with None."""
     found = _FOLDER.fullmatch(folder.name)
     if found is None or found[2] or not folder.is_dir():
         return folder, None
@@ -46,15 +43,11 @@ def published(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     found = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted({int(match.group(1)) for match in found if match})
+    return sorted({int(match[1]) for match in found if match})
 
 
 def read_tracker(root: Path) -> int | None:
-    """Return the iteration that the tracker names, None without a tracker.
-
-    Raises:
-        CheckpointError: the tracker holds something else than a number.
-    """
+    """Return the iteration that the tracker names, None without a tracker."""
     path = root / TRACKER
     if not path.is_file():
         return None
@@ -82,9 +75,7 @@ def announced(root: Path) -> int | None:
     """Return the iteration whose publication stopped between its folder and the tracker."""
     path = root / ANNOUNCEMENT
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    if not text.isdigit() or not folder_of(root, int(text)).is_dir():
-        return None
-    return int(text)
+    return int(text) if text.isdigit() and folder_of(root, int(text)).is_dir() else None
 
 
 def sync_folder(folder: Path) -> None:
@@ -97,7 +88,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file that survives a power loss."""
     path.write_text(text, encoding="utf-8")
     make_durable(path)
 
@@ -118,11 +108,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Files | None:
-    """Read the manifest of a folder; return None without one (Megatron-LM writes none).
-
-    Raises:
-        CheckpointError: the manifest cannot be read.
-    """
+    """Read the manifest of a folder; return None without one (Megatron-LM writes none)."""
     path = folder / MANIFEST
     if not path.is_file():
         return None

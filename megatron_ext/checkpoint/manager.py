@@ -79,10 +79,10 @@ class CheckpointManager:
         iteration: int,
         *,
         model: Chunks,
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
         progress: dict[str, Any],
         run_config: dict[str, Any],
+        optimizer: MegatronOptimizer | None = None,
+        scheduler: OptimizerParamScheduler | None = None,
         ema: ShardedEMA | None = None,
         extra_state: ExtraState | None = None,
         best: Sequence[publish.BestCheckpoint] = (),
@@ -90,24 +90,20 @@ class CheckpointManager:
     ) -> Path:
         """Write a checkpoint aside, verify it, publish it, remove old ones; return its folder.
 
+        When one rank cannot write, all raise a CheckpointError.
+
         Args:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
-            best: the checkpoints of the lowest validation loss, lowest first. The tracker of the
-                best names the first, and none is removed.
-            superseded: iterations that are no longer among the best and have no other reason to
-                stay.
-
-        Raises:
-            CheckpointError: on every rank, when one of them could not write.
+            best: the checkpoints of the lowest validation loss, lowest first, which stay.
+            superseded: iterations that are no longer among the best, and stay for no other reason.
         """
         config = self._config
         if config.save is None:
             raise CheckpointError("There is no folder to save to; give `--save`.")
         root = Path(config.save)
-        on_first_rank(
-            lambda: publish.prepare(root, iteration), f"`--save` ({root}) cannot be written"
-        )
+        what = f"`--save` ({root}) cannot be written"
+        on_first_rank(lambda: publish.prepare(root, iteration), what)
         temporary = publish.temporary_folder_of(root, iteration)
         state = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
         state.update(common_state(iteration, progress, run_config))
@@ -116,9 +112,8 @@ class CheckpointManager:
         try:
             storage.write_state(state, temporary, strategy)
             files = storage.describe_written(temporary, progress, run_config)
-            on_first_rank(
-                lambda: publish.publish(root, iteration, files), f"{temporary} not published"
-            )
+            what = f"{temporary} not published"
+            on_first_rank(lambda: publish.publish(root, iteration, files), what)
         except CheckpointError as error:
             if self._context.rank == 0:
                 # What is written so far may be what fills the disk.
@@ -128,10 +123,8 @@ class CheckpointManager:
                 f"{storage.one_line(error)}; free some space or give another `--save`."
             ) from error
         if best:
-            on_first_rank(
-                lambda: publish.write_best(root, best[0]),
-                f"{root / publish.BEST_TRACKER} not written",
-            )
+            what = f"{root / publish.BEST_TRACKER} not written"
+            on_first_rank(lambda: publish.write_best(root, best[0]), what)
         if self._context.rank == 0:
             publish.remove_old(
                 root,
@@ -177,8 +170,8 @@ class CheckpointManager:
         self,
         *,
         model: Chunks,
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
+        optimizer: MegatronOptimizer | None = None,
+        scheduler: OptimizerParamScheduler | None = None,
         ema: ShardedEMA | None = None,
         extra_state: ExtraState | None = None,
         run_config: RunConfig | None = None,
@@ -187,13 +180,7 @@ class CheckpointManager:
 
         The model changes only after the checkpoint has been verified and found to fit. Averaged
         weights start from the loaded ones where the checkpoint has none, or where only weights are
-        loaded.
-
-        Args:
-            run_config: the run that loads, whose flags are compared; None compares weights alone.
-
-        Raises:
-            CheckpointError: a missing, partial, damaged or foreign checkpoint.
+        loaded. ``run_config`` has the flags to compare; without it weights alone are compared.
         """
         found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
         if found is None:
@@ -252,7 +239,7 @@ class CheckpointManager:
             own = gather_or_raise(look, f"{given} cannot be read")[0]
         own.check(path, recorded, "--pretrained-checkpoint")
         asked = dataclasses.replace(self._config, load=None, save=None)
-        CheckpointManager(asked, self._context).load(model=model, optimizer=None, scheduler=None)
+        CheckpointManager(asked, self._context).load(model=model)
         self._base = own
 
     def _requested_state(
@@ -284,18 +271,15 @@ class CheckpointManager:
                 bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
             compatibility.check_model(path, bare, arguments, layout, strictness)
             if optimizer is not None:
-                kinds = {
-                    "distributed": is_distributed(optimizer),
-                    "has_main_weights": has_main_weights(optimizer),
-                }
+                kinds = {"distributed": is_distributed(optimizer)}
+                kinds["has_main_weights"] = has_main_weights(optimizer)
                 compatibility.check_optimizer(path, stored, arguments, layout, **kinds)
             return compatibility.weights_in(bare)
 
         what = f"{path} cannot be compared with the model"
         names_of_all = set[str]().union(*gather_or_raise(check, what))
-        notes += gather_or_raise(
-            lambda: compatibility.check_unexpected(path, names_of_all, strictness), what
-        )[0]
+        unexpected = partial(compatibility.check_unexpected, path, names_of_all, strictness)
+        notes += gather_or_raise(unexpected, what)[0]
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})

@@ -81,12 +81,11 @@ def leave_out_nothing(state: dict[Any, Any]) -> None:
 
 
 def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Put the right values into the fully reshardable state of padded buckets.
+    """Put the right values, in place, into the fully reshardable state of padded buckets.
 
     megatron-core 0.16.1 joins the buckets of a buffer without the padding that follows each, and
-    then cuts out the parameters at their padded places: everything behind the first padding is
-    shifted (``sharded_param_state_fully_reshardable``). All ranks call this together; the result of
-    ``sharded_state_dict`` changes in place.
+    then cuts out the parameters at their padded places, all shifted behind the first padding
+    (``sharded_param_state_fully_reshardable``). All ranks call this together.
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
         if part_state.get("param_state_sharding_type") == "fully_reshardable":
@@ -122,8 +121,7 @@ def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> li
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Load each optimizer of a chain, even if experts were shared out in another way.
 
-    Raises:
-        CheckpointError: the saved groups of parameters are not those of this run.
+    Other groups of parameters than this run's raise a CheckpointError.
     """
     parts = parts_of(optimizer)
     # Several optimizers may read the state of one, or one the state of several.

@@ -1,11 +1,8 @@
 """Publishes a checkpoint under its final name and removes old ones; only rank 0 does this.
 
-The checkpoints of the lowest validation loss may be kept besides, and a file names the best.
-
-A lock lets one run at a time write to a folder of checkpoints. It is a POSIX lock. The kernel frees
-it when rank 0 ends, however it ends, and shared file systems know it. Processes that rank 0 forks,
-such as loaders of data, do not keep it when rank 0 is gone, as they would keep a lock of flock or
-filelock.
+A lock lets one run at a time write to a folder of checkpoints. It is a POSIX lock, which the kernel
+frees when rank 0 ends, however it ends, and which shared file systems know. Processes that rank 0
+forks, such as loaders of data, do not keep it, as they would keep a lock of flock or filelock.
 """
 
 from __future__ import annotations
@@ -48,11 +45,7 @@ _SECONDS_FOR_A_DYING_RUN = 2.0
 
 
 def prepare(root: Path, iteration: int) -> None:
-    """Make the empty folder to write to, and clear what earlier kills left.
-
-    Raises:
-        OSError: the save folder cannot be written.
-    """
+    """Make the empty folder to write to, and clear what earlier kills left."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f"iter_*{TEMPORARY_SUFFIX}"):
         if left.is_dir():
@@ -101,10 +94,9 @@ def expired(
     best: Collection[int] = (),
     superseded: Collection[int] = (),
 ) -> list[int]:
-    """Return which older checkpoints are removed after a new one was published.
+    """Return which older checkpoints, in ascending order, go after a new one was published.
 
     Args:
-        older: iterations before the new one, ascending.
         retain: ``--save-retain-interval``. Multiples stay; as in Megatron-LM, the checkpoint before
             the new one is removed if it is none.
         keep: ``--keep-last``. So many stay, the new one included.
@@ -131,8 +123,7 @@ def remove_old(
 ) -> None:
     """Remove the checkpoints that the flags do not keep; see `expired`.
 
-    A symbolic link is left alone. A folder that cannot be removed is reported, and does not end
-    the run: the new checkpoint is safe.
+    A symbolic link is left alone. A folder that cannot be removed is only reported.
     """
     older = [iteration for iteration in published(root) if iteration < newest]
     for iteration in expired(older, retain=retain, keep=keep, best=best, superseded=superseded):
@@ -160,21 +151,14 @@ class BestCheckpoint:
 def with_candidate(
     best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """Return the ``keep`` best, lowest loss first, and the former ones no longer among them.
-
-    Where losses are equal, the earlier checkpoint stays.
-    """
+    """Return the ``keep`` best, lowest loss and earliest first, and those that are so no longer."""
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)
     return ranked[:keep], [entry for entry in ranked[keep:] if entry is not new]
 
 
 def write_best(root: Path, best: BestCheckpoint) -> None:
-    """Write the iteration and the loss of the best checkpoint in one step, where it lies here.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the iteration and the loss of the best checkpoint in one step, where it lies here."""
     path = root / BEST_TRACKER
     if not folder_of(root, best.iteration).is_dir():
         return
@@ -186,12 +170,9 @@ def write_best(root: Path, best: BestCheckpoint) -> None:
 
 @contextmanager
 def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[None]:
-    """Keep other runs from writing to ``--save``; all ranks call this together.
+    """Keep other runs from writing to ``--save``, not from loading; all ranks call this together.
 
-    Other runs may load from the folder.
-
-    Raises:
-        CheckpointError: on every rank, where another run holds the folder, or it cannot be written.
+    Where another run holds the folder, every rank raises a CheckpointError.
     """
     if save is None:
         yield
@@ -205,11 +186,7 @@ def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[Non
 
 
 def check_save_folder(save: str | None) -> None:
-    """Check, before any rank starts, that no other run writes to ``--save``.
-
-    Raises:
-        CheckpointError: another run holds the folder, or it cannot be written.
-    """
+    """Check, before any rank starts, that no other run writes to ``--save``."""
     held = None if save is None else _lock(Path(save))
     if held is not None:
         os.close(held)

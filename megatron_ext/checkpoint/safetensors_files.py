@@ -1,6 +1,7 @@
 """Reads and writes folders of safetensors files, as ``from_pretrained`` of transformers knows them.
 
-Tensors are read one at a time, and written a file at a time.
+Tensors are read one at a time, and written a file at a time. What cannot be read, or would be
+written over, raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -50,9 +51,6 @@ class TensorFolder:
     """The tensors of ``model.safetensors``, or of the files that its index lists.
 
     Files are mapped into memory, so that a tensor takes memory only while it is used.
-
-    Raises:
-        CheckpointError: no such file, a damaged one, or an index that names what is not there.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
@@ -107,11 +105,6 @@ class TensorFolder:
         return {name: tuple(part.get_shape()) for name, part in slices.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor.
-
-        Raises:
-            CheckpointError: there is no tensor of that name.
-        """
         if name not in self._file_of:
             raise CheckpointError(
                 f"{self.folder} holds no `{name}`, which its config.json implies; copy the whole "
@@ -140,11 +133,7 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 
 
 def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
-    """Refuse a quantized tensor, whose dtype the file names ``kind``.
-
-    Raises:
-        CheckpointError: the dtype is none of `DTYPES`.
-    """
+    """Refuse a quantized tensor, whose dtype the file names ``kind``."""
     if dtype not in DTYPES.values():
         raise CheckpointError(
             f"{place} holds `{name}` as {kind}, which is no float32, bfloat16 or float16; use the "
@@ -163,9 +152,6 @@ class Converted:
         shapes: our names to whole shapes.
         read: returns some of our parameters by name, whole.
         convert: splits one of our parameters, given its name, into the other model's tensors.
-
-    Attributes:
-        described: all tensors on the meta device, by their names.
     """
 
     def __init__(
@@ -177,7 +163,7 @@ class Converted:
     ) -> None:
         self._read, self._convert, self._dtype = read, convert, dtype
         self._owner: dict[str, str] = {}
-        self.described: dict[str, Tensor] = {}
+        self.described: dict[str, Tensor] = {}  # all tensors on the meta device
         for ours, shape in shapes.items():
             parts = convert(ours, torch.empty(tuple(shape), dtype=dtype, device="meta"))
             self.described |= parts
@@ -208,9 +194,6 @@ def write_folder(
     Args:
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
         stem: beginning of the names of the files with tensors.
-
-    Raises:
-        CheckpointError: the folder holds something, or cannot be written.
     """
     with _aside(target) as folder:
         _write_weights(folder, tensors, max_shard_size, stem)
@@ -223,11 +206,7 @@ def write_folder(
 
 
 def check_target(target: Path) -> None:
-    """Refuse to write over anything.
-
-    Raises:
-        CheckpointError: the target is a file, or a folder that holds something.
-    """
+    """Refuse to write over anything."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"`--hf` ({target}) holds something already; give a new folder.")
 

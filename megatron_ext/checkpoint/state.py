@@ -99,10 +99,8 @@ def sharded_state(
 
 def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
     """Return the values of all sections by name, as Megatron-LM has them, and more of them."""
-    flat: dict[str, Any] = {}
-    for section in run_config.values():
-        if isinstance(section, dict):
-            flat.update(section)
+    sections = [section for section in run_config.values() if isinstance(section, dict)]
+    flat = {name: value for section in sections for name, value in section.items()}
     return argparse.Namespace(**flat | more)
 
 
@@ -157,10 +155,9 @@ def apply_state(
 def _settle_rates(
     groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Decide between the rates of the flags and those that loaded groups bring along.
+    """Decide between the rates of the flags and those of loaded groups.
 
-    megatron-core's schedule reads a group's own rates first, so that a checkpoint's rates would win
-    over `--override-opt-param-scheduler`.
+    megatron-core reads a group's own first, which would win over `--override-opt-param-scheduler`.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -225,25 +222,17 @@ class ExtraState(Protocol):
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Return the state that a checkpoint shall fill; see `state_to_save`.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit.
-        """
+        """Return the state that a checkpoint shall fill, if it fits; see `state_to_save`."""
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Take over the whole state, with the entries of `state_to_load` filled in.
-
-        ``notes`` gets a sentence about everything that starts anew.
-        """
+        """Take over the state of `state_to_load`; ``notes`` gets a sentence on all that is new."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The result of a load besides weights and optimizer.
+    """The result of a load: counters and configuration of the run that saved.
 
-    The run that saved had the counters and the configuration; the iteration is 0 with
-    ``--finetune``; notes are sentences about what was not loaded, and why.
+    The iteration is 0 with ``--finetune``; notes are sentences about what was not loaded, and why.
     """
 
     iteration: int
@@ -254,14 +243,13 @@ class LoadedCheckpoint:
 
 
 def holds_averages(path: Path) -> bool:
-    stored = stored_entries(path)
-    return any(name.startswith(PREFIX) for name in stored)
+    return any(name.startswith(PREFIX) for name in stored_entries(path))
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether a run takes the averages of a checkpoint; all ranks call this together.
+    """Return whether a run takes the averages of a checkpoint, and note where only one has some.
 
-    ``notes`` gets a sentence where only run or checkpoint has averages.
+    All ranks call this together.
     """
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
@@ -276,10 +264,7 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
 def take_named(
     path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
 ) -> None:
-    """Ask a checkpoint for weights by prefixed names, where it has them; change the state in place.
-
-    The first of the prefixes that the checkpoint has is taken, such as `PREFIX` for averages.
-    """
+    """Ask, in place, for weights by the first prefix with which a checkpoint has their names."""
     stored = stored_entries(path)
     for chunk in chunks:
         sharded, _ = extract_sharded_tensors_and_factories(state[chunk])
@@ -296,8 +281,7 @@ def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]
 def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
     """Return sharded state to be filled with averages.
 
-    A vocabulary may be padded for another layout. Rows that the checkpoint lacks keep the model's
-    values, as they do in the weights.
+    Rows of a vocabulary that the checkpoint lacks keep the model's values, as in the weights.
     """
     values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
     return _cut_like(weights, zip(ema.parameters, values, strict=True))

@@ -1,9 +1,9 @@
 """Writes, verifies and reads the sharded state of a checkpoint; no rank waits for a failed one.
 
-megatron-core's default writer forks helper processes and talks to them over queues. When a helper
-dies (a full disk, a missing psutil), the job hangs. torch's own writer of the same format needs no
-helpers, and reports the failure of one rank on all of them. Each rank writes by one thread, since
-torch loses the errors of a second one.
+When a helper process of megatron-core's default writer dies (a full disk, no psutil), the job
+hangs. torch's own writer of the same format needs no helpers, and reports the failure of one rank
+on all of them, here as a CheckpointError. Each rank writes by one thread, since torch loses the
+errors of a second one.
 """
 
 from __future__ import annotations
@@ -127,19 +127,14 @@ def save_strategy(backend: str, group: ProcessGroup, *, fully_parallel: bool) ->
 def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
     """Write sharded and common state as `dist_checkpointing.save` does.
 
-    megatron-core's own function lets rank 0 fail alone when the common state cannot be written.
-    Here all ranks learn of it.
-
-    Raises:
-        CheckpointError: on every rank, when one of them could not write.
+    When one rank cannot write, all raise a CheckpointError; there rank 0 may fail alone.
     """
     sharded, common = save_preprocess(state)
     on_first_rank(lambda: torch.save(common, folder / COMMON_STATE_FNAME), COMMON_STATE_FNAME)
     try:
         strategy.save(sharded, folder)
     except CheckpointException as error:
-        rank, cause = first_failure(error)
-        why = one_line(cause)
+        rank, why = first_failure(error)[0], one_line(error)
         raise CheckpointError(f"{folder} could not be written by rank {rank}: {why}") from error
     on_first_rank(lambda: save_config(CheckpointingConfig(BACKEND, VERSION), str(folder)), "config")
 
@@ -147,8 +142,7 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
 def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
     """Add the readable files, and list all files with size and checksum as ranks read them back.
 
-    Raises:
-        CheckpointError: on every rank, where a file cannot be read back or is too short.
+    Where a file cannot be read back or is too short, every rank raises a CheckpointError.
     """
     rank = torch.distributed.get_rank()
 
@@ -162,10 +156,10 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
             make_durable(path)
         return {path.name: describe_file(path) for path in mine}
 
-    files: Files = {}
-    for part in gather_or_raise(describe, f"{folder} cannot be read back"):
-        files.update(part)
-    on_first_rank(lambda: _check_index(folder, files), f"{folder} cannot be read back")
+    what = f"{folder} cannot be read back"
+    parts = gather_or_raise(describe, what)
+    files = {name: known for part in parts for name, known in part.items()}
+    on_first_rank(lambda: _check_index(folder, files), what)
     return files
 
 
@@ -182,10 +176,10 @@ def _check_index(folder: Path, files: Files) -> None:
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     """Return the first failing rank of a collective read or write, and its error."""
-    rank, (cause, _) = min(
-        error.failures.items(), key=lambda item: item[0], default=(0, (error, 0))
-    )
-    return rank, cause
+    if not error.failures:
+        return 0, error
+    rank = min(error.failures)
+    return rank, error.failures[rank][0]
 
 
 def one_line(error: BaseException) -> str:
@@ -196,11 +190,7 @@ def one_line(error: BaseException) -> str:
 
 
 def verify(found: CheckpointRef, context: ParallelContext) -> None:
-    """Compare the checksums of a checkpoint; each rank reads a share of the files.
-
-    Raises:
-        CheckpointError: on every rank, where one file differs.
-    """
+    """Compare the checksums of a checkpoint; each rank reads a share of the files."""
 
     def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
@@ -219,23 +209,15 @@ def read_state(
     """Fill a sharded state and add the state that all ranks share; all ranks call this together.
 
     ``notes`` gets sentences about names that differ.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit.
     """
     strategy: Any = PlainLoadStrategy()
     if config.ckpt_fully_parallel_load:
         strategy = FullyParallelLoadStrategyWrapper(strategy, context.pgs.dp_cp)
-    strictness = config.dist_ckpt_strictness
-    raises = strictness == "raise_all"
+    raises = config.dist_ckpt_strictness == "raise_all"
+    strict = "return_all" if raises else config.dist_ckpt_strictness
+    readers = {"sharded_strategy": strategy, "common_strategy": PlainCommonStrategy()}
     try:
-        loaded = dist_checkpointing.load(
-            state,
-            str(path),
-            sharded_strategy=strategy,
-            common_strategy=PlainCommonStrategy(),
-            strict="return_all" if raises else strictness,
-        )
+        loaded = dist_checkpointing.load(state, str(path), strict=strict, **readers)
     # torch's exception of a collective read derives from BaseException.
     except (Exception, CheckpointException) as error:
         if contact_fault(error) is not None:
@@ -251,10 +233,9 @@ def read_state(
         loaded, missing, unexpected = loaded
         # A note already says that random states of another layout are left.
         missing = {key for key in missing if not key.startswith("rng_state")}
-        named = (("not wanted by the run", missing), ("not in it", unexpected))
-        differ = [
-            f"Of {path} these names are {kind}: {sorted(keys)}" for kind, keys in named if keys
-        ]
+        named = {"not wanted by the run": missing, "not in it": unexpected}
+        of_path = {kind: sorted(keys) for kind, keys in named.items() if keys}
+        differ = [f"Of {path} these names are {kind}: {keys}" for kind, keys in of_path.items()]
 
         def refuse() -> None:
             if differ:

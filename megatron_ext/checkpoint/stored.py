@@ -1,4 +1,7 @@
-"""Finds the checkpoint to load, and reads the parts of it that need no model."""
+"""Finds the checkpoint to load, and reads the parts of it that need no model.
+
+A checkpoint that must be there and is not, or that is damaged, raises a CheckpointError.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,7 @@ class CheckpointRef:
 def check_files(
     found: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda files: files
 ) -> None:
-    """Compare the checksums of the files of a checkpoint that ``own`` chooses among all.
-
-    Raises:
-        CheckpointError: one file differs.
-    """
+    """Compare the checksums of the files of a checkpoint that ``own`` chooses among all."""
     files = read_manifest(found.path) or {}
     fault = checksum_fault(found.path, files, own(files))
     if fault is not None:
@@ -57,11 +56,7 @@ def check_files(
 
 
 def find(config: CheckpointConfig) -> CheckpointRef | None:
-    """Return the checkpoint that the flags say to load, None when the run starts anew.
-
-    Raises:
-        CheckpointError: a checkpoint that must be there is missing, or one is damaged.
-    """
+    """Return the checkpoint that the flags say to load, None when the run starts anew."""
     for folder, step, weights_only in _candidates(config):
         root = Path(folder)
         if root.is_file():
@@ -108,11 +103,7 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
 
 
 def check_weights(flag: str, folder: str | None) -> None:
-    """Check that a flag names a folder with weights, before any process group exists.
-
-    Raises:
-        CheckpointError: see `find`; the sentence names the flag.
-    """
+    """Check that a flag names a folder with weights, before any process group exists."""
     if folder is None:
         return
     try:
@@ -123,11 +114,7 @@ def check_weights(flag: str, folder: str | None) -> None:
 
 
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
-    """Check that the checkpoint that a run starts from is there, where it draws no weights.
-
-    Raises:
-        CheckpointError: see `find`; or nothing gives the weights.
-    """
+    """Check that the checkpoint that a run starts from is there, where it draws no weights."""
     if find(config) is None and not initializes:
         raise CheckpointError(
             "`--no-initialization` leaves the weights to a checkpoint, but there is none to load; "
@@ -153,25 +140,19 @@ def fault_of(folder: Path) -> str | None:
             f"{folder} is in Megatron-LM's old format `torch`, which only Megatron-LM's tools can "
             "convert to `torch_dist`"
         )
-    for name in ("metadata.json", ".metadata", "common.pt"):
-        if not (folder / name).is_file():
-            return f"{folder / name} is missing"
-    return None
+    paths = [folder / name for name in ("metadata.json", ".metadata", "common.pt")]
+    return next((f"{path} is missing" for path in paths if not path.is_file()), None)
 
 
 def newest_whole(root: Path) -> int | None:
-    for iteration in reversed(published(root)):
-        if fault_of(standing_folder_of(root, iteration)) is None:
-            return iteration
-    return None
+    newest_first = reversed(published(root))
+    return next((i for i in newest_first if fault_of(standing_folder_of(root, i)) is None), None)
 
 
 def choose(root: Path, step: int | None) -> int | None:
     """Return the iteration to load from a folder, None when it holds no checkpoint at all.
 
-    Raises:
-        CheckpointError: the iteration is missing or damaged; the sentence names the newest whole
-            one.
+    The sentence about a missing or damaged one names the newest whole one.
     """
     iteration = step
     if iteration is None:
@@ -191,20 +172,14 @@ def refusal(root: Path, iteration: int, fault: str) -> str:
     """Return the sentence that refuses a checkpoint and offers another."""
     others = [i for i in published(root) if i != iteration]
     whole = [i for i in others if fault_of(standing_folder_of(root, i)) is None]
-    advice = (
-        f"give `--ckpt-step {whole[-1]}` for the newest whole one"
-        if whole
-        else "there is no other whole one, so remove `--load` to start anew"
-    )
+    advice = "there is no other whole one, so remove `--load` to start anew"
+    if whole:
+        advice = f"give `--ckpt-step {whole[-1]}` for the newest whole one"
     return f"The checkpoint of iteration {iteration} cannot be loaded: {fault}; {advice}."
 
 
 def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
-    """Read the stored configuration of a run, for ``--use-checkpoint-args``.
-
-    Raises:
-        CheckpointError: there is no whole checkpoint, or it has no configuration.
-    """
+    """Read the stored configuration of a run, for ``--use-checkpoint-args``."""
     if not root.is_dir():
         raise CheckpointError(f"`--load` ({root}) is no folder; give one that holds {TRACKER}.")
     iteration = choose(root, step)
@@ -220,11 +195,7 @@ def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a stored mapping, empty where there is no such file.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Read a stored mapping, empty where there is no such file."""
     if not path.is_file():
         return {}
     try:

@@ -1,8 +1,8 @@
 """Reads the pickled parts of a checkpoint without running code that they may hold.
 
-A pickle names classes and functions, and an ordinary reader calls whatever it names. Three parts of
-a checkpoint are pickles: the index of the shards (``.metadata``), the common state (``common.pt``),
-and the objects among the shards. The readers here know only the few classes that belong there.
+An ordinary reader calls whatever a pickle names. Three parts of a checkpoint are pickles: the index
+of the shards (``.metadata``), the common state (``common.pt``), and the objects among the shards.
+The readers here know only the few classes that belong there; all else raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -83,11 +83,7 @@ class MetadataReader(FileSystemReader):
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """Read ``.metadata`` once.
-
-        Raises:
-            CheckpointError: a damaged file, or one that names a foreign class or another folder.
-        """
+        """Read ``.metadata`` once, unless it is damaged, or names a foreign class or folder."""
         if self._known is None:
             self._known = _read_metadata(Path(self.path) / ".metadata")
             self._known.storage_meta = StorageMeta(load_id=self.load_id)
@@ -118,11 +114,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def stored_entries(path: Path) -> dict[str, Any]:
-    """Return the description of each stored tensor or object of a checkpoint by its name.
-
-    Raises:
-        CheckpointError: see `MetadataReader`.
-    """
+    """Return the description of each stored tensor or object of a checkpoint by its name."""
     entries: dict[str, Any] = MetadataReader(str(path)).read_metadata().state_dict_metadata
     return entries
 
@@ -131,9 +123,6 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
     """Return what ``torch.save`` wrote: tensors, plain values and megatron-core's enumerations.
 
     ``place`` names the file in messages; with ``mmap`` tensors stay in it until they are used.
-
-    Raises:
-        CheckpointError: a damaged file, or one that names a foreign class.
     """
     try:
         # Said outright, so that no variable of the environment changes it.
@@ -176,11 +165,7 @@ def common_state_of(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """Read whole tensors in one process; needs no process group.
-
-    Raises:
-        CheckpointError: a checkpoint that lacks one, or that `MetadataReader` refuses.
-    """
+    """Read whole tensors in one process; needs no process group."""
     reader = MetadataReader(str(path))
     stored = reader.read_metadata().state_dict_metadata
     state = {}
