@@ -33,16 +33,9 @@ from megatron_ext.errors import ConfigError
 
 
 def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -> RunConfig:
-    """Fill in what follows from other values, and check that all of it can be run.
+    """Fill in what follows from given values, and check that all of it can be run.
 
-    Args:
-        config: the values that were given.
-        task: brings its own sections and rules.
-        world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
-        device: ``"cuda"`` or ``"cpu"``.
-
-    Raises:
-        ConfigError: with one sentence for every error.
+    A ConfigError has one sentence for every error; for the arguments see `parse_args`.
     """
     given, wrong = _within_ranges(config)
     run = derived(task.resolve(given), world_size, device)

@@ -84,12 +84,9 @@ class MoEConfig(Changeable):
     moe_apply_probs_on_input: bool = resumed_flag(False, "weight an expert's input, not its output")
 
     def layer_pattern(self) -> int | list[int]:
-        """Return --moe-layer-freq as a number or a list.
+        """Return --moe-layer-freq as a number or a list, or raise a ValueError.
 
         ``[1,0]``, ``[1,0]*2`` and ``([0]*1+[1]*26)`` are lists, read without evaluating code.
-
-        Raises:
-            ValueError: neither.
         """
         text = self.moe_layer_freq
         if "[" not in text:

@@ -50,7 +50,6 @@ class ParsedArgs:
     """A command line, understood.
 
     Attributes:
-        config: the resolved configuration.
         task: what the flags choose of the program's tasks.
         notes: one line for each flag that has no effect or an old name.
         given: fields of the flags on the command line.
@@ -74,7 +73,7 @@ def parse_args(
     defaults: Mapping[str, Any] | None = None,
     elsewhere: Mapping[str, Sequence[type]] | None = None,
 ) -> ParsedArgs:
-    """Parse and check a command line.
+    """Parse and check a command line; a ConfigError has one sentence for every error.
 
     Args:
         argv: the words after the program's name.
@@ -85,10 +84,6 @@ def parse_args(
             own flags, are to be used (``--use-checkpoint-args``); the command line wins over it.
         defaults: values of fields in the place of the task's defaults and of their own.
         elsewhere: sections of other programs by the programs' names, for users who mistake them.
-
-    Raises:
-        ConfigError: with one sentence for every error.
-        SystemExit: after ``--help``.
     """
     check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
@@ -181,7 +176,7 @@ class _Reading:
     """A command line that is read: the flags that may stand there, and what has been found.
 
     Attributes:
-        table: the program's flags by spelling, each with whether the spelling sets True or a value.
+        table: see `spellings`.
         elsewhere: names of other programs by the spellings of their flags.
         left_out: reasons why the program lacks flags of the engine, by spelling.
         settled: entries of files that name such flags: file, key, flag and value.
@@ -222,11 +217,9 @@ class _Reading:
             self.no_position_embedding = True
         elif name in self.table:
             self._read_value(word, values, *self.table[name])
-        elif word in NO_EFFECT or name in NO_EFFECT:
-            reason = NO_EFFECT.get(name) or NO_EFFECT[word]
+        elif reason := NO_EFFECT.get(name) or NO_EFFECT.get(word):
             self.notes.append(f"`{word}` has no effect: {reason}.")
-        elif name in UNSUPPORTED or name.replace("--no-", "--", 1) in UNSUPPORTED:
-            why = UNSUPPORTED.get(name) or UNSUPPORTED[name.replace("--no-", "--", 1)]
+        elif why := UNSUPPORTED.get(name) or UNSUPPORTED.get(name.replace("--no-", "--", 1)):
             self.errors.append(f"`{word}` is known from Megatron-LM but refused here: {why}.")
         elif name in self.elsewhere:
             other = self.elsewhere[name]
@@ -295,10 +288,7 @@ class _Reading:
         return sections
 
     def left_out_errors(self, config: RunConfig) -> Iterator[str]:
-        """Yield a sentence for entries of files that contradict what the task has settled.
-
-        A stored configuration holds fields that the task decides; they may stand there as it does.
-        """
+        """Yield a sentence for entries of files that contradict what the task has settled."""
         for path, key, flag, value in self.settled:
             has = getattr(getattr(config, flag.section), flag.field)
             if value not in (list(has) if isinstance(has, tuple) else has, flag.default):

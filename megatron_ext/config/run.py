@@ -21,6 +21,7 @@ from megatron_ext.config.optimizer import EmaConfig, LoraConfig, OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig, PlanningConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import (
+    TE_IMPL,
     CudaGraphConfig,
     Fp8Config,
     PrecisionConfig,
@@ -35,11 +36,7 @@ LeftOut = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides what a run does, by concern.
-
-    Attributes:
-        sections: what the task of the run, or its user, adds to the engine's sections.
-    """
+    """Everything that decides what a run does; ``sections`` are the task's, or its user's."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -60,11 +57,7 @@ class RunConfig:
     sections: tuple[Any, ...] = ()
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the section of a class that the task brings.
-
-        Raises:
-            ConfigError: the task does not name the section.
-        """
+        """Return the section of a class that the task brings, or raise a ConfigError."""
         for section in self.sections:
             if isinstance(section, kind):
                 return section
@@ -100,11 +93,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], sections: Sequence[type] = ()) -> RunConfig:
-        """Read back what `to_dict` gave, with the task's sections; unknown fields are left out.
-
-        Raises:
-            ConfigError: a section whose values contradict each other.
-        """
+        """Read back what `to_dict` gave, with the task's sections; unknown fields are left out."""
         found: dict[str, Any] = {}
         errors: list[str] = []
         for name, kind in (engine_sections() | named(sections)).items():
@@ -147,10 +136,8 @@ class TaskFlags:
         left_out: flags of the engine that the task has no use for, by section and field (``"*"``
             is every field), with the reason. A program does not know what all its tasks leave out.
         defaults: values of flags in the place of their usual defaults, by field.
-        needs: flags of its sections that do nothing without another one, as in
-            `megatron_flags.NEEDS`.
-        resolve: returns the configuration with what the task's own sections decide, before the
-            engine derives the rest.
+        needs: flags of its sections that do nothing without another one (`megatron_flags.NEEDS`).
+        resolve: settles what the task's sections decide, before the engine derives the rest.
         rules: ``(given, resolved)`` to a sentence for everything that cannot be run. ``given`` is
             the configuration before anything was derived.
         stored_model: ``(stored, given)`` to the sections of a checkpoint's configuration that
@@ -192,11 +179,10 @@ SAME_NAME = {
         "normalization add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout "
         "init_method_std embedding_init_method_std rotary_interleaved window_size "
         "window_attn_skip_freq softmax_type attention_softmax_in_fp32 "
-        "apply_query_key_layer_scaling "
-        "apply_residual_connection_post_layernorm fp32_residual_connection mtp_num_layers "
-        "mtp_loss_scaling_factor use_cpu_initialization perform_initialization "
-        "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-        "distribute_saved_activations variable_seq_lengths"
+        "apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
+        "fp32_residual_connection mtp_num_layers mtp_loss_scaling_factor use_cpu_initialization "
+        "perform_initialization recompute_granularity recompute_method recompute_num_layers "
+        "recompute_modules distribute_saved_activations variable_seq_lengths"
     ),
     "parallel": (
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
@@ -220,16 +206,14 @@ MOE_FUSIONS = "moe_grouped_gemm moe_permute_fusion moe_router_fusion"
 def transformer_fields(run: RunConfig) -> dict[str, object]:
     """Return values of TransformerConfig fields; dtypes and activations by name.
 
-    Fused kernels are asked for only where they exist: on a GPU, and those of Transformer Engine
-    with its layers; with ours, `layers.pointwise` compiles the same parts.
+    Fused kernels are asked for only where they exist; `layers.pointwise` compiles parts of ours.
     """
     fields: dict[str, object] = {
         name: getattr(getattr(run, section), name)
         for section, names in SAME_NAME.items()
         for name in names.split()
     }
-    model, parallel = run.model, run.parallel
-    kinds = parallel.cp_comm_type
+    model, parallel, kinds = run.model, run.parallel, run.parallel.cp_comm_type
     named = {"silu": model.swiglu, "squared_relu": model.squared_relu}
     named["quick_gelu"] = model.quick_geglu
     activation = next((name for name, given in named.items() if given), "gelu")
@@ -246,10 +230,11 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
     )
     if parallel.microbatch_group_size_per_vp_stage is not None:
         fields["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
-    if model.transformer_impl == "transformer_engine":
+    te = model.transformer_impl == TE_IMPL
+    if te:
         fields |= dataclasses.asdict(run.engine)
         del fields["tp_comm_overlap_cfg"]
-    if model.transformer_impl == "transformer_engine" and run.fp8.fp8_format is not None:
+    if te and run.fp8.fp8_format is not None:
         fields |= dataclasses.asdict(run.fp8)
         fields.update(fp8=fields.pop("fp8_format"), fp8_param=fields.pop("fp8_param_gather"))
         del fields["reuse_grad_buf_for_mxfp8_param_ag"]
@@ -287,7 +272,7 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:
     """Return whether Transformer Engine computes; a plan needs no installed one."""
-    te = model.transformer_impl == "transformer_engine"
+    te = model.transformer_impl == TE_IMPL
     return te and (not planning.dry_run or find_spec("transformer_engine") is not None)
 
 

@@ -157,12 +157,8 @@ class TrainingConfig(Changeable):
             )
 
     def _length_errors(self) -> Iterator[str]:
-        lengths = {
-            "--train-iters": self.train_iters,
-            "--train-samples": self.train_samples,
-            "--train-epochs": self.train_epochs,
-        }
-        given = [f"`{name}` ({value})" for name, value in lengths.items() if value is not None]
+        lengths = {x: getattr(self, f"train_{x}") for x in ("iters", "samples", "epochs")}
+        given = [f"`--train-{x}` ({value})" for x, value in lengths.items() if value is not None]
         if len(given) > 1:
             yield f"{' and '.join(given)} exclude each other; give one."
         if not given and not self.skip_train:
@@ -224,10 +220,9 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """Read ``"0:768 250B:1536"`` as pairs of tokens and batch size, by tokens.
+    """Read ``"0:768 250B:1536"`` as pairs of tokens and batch size, or raise a ValueError.
 
-    Raises:
-        ValueError: malformed, not starting at 0, or tokens that do not rise.
+    Tokens must rise from 0 on.
     """
 
     def number(word: str) -> int:
@@ -326,11 +321,8 @@ class LossConfig:
                 "`--cross-entropy-impl te` needs Transformer Engine and a GPU, and one of them was "
                 "not found; use chunked."
             )
-        given = {
-            "--cross-entropy-chunk-size": self.cross_entropy_chunk_size is not None,
-            **parts,
-            "--loss": self.loss is not None,
-        }
+        chunk_size = self.cross_entropy_chunk_size is not None
+        given = {"--cross-entropy-chunk-size": chunk_size, **parts, "--loss": self.loss is not None}
         for name in (name for name, value in given.items() if value and impl != "chunked"):
             yield (
                 f"`{name}` needs `--cross-entropy-impl chunked`, but it is {impl}; leave out "

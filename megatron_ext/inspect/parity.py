@@ -71,9 +71,6 @@ def parse_layout(name: str) -> NamedLayout:
     """Read a layout's name, which may end with more flags in brackets.
 
     Experts share the ranks of the other dimensions, so ``ep2`` alone takes two data-parallel ranks.
-
-    Raises:
-        ConfigError: a part that is not known.
     """
     position, sizes, flags = 0, dict.fromkeys(SIZES, 1), []
     end = name.index("[") if name.endswith("]") and "[" in name else len(name)
@@ -132,7 +129,6 @@ class Recording:
     Attributes:
         folder: folder with the gradients of each step.
         rows: one for each step, with ``grad_norm`` and every loss by name.
-        failure: what went wrong, None when all went well.
     """
 
     layout: NamedLayout
@@ -292,14 +288,12 @@ def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -
     )
     shown = Table(*columns, title=title)
     for result in results:
-        sizes = [
-            "-" if difference is None else f"{difference.size:.1e}"
-            for difference in (result.loss, result.grad_norm, result.gradient)
-        ]
+        found = (result.loss, result.grad_norm, result.gradient)
+        sizes = ["-" if worst is None else f"{worst.size:.1e}" for worst in found]
         first = result.problem or ""
         if result.first is not None:
             first = f"step {result.first.step}: {result.first.name} ({result.first.size:.1e})"
-        layout, worst = result.recording.layout, result.gradient.name if result.gradient else ""
+        layout, where = result.recording.layout, result.gradient.name if result.gradient else ""
         verdict = "[green]PASS" if result.passed else "[red]FAIL"
-        shown.add_row(layout.name, str(layout.ranks), *sizes, worst, verdict, first)
+        shown.add_row(layout.name, str(layout.ranks), *sizes, where, verdict, first)
     return shown

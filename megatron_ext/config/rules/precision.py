@@ -60,7 +60,7 @@ def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
                 f"`{spelling_of(fp8, name)}` is an option of Transformer Engine's layers; "
                 f"{instead}leave it out."
             )
-    yield from _size_errors(fp8, model, run.moe, run.parallel, run.training)
+    yield from _size_errors(fp8, model, run.moe, run.parallel, run.training.micro_batch_size or 1)
 
 
 def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[str]:
@@ -192,11 +192,7 @@ def _param_gather_errors(
 
 
 def _size_errors(
-    fp8: Fp8Config,
-    model: ModelConfig,
-    moe: MoEConfig,
-    parallel: ParallelConfig,
-    training: TrainingConfig,
+    fp8: Fp8Config, model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, micro_batch: int
 ) -> Iterator[str]:
     """Refuse sides of weights, and tokens, on one rank that 8-bit products cannot have."""
     tp = parallel.tensor_model_parallel_size
@@ -224,7 +220,7 @@ def _size_errors(
         return
     unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else TOKENS
     parts = max(1, parallel.context_parallel_size) * (tp if parallel.sequence_parallel else 1)
-    tokens = (model.seq_length or 0) * (training.micro_batch_size or 1)
+    tokens = (model.seq_length or 0) * micro_batch
     if tokens % (parts * unit):
         yield (
             f"`--fp8-format` needs micro-batches whose tokens divide by {unit} on every rank, but "

@@ -45,9 +45,7 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
     """Yield a sentence for everything that cannot be run; no version is unknown or absent."""
     yield from _environment_errors(run.model, run.training)
-    yield from _overlap_errors(
-        run.engine, run.model, run.parallel, may_use_te=not needs_torch_layers(run)
-    )
+    yield from _overlap_errors(run.engine, run.model, run.parallel, not needs_torch_layers(run))
     yield from _context_errors(run.parallel, run.engine, run.model)
     if run.model.transformer_impl == TE_IMPL:
         yield from _layer_errors(run.model)
@@ -57,11 +55,7 @@ def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> I
 
 
 def _overlap_errors(
-    engine: TransformerEngineConfig,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    may_use_te: bool,
+    engine: TransformerEngineConfig, model: ModelConfig, parallel: ParallelConfig, may_use_te: bool
 ) -> Iterator[str]:
     if not engine.tp_comm_overlap:
         for name in changed_fields(engine):
@@ -111,10 +105,7 @@ def _context_errors(
 
 
 def needs_torch_layers(run: RunConfig) -> bool:
-    """Return whether ``auto`` takes the torch layers also where Transformer Engine is installed.
-
-    These are the runs that its layers would refuse.
-    """
+    """Return whether ``auto`` takes our layers, since Transformer Engine's would refuse the run."""
     return (
         run.model.blocks_dealt_by_cost
         or run.lora.lora_rank is not None
@@ -140,11 +131,7 @@ def _recomputes_biases(model: ModelConfig) -> bool:
 
 
 def read_overlap_settings(path: str | None) -> dict[str, Any]:
-    """Read a file of ``--tp-comm-overlap-cfg``: what to do for each of `OVERLAPPED`.
-
-    Raises:
-        ConfigError: a file that cannot be read, or that names other products.
-    """
+    """Read a file of ``--tp-comm-overlap-cfg``: what to do for each of `OVERLAPPED`."""
     if path is None:
         return {}
     name = f"`--tp-comm-overlap-cfg` ({path})"

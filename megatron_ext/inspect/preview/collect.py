@@ -60,9 +60,7 @@ def collect(
 ) -> list[Step]:
     """Draw the batches of some steps of a run, counted from 1, after the task's preflight.
 
-    Raises:
-        ConfigError: a step that the run does not have.
-        DataError: the data cannot be read, or ends.
+    A step that the run does not have raises a ConfigError.
     """
     layout = Layout.from_config(config.parallel)
     replicas, length = layout.data_parallel_size, config.model.seq_length
@@ -112,20 +110,14 @@ def _starts(size: BatchSize, first: int, count: int) -> list[_Start]:
 
 
 def _step(start: _Start, replicas: Sequence[_Replica], cp_columns: list[Ints]) -> Step:
-    rows: list[Row] = []
-    totals: list[Tensor] = []
-    microbatches = 0
-    for replica in replicas:
-        own, counted = replica.step(start)
-        rows += own
-        totals.append(counted)
-        microbatches = replica.num_microbatches(start)
-    main, weight, *mtp = torch.stack(totals).double().sum(dim=0).tolist()
+    drawn = [replica.step(start) for replica in replicas]
+    totals = torch.stack([counted for _, counted in drawn])
+    main, weight, *mtp = totals.double().sum(dim=0).tolist()
     return Step(
         iteration=start.iteration,
         consumed=start.consumed,
-        num_microbatches=microbatches,
-        rows=rows,
+        num_microbatches=replicas[-1].num_microbatches(start),
+        rows=[row for rows, _ in drawn for row in rows],
         targets=round(main),
         weight=weight,
         mtp_weights=mtp,
@@ -165,20 +157,20 @@ class _Replica:
 
     def num_microbatches(self, start: _Start) -> int:
         plan = self._source.plan
-        usual = start.num_microbatches
-        return usual if plan is None else plan.num_microbatches(start.iteration - 1)
+        if plan is None:
+            return start.num_microbatches
+        return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
         """Draw rows, and N, D and the weight of each prediction depth, ``[2 + K]``."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
             # One at a time: the attention masks of a whole step would not fit many a machine.
-            drawn_batches = self._source.next_step(1)
-            assert drawn_batches is not None
-            batch = drawn_batches[0]
-            reaches.append(_reaches(batch))
+            found = self._source.next_step(1)
+            assert found is not None
+            reaches.append(_reaches(found[0]))
             drawn.append(self._drawn)
-            batches.append(dataclasses.replace(batch, attention_mask=None))
+            batches.append(dataclasses.replace(found[0], attention_mask=None))
         if self._task.prepare_batches is not None:
             batches = list(self._task.prepare_batches(self._config, batches, self._context))
         counts = count_targets(batches, self._context)
@@ -249,10 +241,7 @@ def _reaches(batch: Batch) -> Tensor:
 
 
 def _columns(length: int, size: int) -> list[Ints]:
-    """Return the columns of a row that each context-parallel rank keeps.
-
-    megatron-core makes the cut, while process groups exist; without any it cuts nothing.
-    """
+    """Return the columns of a row that megatron-core leaves to each context-parallel rank."""
     kept = []
     for rank in range(size):
         columns = {"columns": torch.arange(length).unsqueeze(0)}

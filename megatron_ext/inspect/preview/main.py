@@ -81,12 +81,7 @@ table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: 
 
 
 class Page:
-    """Writes previewed steps as HTML.
-
-    Args:
-        eod: id that ends a document in a stream.
-        heaviest: weight of the strongest green.
-    """
+    """Writes previewed steps as HTML; for the arguments see `Terminal`."""
 
     def __init__(self, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
         self._splitter, self._eod, self._heaviest = splitter, eod, heaviest
@@ -164,8 +159,7 @@ class Page:
         ids = ",".join(map(str, document.ids[members].tolist()))
         column = int(document.columns[span.first])
         position = int(document.positions[span.first])
-        read = position >= 0
-        given = math.isnan(span.weight)
+        read, given = position >= 0, math.isnan(span.weight)
         weight = "" if given else f"{span.weight:.9g}"
         facts = [
             f"id {ids}",
@@ -224,13 +218,9 @@ class Options:
 def preview(
     program: Task | TaskChoice, words: Sequence[str], options: Options, console: Console
 ) -> list[str]:
-    """Show the batches of a run by its flags, which may choose one of several tasks.
+    """Show the batches of a run by its flags, and return a sentence on each thing that looks wrong.
 
-    Returns:
-        What looks wrong, one sentence each.
-
-    Raises:
-        ConfigError, DataError: what the run itself would refuse; a rank or step that it lacks.
+    What the run itself would refuse, or a rank or step that it lacks, raises an error of ours.
     """
     kind = select().kind
     parsed = parse_args(
@@ -250,11 +240,9 @@ def preview(
     config, tokenizer = preflight(config, task.preflight)
     silence_known_warnings(kind)
     steps = collect(config, task, tokenizer, first=options.step, count=options.steps)
-    notes = _notes(
-        config.training, config.loss, config.section(SftConfig), config.section(DataConfig)
-    )
-    by_token = config.loss.loss_reduction == "token"
-    return _show(steps, notes, options, tokenizer, console, by_token=by_token)
+    crosses = not (config.section(SftConfig).sft or config.section(DataConfig).reset_attention_mask)
+    notes = _notes(config.training, config.loss, crosses=crosses)
+    return _show(steps, notes, options, tokenizer, console, config.loss.loss_reduction)
 
 
 def _show(
@@ -263,14 +251,13 @@ def _show(
     options: Options,
     tokenizer: Tokenizer,
     console: Console,
-    *,
-    by_token: bool,
+    reduction: str,
 ) -> list[str]:
     splitter, eod = SpanSplitter(tokenizer), tokenizer.eod
     summary = summarize(steps, eod)
     warnings = warnings_of(steps, splitter, eod)
     # Whole tokens weigh 1; under the other reductions the weights only compare with each other.
-    heaviest = max(summary.heaviest, 1.0) if by_token else summary.heaviest
+    heaviest = max(summary.heaviest, 1.0) if reduction == "token" else summary.heaviest
     chosen = []
     for step in steps:
         own = [x for x in step.rows if x.dp_rank == options.rank and not x.is_padding.all()]
@@ -310,11 +297,9 @@ def _show(
     return warnings
 
 
-def _notes(
-    training: TrainingConfig, loss: LossConfig, sft: SftConfig, data: DataConfig
-) -> list[str]:
+def _notes(training: TrainingConfig, loss: LossConfig, *, crosses: bool) -> list[str]:
     notes = []
-    if not sft.sft and not data.reset_attention_mask:
+    if crosses:
         notes.append(
             "attention and multi-token targets run through the ends of documents; "
             "`--reset-attention-mask` keeps them within"

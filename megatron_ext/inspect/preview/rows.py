@@ -43,16 +43,14 @@ class Row:
     """One row of a micro-batch; s positions, K multi-token-prediction depths.
 
     Attributes:
-        dp_rank, microbatch, number: its data-parallel rank, its micro-batch in the rank's step and
-            its place in the micro-batch, from 0.
+        microbatch, number: the micro-batch in the rank's step, and the place in it, from 0.
         tokens, labels, positions: ``[s]``.
         weights: weights of the labels in the loss, after the reduction, ``[s]``.
         samples: number of the sample at each position, -1 in padding, ``[s]``; None where a row is
             cut from a stream of documents.
         reaches: a position's attention reaches the position before it, ``[s]``; False at 0.
         mtp_labels, mtp_weights: ``[K, s]``.
-        provenance, sample_provenance: where the row comes from, if it comes from one place, and
-            where its samples do, by number.
+        provenance, sample_provenance: of the row, if it has one, and of its samples by number.
     """
 
     dp_rank: int
@@ -76,9 +74,7 @@ class Row:
     @property
     def is_padding(self) -> NDArray[np.bool_]:
         """Return which positions hold nothing, ``[s]``."""
-        if self.samples is None:
-            return np.zeros(self.size, dtype=np.bool_)
-        return self.samples < 0
+        return np.zeros(self.size, np.bool_) if self.samples is None else self.samples < 0
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,7 @@ class Step:
         num_microbatches: micro-batches of each rank.
         rows: by rank, micro-batch and place in it.
         targets: N, the number of labels with a weight.
-        weight: D, the sum of their weights.
-        mtp_weights: the same sum for each multi-token-prediction depth.
+        weight: D, the sum of their weights; ``mtp_weights`` has it for each prediction depth.
         cp_columns: columns of every row that each context-parallel rank keeps.
     """
 
@@ -112,7 +107,7 @@ class Document:
 
     Attributes:
         number: its place in the row, from 1.
-        start, end: columns that it takes; ``end`` is past the last. Equal where the row ends just
+        start, end: columns from the first to past the last. They are equal where the row ends just
             before the document, so that only its first token is predicted.
         is_given: the first token is read only, not predicted.
         is_last: the row predicts one more token of it than it reads.
@@ -158,7 +153,6 @@ class Document:
 
     @property
     def trained(self) -> int:
-        """Return the number of tokens with a weight."""
         return int(np.count_nonzero(self.targets))
 
     def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
@@ -191,8 +185,7 @@ def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
 def documents_of(row: Row, eod: int) -> list[Document]:
     """Return the documents of a row in order, without padding.
 
-    ``eod`` ends a document in a stream; rows of conversations know theirs by the samples. The last
-    label of a stream may begin a document by itself.
+    ``eod`` ends a document in a stream, whose last label may begin one by itself.
     """
     if row.samples is None:
         tokens = torch.from_numpy(np.append(row.tokens, row.labels[-1])).unsqueeze(0)

@@ -42,10 +42,8 @@ class Summary:
     """Totals over all data-parallel ranks.
 
     Attributes:
-        rows, empty_rows: all rows, and those that hold only padding.
-        positions, padding: all positions, and those that hold nothing.
-        by_source: shares in the order in which sources appear.
-        whole: the share of all sources together.
+        empty_rows: rows that hold only padding.
+        by_source: shares in the order in which sources appear; ``whole`` is all of them together.
         lengths: tokens of the shortest and longest document; None without documents.
         heaviest: the largest weight of a token, at least 0.
     """
@@ -133,9 +131,7 @@ def name_of(document: Document) -> str:
 def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list[str]:
     """Return one sentence for each suspicion, with how often and a first example."""
     rows = [(step, row, documents_of(row, eod)) for step in steps for row in step.rows]
-    conversations = [
-        document for _, row, found in rows if row.samples is not None for document in found
-    ]
+    conversations = [x for _, row, found in rows if row.samples is not None for x in found]
 
     def place(step: Step, row: Row) -> str:
         return f"step {step.iteration}, rank {row.dp_rank}, micro-batch {row.microbatch + 1}"
@@ -163,9 +159,8 @@ def _some(examples: Sequence[str], what: str, advice: str) -> Iterator[str]:
 
 
 def _of_conversations(documents: Sequence[Document]) -> Iterator[str]:
-    idle = [name_of(document) for document in documents if not document.trained]
     yield from _some(
-        idle,
+        [name_of(document) for document in documents if not document.trained],
         "conversations have no trained token",
         "check the roles of their messages and their `loss_mask`, or whether truncation took all "
         "of the answer",
@@ -219,9 +214,8 @@ def _crosses(row: Row) -> bool:
         both = (row.samples[1:] >= 0) & (row.samples[:-1] >= 0)
         if (both & (row.samples[1:] != row.samples[:-1]) & row.reaches[1:]).any():
             return True
-    for depth, (labels, weights) in enumerate(
-        zip(row.mtp_labels, row.mtp_weights, strict=True), start=1
-    ):
+    depths = zip(row.mtp_labels, row.mtp_weights, strict=True)
+    for depth, (labels, weights) in enumerate(depths, start=1):
         learns = weights > 0
         if (learns & ~target_exists(row, depth)).any():
             return True

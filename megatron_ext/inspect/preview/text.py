@@ -41,7 +41,6 @@ class TokenSpan:
     Attributes:
         text: the text, with every character visible; a newline is ↵.
         first: index of the first token.
-        count: number of tokens.
         weight: NaN where it is only read, not predicted.
         is_special: a token of the tokenizer's own, such as the end of a turn.
     """
@@ -55,16 +54,13 @@ class TokenSpan:
 
 class SpanSplitter:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        controls = set(tokenizer.control_texts())
+        self._tokenizer, self._controls = tokenizer, set(tokenizer.control_texts())
         named = (tokenizer.eos, tokenizer.bos, tokenizer.pad, tokenizer.eod)
         self._named = {number for number in named if number >= 0}
-        self._controls = controls
         self._special: dict[int, bool] = {}
         self._decoded: dict[tuple[int, ...], str] = {}
 
     def is_special(self, token: int) -> bool:
-        """Return whether an id is a token of the tokenizer's own."""
         if token not in self._special:
             self._special[token] = token in self._named or self._decode((token,)) in self._controls
         return self._special[token]
@@ -170,12 +166,10 @@ def style_of(span: TokenSpan, heaviest: float) -> Style:
 
 
 def describe(document: Document) -> str:
-    words = [f"document {document.number}"]
-    provenance = document.provenance
+    words, provenance = [f"document {document.number}"], document.provenance
     if provenance is not None:
-        words.append(f"sample {provenance.sample}")
         number = "" if provenance.number is None else f":{provenance.number}"
-        words.append(f"{provenance.source}{number}")
+        words += [f"sample {provenance.sample}", f"{provenance.source}{number}"]
     if document.end > document.start:
         first = document.row.positions[document.start]
         last = document.row.positions[document.end - 1]
@@ -197,12 +191,7 @@ def describe_row(row: Row) -> str:
 
 
 class Terminal:
-    """Prints rows.
-
-    Args:
-        eod: id that ends a document in a stream.
-        heaviest: weight of the strongest green.
-    """
+    """Prints rows; ``eod`` ends a document in a stream, and ``heaviest`` is the strongest green."""
 
     def __init__(self, console: Console, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
         self._console, self._splitter, self._eod = console, splitter, eod
@@ -240,8 +229,7 @@ class Terminal:
     def _lines(self, spans: Sequence[TokenSpan]) -> Iterator[tuple[int, Text]]:
         """Cut spans into lines at newlines and at the width, with their first token's index."""
         room = max(20, self._console.width - GUTTER)
-        line, first, used, ends = Text(), 0, 0, False
-        weight = 0.0
+        line, first, used, ends, weight = Text(), 0, 0, False, 0.0
         for span in spans:
             width = cell_len(span.text)
             if line and (ends or used + width > room):
@@ -250,8 +238,7 @@ class Terminal:
             if not line:
                 first = span.first
             mark = self._mark(weight, span.weight)
-            line.append(mark)
-            line.append(span.text, style=style_of(span, self._heaviest))
+            line.append(mark).append(span.text, style=style_of(span, self._heaviest))
             used, weight = used + width + cell_len(mark), span.weight
             ends = span.text.endswith("↵")
         if line:
