@@ -3,11 +3,7 @@
 raw jsonl / video -> .bin/.idx -> samples -> batch -> model chunks -> schedule -> loss
     -> gradients -> distributed optimizer (+EMA) -> checkpoint
 
-    tools/  data/  models/  schedules/  losses/  optim/  checkpoint/
-
-Every arrow runs over the ranks of ``parallel.py``, on the device of ``device/``. Imports point one
-way: training -> checkpoint -> optim -> schedules -> streaming -> losses -> models -> data ->
-layout -> device -> config -> errors.
+Imports point one way; CONTRIBUTING.md has the order of the packages.
 """
 
 import warnings

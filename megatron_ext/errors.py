@@ -19,16 +19,10 @@ EXIT_CODE_INTERRUPTED = 130
 
 
 class MegatronExtError(Exception):
-    """The base of every error that this package raises on purpose.
-
-    Args:
-        messages: one sentence, or several that belong together, such as all of a configuration's.
-    """
+    """The base of every error that this package raises on purpose, of one sentence or several."""
 
     def __init__(self, messages: str | Sequence[str]) -> None:
-        self.messages: tuple[str, ...] = (
-            (messages,) if isinstance(messages, str) else tuple(messages)
-        )
+        self.messages = (messages,) if isinstance(messages, str) else tuple(messages)
         super().__init__("\n".join(self.messages))
 
 
@@ -87,11 +81,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent is gone, and leave if it is gone already.
-
-    Args:
-        parent: the process that forked this one.
-    """
+    """Ask Linux to kill this process when its parent process is gone; leave if it is already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

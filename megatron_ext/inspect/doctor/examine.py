@@ -78,10 +78,7 @@ print(json.dumps({"seconds": seconds}))
 
 @dataclass(frozen=True)
 class Probe:
-    """A few lines of Python that fail where a feature of the GPU does not work.
-
-    They print their seconds as JSON, which the sentence for a success may tell.
-    """
+    """Lines of Python that fail where a feature does not work, and else print their seconds."""
 
     name: str
     code: str
@@ -115,11 +112,7 @@ WITHOUT_GPU = (
 
 
 def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
-    """Look at everything.
-
-    Measuring tells the rates of each GPU, in a minute for each at most, and tries CUDA graphs and
-    torch.compile.
-    """
+    """Look at everything; measuring each GPU takes a minute at most, and tries graphs too."""
     driver, installed, host = ask_driver(here), here.version("torch"), here.host()
     facts = ask_torch(here) if installed is not None else Outcome(1, errors="not installed")
     gpus = facts.gpus if isinstance(facts, TorchFacts) and facts.usable else ()
@@ -174,25 +167,17 @@ def _measured(here: ThisMachine, gpu: Gpu, *, measure: bool) -> Gpu:
 
 def main(argv: Sequence[str], here: ThisMachine | None = None) -> int:
     """Run the command line of ``tools/doctor.py``; return 1 if no run could start, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="doctor.py",
-        description="Says what this machine has for training, what is missing, and what it costs.",
-    )
+    about = "Says what this machine has for training, what is missing, and what it costs."
+    parser = argparse.ArgumentParser(prog="doctor.py", description=about)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--out", type=Path, help="also write everything as JSON to this file")
-    parser.add_argument(
-        "--no-measure",
-        action="store_true",
-        help="do not measure the rates of the GPUs, nor try CUDA graphs and torch.compile",
-    )
+    unmeasured = "do not measure the rates of the GPUs, nor try CUDA graphs and torch.compile"
+    parser.add_argument("--no-measure", action="store_true", help=unmeasured)
     args = parser.parse_args(argv)
     examination = examine(here or ThisMachine(), measure=not args.no_measure)
     found = json.dumps(examination.to_dict(), indent=2)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(f"{found}\n", encoding="utf-8")
-    if args.json:
-        print(found)
-    else:
-        print("\n".join(report(examination)))
+    print(found if args.json else "\n".join(report(examination)))
     return int(examination.stops_runs)

@@ -83,7 +83,6 @@ class TorchFacts:
         driver_cuda: newest CUDA version that the driver's library supports, 13000 for 13.0; 0
             where there is none, None where torch was built without CUDA.
         usable: torch can compute on a GPU.
-        nccl: version of NCCL in this build, None where it was not asked or there is none.
         cudnn: version of cuDNN, as one number.
     """
 
@@ -147,8 +146,7 @@ def gpu_finding(here: ThisMachine, facts: TorchFacts | Outcome, driver: Driver) 
             f"{shown}the driver supports CUDA up to {newest // 1000}.{newest % 1000 // 10} and "
             f"this torch was built for {facts.cuda}."
         )
-        install = _install(newest)
-        return Finding("GPU", "broken", None, detail, cost, install)
+        return Finding("GPU", "broken", None, detail, cost, _install(newest))
     hidden = here.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
         detail = f"{shown}`CUDA_VISIBLE_DEVICES` ({hidden!r}) hides them all."
@@ -215,9 +213,8 @@ def link_findings(here: ThisMachine, num_gpus: int) -> list[Finding]:
     shown = ", ".join(f"{kind} between {count} pair(s)" for kind, count in kinds.most_common())
     slow = sorted(pair for pair, kind in links.items() if not _NVLINK.match(kind))
     if not slow:
-        return [
-            Finding(LINKS, "found", None, f"NVLink joins all {len({*chain(*links)})}: {shown}.")
-        ]
+        detail = f"NVLink joins all {len({*chain(*links)})}: {shown}."
+        return [Finding(LINKS, "found", None, detail)]
     one, other = slow[0]
     cost = (
         f"Tensor parallelism over pairs without NVLink, GPU {one} and GPU {other} for one, waits "
@@ -232,9 +229,7 @@ def parse_topology(table: str) -> dict[tuple[int, int], str]:
     head = next((line for line in lines if line[:1] == ["GPU0"]), [])
     columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]
     # The head lacks the column of names, so that it may begin with the name of the first GPU too.
-    rows = {
-        line[0]: line[1:] for line in lines if line and line[0] in columns and line[1:2] != ["GPU1"]
-    }
+    rows = {x[0]: x[1:] for x in lines if x and x[0] in columns and x[1:2] != ["GPU1"]}
     return {
         (int(one[3:]), int(columns[j][3:])): rows[one][j]
         for i, one in enumerate(columns)

@@ -1,8 +1,7 @@
 """The machine that is examined, and the limits of its host.
 
-`ThisMachine` holds every question that the doctor asks, so that a test can put a made-up machine in
-its place. No answer can end or stall this process: programs and imports run as processes of their
-own, each with a time limit.
+A test can put a made-up machine in the place of `ThisMachine`, which holds every question that is
+asked. Programs and imports run as processes of their own, each with a time limit.
 """
 
 from __future__ import annotations
@@ -81,10 +80,7 @@ class Gpu:
 
     @property
     def fp8_recipes(self) -> dict[str, tuple[str, ...]]:
-        """Return the values of ``--fp8-recipe`` that fit, by ``--transformer-impl``.
-
-        They follow from the makers' documents, not from a measurement.
-        """
+        """Return the ``--fp8-recipe`` values that fit by its makers, by ``--transformer-impl``."""
         torch = ("delayed", "tensorwise", "rowwise") if self.has_fp8 else ()
         return {"torch": torch, "transformer_engine": engine_recipes(self.capability)}
 
@@ -93,8 +89,7 @@ class Gpu:
 class Rates:
     """The measured rates of a GPU: operations of matrix products, and bytes of copies, per second.
 
-    An 8-bit product has one scale for each operand; it is None where the GPU has no such unit. A
-    copy within the device's memory reads and writes.
+    An 8-bit product is None where the GPU has no such unit. A copy within memory reads and writes.
     """
 
     bf16: float
@@ -116,7 +111,6 @@ class Examination:
         return any(finding.stops_runs for finding in self.findings)
 
     def finding(self, name: str) -> Finding:
-        """Return the finding of a name, or raise a KeyError."""
         return {finding.name: finding for finding in self.findings}[name]
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,18 +221,16 @@ def ask_python(
 
 def host_findings(host: Host, num_gpus: int) -> list[Finding]:
     """Report what stands in the way of a run's ranks, one for each GPU, loaders and messages."""
-    cores = Finding(
-        "host", "found", None, f"{host.cores:g} core(s), {host.memory / GIB:.1f} GiB of memory."
-    )
+    detail = f"{host.cores:g} core(s), {host.memory / GIB:.1f} GiB of memory."
+    cores = Finding("host", "found", None, detail)
     if host.cores < 2 * num_gpus:
         cost = (
             f"{num_gpus} ranks launch kernels from one core each, and their `--num-workers` need "
             "more: GPUs wait for the host."
         )
         cores = replace(cores, status="low", cost=cost)
-    name = "open files"
     shown = "without a limit" if host.open_files is None else f"{host.open_files:,}"
-    files = Finding(name, "found", None, f"{shown} in a process (`ulimit -n`).")
+    files = Finding("open files", "found", None, f"{shown} in a process (`ulimit -n`).")
     if host.open_files is not None and host.open_files < MIN_OPEN_FILES:
         cost = "Datasets of many shards, and loaders of many workers, run out of them."
         files = replace(files, status="low", cost=cost, install="ulimit -n 65536")
@@ -251,9 +243,8 @@ def _shared_memory(host: Host) -> Finding:
         "Workers that load data hand batches over through it and die of SIGBUS when it is full; "
         "NCCL uses it between GPUs that do not reach each other."
     )
-    install = (
-        f"docker run --ipc=host, or --shm-size=16g; elsewhere mount -o remount,size=16G {SHARED}"
-    )
+    elsewhere = f"mount -o remount,size=16G {SHARED}"
+    install = f"docker run --ipc=host, or --shm-size=16g; elsewhere {elsewhere}"
     if host.shared_memory is None:
         return Finding(SHARED, "missing", None, "", cost, install)
     detail = f"It holds {host.shared_memory / GIB:.2f} GiB."
@@ -275,14 +266,8 @@ def _rdma(host: Host) -> Finding:
     return Finding(name, "low", None, detail, cost, "ulimit -l unlimited")
 
 
-STATUS_WORDS = {
-    "found": "ok",
-    "missing": "absent",
-    "low": "LOW",
-    "broken": "BROKEN",
-    "unknown": "unknown",
-    "not needed": "not needed",
-}
+STATUS_WORDS = {"found": "ok", "missing": "absent", "low": "LOW", "broken": "BROKEN"}
+"""Words for those of the statuses that do not speak for themselves."""
 
 
 def report(examination: Examination) -> list[str]:
@@ -303,7 +288,8 @@ def report(examination: Examination) -> list[str]:
 
 
 def _finding(finding: Finding, width: int) -> Iterator[str]:
-    words = [STATUS_WORDS[finding.status], finding.version or "", finding.detail]
+    status = STATUS_WORDS.get(finding.status, finding.status)
+    words = [status, finding.version or "", finding.detail]
     yield f"{finding.name:<{width}}  {' '.join(word for word in words if word)}"
     indent = " " * (width + 2)
     if finding.cost:
@@ -314,10 +300,8 @@ def _finding(finding: Finding, width: int) -> Iterator[str]:
 
 def _gpu(gpu: Gpu) -> Iterator[str]:
     capability = ".".join(map(str, gpu.capability))
-    yield (
-        f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, "
-        f"{gpu.memory / 2**30:.1f} GiB"
-    )
+    memory = f"{gpu.memory / GIB:.1f} GiB"
+    yield f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, {memory}"
     if not gpu.has_bf16:
         yield "  bf16: its matrix units do not take it; `--fp16` is what they take"
     shown = "; ".join(f"{impl}: {', '.join(names)}" for impl, names in gpu.fp8_recipes.items())

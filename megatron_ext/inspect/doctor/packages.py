@@ -37,8 +37,6 @@ CC_COST = "Triton cannot build its launchers; see triton."
 NVCC_COST = (
     "Nothing for a run; Transformer Engine's and apex's extensions cannot be built from source."
 )
-
-
 _ONLY_ON_GPU = "Whether it works can be told only where torch can use a GPU."
 
 
@@ -136,10 +134,9 @@ def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
 
 
 def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
-    """Report whether NVIDIA's apex is there; PyPI has another project of that name.
+    """Report whether NVIDIA's apex is there, known by its folder of fused optimizers.
 
-    NVIDIA's is known by its folder of fused optimizers. The one on PyPI is a toolkit for web pages,
-    whose import fails or gives megatron-core a module without kernels.
+    PyPI's project of that name is a toolkit for web pages, without kernels for megatron-core.
     """
     folder, version = here.folder("apex"), here.version("apex")
     if folder is None:
