@@ -50,10 +50,7 @@ def adapters_among(names: Iterable[str]) -> list[str]:
 def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Take adapters and new branches that a checkpoint lacks out of a run's sharded state.
-
-    Returns their present values by chunk and name.
-    """
+    """Take adapters and new branches that a checkpoint lacks out of a state, and return them."""
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
     for chunk in chunks:
@@ -145,11 +142,7 @@ class FrozenBase:
 
     @classmethod
     def of_run(cls, lora: LoraConfig, seed: int) -> FrozenBase | None:
-        """Return the weights that a run draws under adapters, None where checkpoints are whole.
-
-        A run of several networks leaves their frozen weights out: the checkpoint would be as large
-        as that of a run that trains them.
-        """
+        """Return the weights that a run draws under adapters, None where checkpoints are whole."""
         return cls.drawn(seed) if lora.lora_rank is not None and lora.saves_adapters_only else None
 
     @classmethod

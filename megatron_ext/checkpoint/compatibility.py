@@ -53,10 +53,7 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Raise a CheckpointError where a checkpoint lacks a weight of this rank, or its shape.
-
-    ``arguments`` are those of the run that saved.
-    """
+    """Refuse a checkpoint, saved with ``arguments``, without this rank's weights or shapes."""
     stored = stored_entries(path)
     for tensor in tensors_in(model_state):
         known = stored.get(tensor.key)
@@ -95,12 +92,7 @@ def check_optimizer(
     distributed: bool,
     has_main_weights: bool = False,
 ) -> None:
-    """Refuse optimizer state that cannot be cut for this run.
-
-    Args:
-        stored: content metadata of the checkpoint.
-        has_main_weights: this run keeps fp32 weights beside those of the model.
-    """
+    """Refuse optimizer state that cannot be cut for this run; ``stored`` is content metadata."""
     kind = stored.get(SHARDING)
     if (kind is not None) != distributed:
         there, here = ("with", "without") if kind else ("without", "with")
@@ -210,10 +202,7 @@ def check_resume(config: RunConfig) -> None:
 def loads_optimizer(
     found: CheckpointRef, config: CheckpointConfig, arguments: Namespace, notes: list[str]
 ) -> bool:
-    """Return whether the run asks for optimizer state and the checkpoint holds some.
-
-    ``notes`` gets a sentence on a new start.
-    """
+    """Return whether the run asks for optimizer state and the checkpoint holds some."""
     if found.weights_only or config.no_load_optim:
         return False
     if getattr(arguments, "no_save_optim", False):
@@ -229,10 +218,7 @@ def loads_random(
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether the run asks for random states and the checkpoint's fit its layout.
-
-    The states are kept for each model-parallel rank; see `loads_optimizer`.
-    """
+    """Return whether the run asks for random states and the checkpoint's fit its layout."""
     if found.weights_only or config.no_load_rng:
         return False
     if getattr(arguments, "no_save_rng", False):

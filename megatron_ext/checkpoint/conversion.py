@@ -122,8 +122,7 @@ class Network:
     Attributes:
         build: builds a chunk of the network.
         described: changes the configuration of a run into one whose model is the network.
-        section: key of the network's state in the checkpoint, with which its names begin; None for
-            the model of the run.
+        section: key of the network's state, with which its names begin; None for the run's model.
         base: reads from a configuration where the weights under the adapters lie.
     """
 
@@ -145,12 +144,10 @@ def merge_checkpoint(
 ) -> Path:
     """Merge adapters in one process, which holds the whole model; return the new folder.
 
-    The new checkpoint has the iteration and the counters of the old one, and neither optimizer
-    nor random states.
+    The new checkpoint has the counters of the old one, and neither optimizer nor random states.
 
     Args:
         stored: the run that saved.
-        root: ``--load``, a folder of checkpoints.
         base: checkpoints with the weights under the adapters, where these were saved alone; None
             for where the run found them.
     """
@@ -259,8 +256,6 @@ def export_adapters(
 
     Args:
         lora: adapters of the run that saved.
-        root: ``--load``, a folder of checkpoints.
-        output: a new or empty folder.
         section: begins the names of the network, None for the model of the run.
         base_model: name or path of the Hugging Face model that the adapters belong to.
 

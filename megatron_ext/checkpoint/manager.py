@@ -58,8 +58,7 @@ class CheckpointManager:
     """Saves and loads checkpoints; all ranks call each method together.
 
     Args:
-        base: the frozen weights of the model, where checkpoints hold only its adapters; None saves
-            all weights.
+        base: the frozen weights of the model, where checkpoints hold only its adapters.
         section: a prefix of the weights to start from, where a checkpoint has names with it.
     """
 

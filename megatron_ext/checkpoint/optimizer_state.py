@@ -119,10 +119,7 @@ def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> li
 # The shards of fp32 weights are views of parameters, into which values are copied.
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load each optimizer of a chain, even if experts were shared out in another way.
-
-    Other groups of parameters than this run's raise a CheckpointError.
-    """
+    """Load each optimizer of a chain, even if experts were shared out in another way."""
     parts = parts_of(optimizer)
     # Several optimizers may read the state of one, or one the state of several.
     numbered = len(_numbered(state))

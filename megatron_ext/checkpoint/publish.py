@@ -121,10 +121,7 @@ def remove_old(
     best: Collection[int] = (),
     superseded: Collection[int] = (),
 ) -> None:
-    """Remove the checkpoints that the flags do not keep; see `expired`.
-
-    A symbolic link is left alone. A folder that cannot be removed is only reported.
-    """
+    """Remove `expired` checkpoints but for symbolic links; a failure is only reported."""
     older = [iteration for iteration in published(root) if iteration < newest]
     for iteration in expired(older, retain=retain, keep=keep, best=best, superseded=superseded):
         folder = folder_of(root, iteration)

@@ -191,9 +191,7 @@ def write_folder(
 ) -> None:
     """Write weights, config.json and copies of other files; write all of them, or nothing.
 
-    Args:
-        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
-        stem: beginning of the names of the files with tensors.
+    ``max_shard_size`` of one file is in bytes or text like ``"5GB"``; names begin with ``stem``.
     """
     with _aside(target) as folder:
         _write_weights(folder, tensors, max_shard_size, stem)

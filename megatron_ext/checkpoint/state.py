@@ -247,10 +247,7 @@ def holds_averages(path: Path) -> bool:
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether a run takes the averages of a checkpoint, and note where only one has some.
-
-    All ranks call this together.
-    """
+    """Return whether a run takes a checkpoint's averages, and note where only one has some."""
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")

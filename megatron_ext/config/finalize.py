@@ -50,10 +50,7 @@ def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -
 
 
 def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run with defaults in the place of numbers outside of their flags' ranges.
-
-    With it comes a sentence for each of them, by the flag's name as sentences quote it.
-    """
+    """Return the run with defaults for numbers out of range, and sentences on these by flag."""
     errors: dict[str, str] = {}
 
     def within(section: Any) -> Any:

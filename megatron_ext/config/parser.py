@@ -77,9 +77,7 @@ def parse_args(
 
     Args:
         argv: the words after the program's name.
-        program: the task, or the tasks of which the flags choose one.
         world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
-        device: ``"cuda"`` or ``"cpu"``.
         checkpoint_config: the stored configuration whose model, and whose values of the user's
             own flags, are to be used (``--use-checkpoint-args``); the command line wins over it.
         defaults: values of fields in the place of the task's defaults and of their own.

@@ -1,7 +1,6 @@
-"""Number formats of parameters, gradients and losses, and options that speed layers up on GPUs.
+"""Number formats, products in 8 bits (arXiv:2209.05433), overlaps and CUDA graphs.
 
-Products in 8 bits (arXiv:2209.05433), Transformer Engine's overlaps, and CUDA graphs. Names,
-meanings and defaults are Megatron-LM's.
+Names, meanings and defaults are Megatron-LM's.
 """
 
 from __future__ import annotations

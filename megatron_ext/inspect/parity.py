@@ -183,10 +183,7 @@ NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative differences of losses and gradient norm, and of gradients, that pass.
-
-    A gradient's is the L2 norm of the difference over that of the truth.
-    """
+    """The largest relative differences of losses, and of gradients by L2 norms, that pass."""
 
     loss: float = 1e-6
     gradient: float = 1e-5

@@ -219,9 +219,7 @@ def run_rank(main: Main) -> int:
 def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: float = 10) -> int:
     """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
 
-    Args:
-        main: the work of one rank; it returns an exit code, where None means 0.
-        nproc_per_node: number of ranks to start, where torchrun has not started them.
+    ``nproc_per_node`` ranks are started where torchrun has started none.
     """
     if "RANK" in os.environ:
         code = run_rank(main)

@@ -138,8 +138,7 @@ class StepRunner:
             consumed_samples: samples of all earlier steps, for ``--deterministic-dropout``.
             collect_non_loss_data: return the data of `Task.process_non_loss_data`, not reports.
 
-        Returns:
-            A report, or collected data, of each micro-batch on the last stage; else nothing.
+        The last stage returns one report, or collected data, for each micro-batch.
         """
         prepare, run_chunk = self.task.prepare_batches, self.task.forward_step
         assert run_chunk is not None

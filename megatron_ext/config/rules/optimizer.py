@@ -12,10 +12,7 @@ from megatron_ext.config.training import TrainingConfig
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Settle the warm-up of a run whose length is known in steps, where none is given.
-
-    The usual one is shortened to a tenth of a decay that has no room for it.
-    """
+    """Settle a warm-up that is not given: the usual one, or a tenth of a decay too short for it."""
     usual, decay = optimizer.usual_warmup_iters, optimizer.lr_decay_iters or training.train_iters
     if optimizer.lr_warmup_iters is not None:
         return optimizer

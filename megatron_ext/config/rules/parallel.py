@@ -28,8 +28,7 @@ CUTS = (
 def stages_of(layout: str) -> list[str]:
     """Return the stages of ``--pipeline-model-parallel-layout``, each as its layers' letters.
 
-    Raises:
-        ValueError: a letter that is not known, or more repetitions than any model has layers.
+    An unknown letter, or more repetitions than any model has layers, raises a ValueError.
     """
     if any(int(times) > MOST_REPETITIONS for times in re.findall(r"\*(\d+)", layout)):
         raise ValueError(f"no part can be repeated more than {MOST_REPETITIONS} times")

@@ -55,10 +55,7 @@ class Finding:
 class Gpu:
     """One GPU that torch can use, numbered as torch counts after ``CUDA_VISIBLE_DEVICES``.
 
-    Attributes:
-        capability: compute capability, (9, 0) for Hopper.
-        memory: bytes of the device.
-        note: why there are no rates.
+    The capability is (9, 0) for Hopper, memory is in bytes, and the note tells why rates are None.
     """
 
     index: int

@@ -203,8 +203,7 @@ def _table(summary: Summary) -> str:
 class Options:
     """The steps, counted from 1, and rows of each to show of a data-parallel rank.
 
-    A ``world_size`` of 0 takes ``WORLD_SIZE``, else ``--nproc-per-node``; ``html`` is a page to
-    write.
+    A ``world_size`` of 0 takes ``WORLD_SIZE``, else ``--nproc-per-node``.
     """
 
     step: int = 1
@@ -218,10 +217,7 @@ class Options:
 def preview(
     program: Task | TaskChoice, words: Sequence[str], options: Options, console: Console
 ) -> list[str]:
-    """Show the batches of a run by its flags, and return a sentence on each thing that looks wrong.
-
-    What the run itself would refuse, or a rank or step that it lacks, raises an error of ours.
-    """
+    """Show the batches of a run by its flags, and return sentences on what looks wrong."""
     kind = select().kind
     parsed = parse_args(
         words,

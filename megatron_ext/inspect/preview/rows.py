@@ -156,10 +156,7 @@ class Document:
         return int(np.count_nonzero(self.targets))
 
     def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
-        """Return the ids ``[n]`` that positions learn at a depth, else -1, and their weights.
-
-        A position learns the token ``depth + 1`` further on.
-        """
+        """Return ids ``[n]`` of tokens ``depth + 1`` further on, or -1, and weights ``[n]``."""
         inside = self.columns < self.end
         columns = np.minimum(self.columns, self.row.size - 1)
         exists = inside & target_exists(self.row, depth)[columns]
@@ -168,10 +165,7 @@ class Document:
 
 
 def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
-    """Return whether a position and the one ``depth`` further on share a document, ``[s]``.
-
-    They share one if attention runs from one to the other and they belong to one sample.
-    """
+    """Return whether a position and the one ``depth`` further on share a document, ``[s]``."""
     attention = np.cumsum(~row.reaches)
     found = np.zeros(row.size, dtype=np.bool_)
     if depth < row.size:

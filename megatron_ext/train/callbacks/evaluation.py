@@ -118,10 +118,7 @@ def mean_validation_loss(losses: Losses) -> float:
 
 
 class Evaluation(Callback):
-    """Evaluates the validation split every ``--eval-interval`` steps, and tells all callbacks.
-
-    ``callbacks`` may grow later.
-    """
+    """Evaluates validation every ``--eval-interval`` steps, and tells callbacks, later ones too."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
         super().__init__(run)
@@ -141,8 +138,7 @@ class Evaluation(Callback):
 def evaluate_at_end(run: Run) -> None:
     """Evaluate both splits after the last iteration.
 
-    The checkpoint of that iteration is saved already. Where it turns out to be among the best, it
-    is saved anew, so that a run that goes on from it knows.
+    Its checkpoint is saved already. Where it is among the best, it is saved anew, to know of it.
     """
     losses = evaluate_split(run, "validation", final=True)
     iteration, training = run.progress.iteration, run.config.training

@@ -52,8 +52,7 @@ class IterationRecord:
     def common(self) -> dict[str, float]:
         """Return the values that fine-tuning tools show, under the names of these tools.
 
-        ``train/loss`` is the first loss that is reported, ``train/skipped_iterations`` counts from
-        the start of the run, and ``train/throughput`` is in samples per second.
+        ``train/skipped_iterations`` counts from the start; ``train/throughput`` is samples/s.
         """
         return {
             "train/loss": next(iter(self.losses.values()), math.nan),
