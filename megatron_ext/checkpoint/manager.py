@@ -106,8 +106,7 @@ class CheckpointManager:
         temporary = publish.temporary_folder_of(root, iteration)
         state = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
         state.update(common_state(iteration, progress, run_config))
-        parallel, group = config.ckpt_fully_parallel_save, self._context.pgs.dp_cp
-        strategy = storage.save_strategy(config.ckpt_format, group, fully_parallel=parallel)
+        strategy = storage.save_strategy(config, self._context.pgs.dp_cp)
         try:
             storage.write_state(state, temporary, strategy)
             files = storage.describe_written(temporary, progress, run_config)
@@ -125,14 +124,8 @@ class CheckpointManager:
             what = f"{root / publish.BEST_TRACKER} not written"
             on_first_rank(lambda: publish.write_best(root, best[0]), what)
         if self._context.rank == 0:
-            publish.remove_old(
-                root,
-                iteration,
-                retain=config.save_retain_interval,
-                keep=config.keep_last,
-                best={entry.iteration for entry in best},
-                superseded=superseded,
-            )
+            kept = {entry.iteration for entry in best}
+            publish.remove_old(root, iteration, config, kept, superseded)
         return folder_of(root, iteration)
 
     def _state(

@@ -31,6 +31,7 @@ from megatron_ext.checkpoint.files import (
     sync_folder,
     write_durably,
 )
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import on_first_rank
 from megatron_ext.parallel.context import ParallelContext
@@ -115,14 +116,13 @@ def expired(
 def remove_old(
     root: Path,
     newest: int,
-    *,
-    retain: int | None,
-    keep: int | None,
-    best: Collection[int] = (),
-    superseded: Collection[int] = (),
+    config: CheckpointConfig,
+    best: Collection[int],
+    superseded: Collection[int],
 ) -> None:
     """Remove `expired` checkpoints but for symbolic links; a failure is only reported."""
     older = [iteration for iteration in published(root) if iteration < newest]
+    retain, keep = config.save_retain_interval, config.keep_last
     for iteration in expired(older, retain=retain, keep=keep, best=best, superseded=superseded):
         folder = folder_of(root, iteration)
         if folder.is_symlink():

@@ -118,10 +118,11 @@ class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         return {**found, **self.load_tensors_metadata(checkpoint_dir, metadata)}
 
 
-def save_strategy(backend: str, group: ProcessGroup, *, fully_parallel: bool) -> Any:
-    """Return the writer; with ``fully_parallel`` the replicas share the work."""
-    strategy = InProcessSaveStrategy(backend, VERSION)
-    return FullyParallelSaveStrategyWrapper(strategy, group) if fully_parallel else strategy
+def save_strategy(config: CheckpointConfig, replicas: ProcessGroup) -> Any:
+    """Return the writer; with ``--ckpt-fully-parallel-save`` the replicas share the work."""
+    strategy = InProcessSaveStrategy(config.ckpt_format, VERSION)
+    shared = config.ckpt_fully_parallel_save
+    return FullyParallelSaveStrategyWrapper(strategy, replicas) if shared else strategy
 
 
 def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
