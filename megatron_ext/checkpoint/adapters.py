@@ -184,15 +184,6 @@ def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
         loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
 
 
-def refuse_adapters_alone(path: Path, recorded: FrozenBase | None) -> None:
-    """Refuse to start from a checkpoint that lacks the weights under its adapters."""
-    if recorded is not None:
-        raise CheckpointError(
-            f"{path} holds adapters without the weights under them, so that no run can start from "
-            "it; merge them first with `tools/lora.py merge`."
-        )
-
-
 def load_adapters(
     found: CheckpointRef,
     base: FrozenBase,

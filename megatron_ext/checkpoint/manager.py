@@ -184,8 +184,11 @@ class CheckpointManager:
         common = common_state_of(path)
         arguments = common.get("args", Namespace())
         recorded = adapters.FrozenBase.recorded(common)
-        if found.weights_only:
-            adapters.refuse_adapters_alone(path, recorded)
+        if found.weights_only and recorded is not None:
+            raise CheckpointError(
+                f"{path} holds adapters without the weights under them, so that no run can start "
+                "from it; merge them first with `tools/lora.py merge`."
+            )
         with_optimizer = compatibility.loads_optimizer(found, self._config, arguments, notes)
         if run_config is not None:
             used = optimizer is not None and with_optimizer

@@ -124,8 +124,9 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     # Several optimizers may read the state of one, or one the state of several.
     numbered = len(_numbered(state))
     regroups = numbered < len(state) if len(parts) > 1 else numbered > 0
-    for group in saved_groups(state):
-        group["is_decoupled_lr"] = is_decoupled(group)
+    for each in (state, *_numbered(state)):
+        for group in each.get("optimizer", each).get("param_groups", ()):
+            group["is_decoupled_lr"] = is_decoupled(group)
     if not is_distributed(optimizer):
         states = _regrouped_whole(parts, state) if regroups else _states_of(optimizer, state)
         inner = [each.get("optimizer", each).setdefault("state", {}) for each in states]
@@ -143,12 +144,6 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     states = _regrouped(parts, state) if regroups else _states_of(optimizer, state)
     for part, part_state in zip(parts, states, strict=True):
         _load_part(part, part_state)
-
-
-def saved_groups(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the settings of all parameter groups in the state of an optimizer or of a chain."""
-    inner = [each.get("optimizer", each) for each in (state, *_numbered(state))]
-    return [group for each in inner for group in each.get("param_groups", ())]
 
 
 def is_decoupled(group: dict[str, Any]) -> bool:

@@ -126,7 +126,7 @@ class ModelConfig(Changeable):
         None, "to save memory, recompute all of a layer or selected parts", choices="full selective"
     )
     recompute_method: str | None = flag(
-        None, "recompute units of layers, or a stage's first ones (block)", choices="uniform block"
+        None, "recompute uniform units of layers, or a stage's first ones", choices="uniform block"
     )
     recompute_num_layers: int | None = flag(
         None, "layers of a recomputed unit (uniform), or to recompute on each stage (block)", SIZE

@@ -110,10 +110,10 @@ class EmaConfig:
         None, "decay of an average of the weights, 0 for none", BELOW_ONE, advice="use 0.9999"
     )
     ema_start: int | None = flag(
-        None, "first step that is averaged, before it the average is the weights; default: 1", COUNT
+        None, "first averaged step, before which the average is the weights; default: 1", COUNT
     )
     ema_update_every: int = flag(
-        1, "average each so-manyth step that trains the model, decay unchanged", COUNT, "steps"
+        1, "average every so many steps that train the model, with the same decay", COUNT, "steps"
     )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too", if_changed="allow")
     for_sampling: bool = False

@@ -20,7 +20,7 @@ class CheckpointConfig(Changeable):
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
-        None, "save every N steps, else at the end", COUNT, names="--persistent-save-interval"
+        None, "save every N steps, else only at the end", COUNT, names="--persistent-save-interval"
     )
     save_retain_interval: int | None = flag(
         None, "keep only the older checkpoints whose step is a multiple of this", COUNT, "steps"
@@ -175,13 +175,9 @@ class PlanningConfig(Changeable):
             value = getattr(self, name)
             if value is not None and not self.dry_run:
                 yield f"`--{name.replace('_', '-')}` ({value}) needs `--dry-run`; give both."
-        if self.dry_run_gpu is not None and not is_gpu(self.dry_run_gpu):
+        gpu, known = self.dry_run_gpu, [name.lower() for name in GPU_NAMES]
+        if gpu is not None and not gpu.endswith(".json") and gpu.lower() not in known:
             yield (
                 f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}, or a "
                 "file .json that `tools/doctor.py --json` wrote."
             )
-
-
-def is_gpu(name: str) -> bool:
-    """Return whether this names one of the GPUs, in any case, or a file that may describe some."""
-    return name.endswith(".json") or name.lower() in {known.lower() for known in GPU_NAMES}

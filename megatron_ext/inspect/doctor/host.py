@@ -66,11 +66,6 @@ class Gpu:
     note: str = ""
 
     @property
-    def has_bf16(self) -> bool:
-        """Return whether its matrix units take bfloat16: Ampere (8.0) and newer."""
-        return self.capability >= (8, 0)
-
-    @property
     def has_fp8(self) -> bool:
         """Return whether its matrix units take 8-bit floats: Ada (8.9) and newer."""
         return self.capability >= FP8
@@ -299,7 +294,7 @@ def _gpu(gpu: Gpu) -> Iterator[str]:
     capability = ".".join(map(str, gpu.capability))
     memory = f"{gpu.memory / GIB:.1f} GiB"
     yield f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, {memory}"
-    if not gpu.has_bf16:
+    if gpu.capability < (8, 0):  # older than Ampere
         yield "  bf16: its matrix units do not take it; `--fp16` is what they take"
     shown = "; ".join(f"{impl}: {', '.join(names)}" for impl, names in gpu.fp8_recipes.items())
     if gpu.has_fp8:

@@ -27,6 +27,7 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
         f"consumed samples: {record.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {record.seconds * 1000.0:.1f}",
     ]
+    seconds_left = (record.num_iterations - record.iteration) * record.seconds
     if on_gpu:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {record.tflops_per_device:.1f}")
     parts += [
@@ -44,7 +45,7 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
     parts += [
         f"tokens/s: {record.tokens_per_second:.0f}",
         f"MFU: {'n/a' if record.mfu is None else f'{record.mfu:.1%}'}",
-        f"ETA: {timedelta(seconds=round(record.seconds_left))}",
+        f"ETA: {timedelta(seconds=round(seconds_left))}",
         f"number of skipped iterations: {record.skipped:3d}",
         f"number of nan iterations: {record.nans:3d}",
     ]

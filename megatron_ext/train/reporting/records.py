@@ -84,10 +84,6 @@ class IterationRecord:
         """Return the share of the peak of the GPUs that the model uses; None for unknown GPUs."""
         return None if self.peak_flops is None else self.tflops_per_device * 1e12 / self.peak_flops
 
-    @property
-    def seconds_left(self) -> float:
-        return (self.num_iterations - self.iteration) * self.seconds
-
 
 AVERAGED = " ema"
 """Suffix of the name of a split that was evaluated with the averaged weights."""
