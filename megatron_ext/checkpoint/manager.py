@@ -15,29 +15,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_ext.checkpoint import adapters, compatibility, publish, storage
+from megatron_ext.checkpoint import state as run_state
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
-from megatron_ext.checkpoint.state import (
-    EMA,
-    PREFIX,
-    Chunks,
-    ExtraState,
-    LoadedCheckpoint,
-    apply_state,
-    averages_to_load,
-    averages_to_save,
-    chunk_keys,
-    common_state,
-    content_metadata,
-    goes_on_averaging,
-    holds_averages,
-    load_averages,
-    random_state,
-    restore_random_state,
-    sharded_state,
-    take_named,
-)
+from megatron_ext.checkpoint.state import EMA, Chunks, ExtraState, LoadedCheckpoint, chunk_keys
 from megatron_ext.checkpoint.stored import (
     RUN_CONFIG,
     CheckpointRef,
@@ -70,7 +52,7 @@ class CheckpointManager:
         section: str | None = None,
     ) -> None:
         self._config, self._context, self._base = config, context, base
-        averages = [PREFIX] if config.pretrained_average else []
+        averages = [run_state.PREFIX] if config.pretrained_average else []
         self._names = averages if section is None else [f"{section}.", *averages]
 
     def save(
@@ -105,7 +87,7 @@ class CheckpointManager:
         on_first_rank(lambda: publish.prepare(root, iteration), what)
         temporary = publish.temporary_folder_of(root, iteration)
         state = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
-        state.update(common_state(iteration, progress, run_config))
+        state.update(run_state.common_state(iteration, progress, run_config))
         strategy = storage.save_strategy(config, self._context.pgs.dp_cp)
         try:
             storage.write_state(state, temporary, strategy)
@@ -140,11 +122,13 @@ class CheckpointManager:
         """Return the state to save besides counters and configuration."""
         config = self._config
         kept = None if config.no_save_optim else optimizer
-        metadata = content_metadata(kept, reshardable=config.dist_ckpt_optim_fully_reshardable)
+        reshardable = config.dist_ckpt_optim_fully_reshardable
+        metadata = run_state.content_metadata(kept, reshardable=reshardable)
         cut = {**metadata, "dp_cp_group": self._context.pgs.dp_cp}
-        state = sharded_state(model, kept, metadata=cut, is_loading=False)
+        state = run_state.sharded_state(model, kept, metadata=cut, is_loading=False)
         if ema is not None:
-            state[EMA] = averages_to_save(ema, {key: state[key] for key in chunk_keys(model)})
+            weights = {key: state[key] for key in chunk_keys(model)}
+            state[EMA] = run_state.averages_to_save(ema, weights)
         if extra_state is not None:
             state |= extra_state.state_to_save(cut, with_optimizer=not config.no_save_optim)
         if self._base is not None:
@@ -155,7 +139,7 @@ class CheckpointManager:
             state["opt_param_scheduler"] = scheduler.state_dict()
         if not config.no_save_rng:
             apart = run_config.get("training", {}).get("data_parallel_random_init", False)
-            state["rng_state"] = random_state(self._context, every_replica=apart)
+            state["rng_state"] = run_state.random_state(self._context, every_replica=apart)
         return state
 
     def load(
@@ -179,7 +163,8 @@ class CheckpointManager:
             return None
         storage.verify(found, self._context)
         path, notes = found.path, list[str]()
-        if self._config.pretrained_average and found.weights_only and not holds_averages(path):
+        averaged = self._config.pretrained_average and found.weights_only
+        if averaged and not run_state.holds_averages(path):
             notes.append(f"{path} holds no averaged weights, so its weights are taken.")
         common = common_state_of(path)
         arguments = common.get("args", Namespace())
@@ -195,7 +180,7 @@ class CheckpointManager:
             compare = partial(check_changes, weights_only=found.weights_only, with_optimizer=used)
             stored, what = path / RUN_CONFIG, f"{path} cannot be compared with the run"
             notes += gather_or_raise(lambda: compare(path, run_config, read_json(stored)), what)[0]
-        with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
+        with_averages = not found.weights_only and run_state.goes_on_averaging(path, ema, notes)
         kept = optimizer if with_optimizer else None, ema if with_averages else None
         state, new = self._requested_state(found, model, *kept, common, notes)
         goes_on = extra_state if not found.weights_only else None
@@ -210,16 +195,15 @@ class CheckpointManager:
         notes += adapters.new_branches(path, new)
         for chunk, values in new.items():
             loaded[chunk].update(values)
-        apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
+        run_state.apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
         if ema is not None:
-            load_averages(ema, loaded[EMA]) if with_averages else ema.restart()
+            run_state.load_averages(ema, loaded[EMA]) if with_averages else ema.restart()
         if goes_on is not None:
             goes_on.load(loaded, with_optimizer=with_optimizer, notes=notes)
         if "rng_state" in state:
-            restore_random_state(self._context, loaded["rng_state"])
+            run_state.restore_random_state(self._context, loaded["rng_state"])
         if self._base is not None and recorded is None:
-            average = found.weights_only and self._config.pretrained_average
-            self._base = adapters.FrozenBase.at(path, average=average)
+            self._base = adapters.FrozenBase.at(path, average=averaged)
         iteration, progress = 0, dict[str, Any]()
         if not found.weights_only:
             iteration, progress = int(common["iteration"]), stored_progress(path, arguments)
@@ -255,15 +239,15 @@ class CheckpointManager:
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
         def check() -> set[str]:
-            bare = sharded_state(model, None, metadata=metadata, is_loading=True)
+            bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)
             if found.weights_only:
                 adapters.leave_out_new(path, bare, keys)
             adapters.check_adapters(path, bare, keys, strictness)
             if is_of_adapters:
                 adapters.leave_out_base(bare, keys)
-            take_named(path, bare, keys, names)
+            run_state.take_named(path, bare, keys, names)
             if ema is not None:
-                bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
+                bare[EMA] = run_state.averages_to_load(ema, {key: bare[key] for key in keys})
             compatibility.check_model(path, bare, arguments, layout, strictness)
             if optimizer is not None:
                 kinds = {"distributed": is_distributed(optimizer)}
@@ -275,14 +259,14 @@ class CheckpointManager:
         names_of_all = set[str]().union(*gather_or_raise(check, what))
         unexpected = partial(compatibility.check_unexpected, path, names_of_all, strictness)
         notes += gather_or_raise(unexpected, what)[0]
-        state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
+        state = run_state.sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
-            state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})
+            state[EMA] = run_state.averages_to_load(ema, {key: state[key] for key in keys})
         new = adapters.leave_out_new(path, state, keys) if found.weights_only else {}
-        take_named(path, state, keys, names)
+        run_state.take_named(path, state, keys, names)
         if is_of_adapters:
             adapters.leave_out_base(state, keys)
         if compatibility.loads_random(found, self._config, arguments, layout, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
-            state["rng_state"] = random_state(self._context, every_replica=apart)
+            state["rng_state"] = run_state.random_state(self._context, every_replica=apart)
         return state, new

@@ -28,15 +28,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ext.checkpoint.optimizer_state import (
-    counted,
-    is_decoupled,
-    is_distributed,
-    leave_out_nothing,
-    load_optimizer,
-    mend_padded_buckets,
-    prime,
-)
+from megatron_ext.checkpoint import optimizer_state
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
@@ -61,7 +53,7 @@ def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) 
     Reshardable optimizer state loads in any layout, other state only in any data-parallel size.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if is_distributed(optimizer):
+    if optimizer_state.is_distributed(optimizer):
         metadata[SHARDING] = "fully_reshardable" if reshardable else "dp_reshardable"
         if reshardable:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
@@ -86,14 +78,14 @@ def sharded_state(
         for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
     }
     if optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
-        prime(optimizer)
-        with counted(optimizer):
+        optimizer_state.prime(optimizer)
+        with optimizer_state.counted(optimizer):
             state["optimizer"] = optimizer.sharded_state_dict(
                 state, is_loading=is_loading, metadata=metadata
             )
-        leave_out_nothing(state["optimizer"])
-        if is_distributed(optimizer) and not is_loading:
-            mend_padded_buckets(optimizer, state["optimizer"])
+        optimizer_state.leave_out_nothing(state["optimizer"])
+        if optimizer_state.is_distributed(optimizer) and not is_loading:
+            optimizer_state.mend_padded_buckets(optimizer, state["optimizer"])
     return state
 
 
@@ -138,7 +130,7 @@ def apply_state(
     if not getattr(optimizer, "is_stub_optimizer", False):
         keys = ("max_lr", "min_lr")
         rates = [{key: group[key] for key in keys} for group in optimizer.param_groups]
-        load_optimizer(optimizer, loaded["optimizer"])
+        optimizer_state.load_optimizer(optimizer, loaded["optimizer"])
         if scheduler is not None:
             _settle_rates(optimizer.param_groups, rates, scheduler)
     if scheduler is not None and "opt_param_scheduler" in loaded:
@@ -163,7 +155,7 @@ def _settle_rates(
         if scheduler.override_opt_param_scheduler:
             group.update(own)
         theirs = {key: group.setdefault(key, rate) for key, rate in own.items()}
-        if scheduler.use_checkpoint_opt_param_scheduler or not is_decoupled(group):
+        if scheduler.use_checkpoint_opt_param_scheduler or not optimizer_state.is_decoupled(group):
             continue
         for key, name in (("max_lr", "--decoupled-lr"), ("min_lr", "--decoupled-min-lr")):
             if theirs[key] != own[key]:

@@ -23,20 +23,11 @@ from megatron.core.dist_checkpointing.mapping import (
     StateDict,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as core
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-    mcore_to_pyt_state_dict,
 )
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -60,24 +51,24 @@ from megatron_ext.parallel.context import ParallelContext, contact_fault
 BACKEND, VERSION = "torch_dist", 1
 
 
-class InProcessSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """megatron-core's ``torch_dist`` format, written by torch's FileSystemWriter."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's shards; a failure is a CheckpointException on every rank."""
-        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(
+        renamed, _, _ = core._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
         save_state(
-            mcore_to_pyt_state_dict(renamed, False),
+            core.mcore_to_pyt_state_dict(renamed, False),
             storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(
+            planner=core.MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
 
 
-class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc]
     """megatron-core's reader of ``torch_dist``, without running code that a file may hold.
 
     `load` differs from megatron-core's only in its reader and its plan.
@@ -86,8 +77,8 @@ class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
         """Fill a sharded state; a failure is a CheckpointException on every rank."""
         tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
-        renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        state = mcore_to_pyt_state_dict(renamed, True)
+        renamed, flat, names = core._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state = core.mcore_to_pyt_state_dict(renamed, True)
         reader = MetadataReader(str(checkpoint_dir))
         mismatched = {x.key: x for x in tensors if x.allow_shape_mismatch}
         planner = PlainObjectsPlanner(
@@ -96,9 +87,9 @@ class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         )
         load_state_dict(state, reader, planner=planner)
         self.cached_global_metadata = reader.read_metadata()
-        whole = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
-        loaded: StateDict = _replace_sharded_keys_with_state_dict_keys(whole, flat, names)
-        _restore_dict_types(loaded, sharded_state_dict)
+        whole = {key: core._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        loaded: StateDict = core._replace_sharded_keys_with_state_dict_keys(whole, flat, names)
+        core._restore_dict_types(loaded, sharded_state_dict)
         return loaded
 
     def load_tensors_metadata(

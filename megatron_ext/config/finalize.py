@@ -11,23 +11,10 @@ from typing import Any
 from megatron_ext.config.flags import default_of, range_errors
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.output import PlanningConfig
-from megatron_ext.config.rules.optimizer import (
-    ema_errors,
-    lora_errors,
-    optimizer_errors,
-    resolve_optimizer,
-)
-from megatron_ext.config.rules.parallel import (
-    interleaving_errors,
-    parallel_errors,
-    resolve_parallel,
-)
+from megatron_ext.config.rules import optimizer as optimizer_rules
+from megatron_ext.config.rules import parallel as parallel_rules
+from megatron_ext.config.rules import transformer_engine as engine_rules
 from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors
-from megatron_ext.config.rules.transformer_engine import (
-    found_version,
-    needs_torch_layers,
-    transformer_engine_errors,
-)
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError
 
@@ -70,9 +57,9 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
     world_size = world_size or given.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
     device = "cuda" if planned.dry_run_gpu else device
     run = dataclasses.replace(given, device=device)
-    has_te = _has_transformer_engine(run.model, device, planned) and not needs_torch_layers(run)
-    model = run.model.resolved(has_te=has_te)
-    parallel = resolve_parallel(run.parallel, model, world_size)
+    has_te = _has_transformer_engine(run.model, device, planned)
+    model = run.model.resolved(has_te=has_te and not engine_rules.needs_torch_layers(run))
+    parallel = parallel_rules.resolve_parallel(run.parallel, model, world_size)
     training = run.training.resolved(parallel.data_parallel_size)
     return dataclasses.replace(
         run,
@@ -87,7 +74,7 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
             fused=model.cross_entropy_loss_fusion and device == "cuda",
             fusion_impl=model.cross_entropy_fusion_impl,
         ),
-        optimizer=resolve_optimizer(run.optimizer, training, device),
+        optimizer=optimizer_rules.resolve_optimizer(run.optimizer, training, device),
         checkpoint=run.checkpoint.resolved(),
     )
 
@@ -103,20 +90,20 @@ def _errors(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for everything that the engine cannot run."""
     has_te = _has_transformer_engine(run.model, run.device, run.planning)
     yield from run.model.errors()
-    yield from parallel_errors(run.parallel, run.model)
+    yield from parallel_rules.parallel_errors(run.parallel, run.model)
     yield from run.moe.errors(max(1, run.parallel.expert_model_parallel_size))
-    yield from lora_errors(run.lora, run.model, run.moe, run.optimizer)
+    yield from optimizer_rules.lora_errors(run.lora, run.model, run.moe, run.optimizer)
     if run.precision.bf16 and run.precision.fp16:
         yield "`--bf16` and `--fp16` exclude each other; give one."
-    yield from fp8_errors(run, may_use_te=not needs_torch_layers(run))
+    yield from fp8_errors(run, may_use_te=not engine_rules.needs_torch_layers(run))
     yield from cuda_graph_errors(run)
-    version = found_version() if has_te else None
-    yield from transformer_engine_errors(run, found_version=version)
+    version = engine_rules.found_version() if has_te else None
+    yield from engine_rules.transformer_engine_errors(run, found_version=version)
     yield from run.training.errors(run.parallel.data_parallel_size)
-    yield from interleaving_errors(run.parallel, run.training)
+    yield from parallel_rules.interleaving_errors(run.parallel, run.training)
     yield from run.loss.errors(per_token=run.training.calculate_per_token_loss, has_te=has_te)
-    yield from optimizer_errors(run.optimizer, run.training)
-    yield from ema_errors(run.ema, run.training)
+    yield from optimizer_rules.optimizer_errors(run.optimizer, run.training)
+    yield from optimizer_rules.ema_errors(run.ema, run.training)
     yield from run.checkpoint.errors(evaluates=run.training.evaluates)
     project = run.logging.wandb_project
     if project and not run.logging.wandb_exp_name:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config import sections
 from megatron_ext.config.finalize import finalize
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import (
@@ -26,19 +27,7 @@ from megatron_ext.config.megatron_flags import (
     UNSUPPORTED,
 )
 from megatron_ext.config.run import Program, RunConfig, engine_sections
-from megatron_ext.config.sections import (
-    OWN_FLAGS,
-    all_flags,
-    canonical,
-    check_sections,
-    left_out_flags,
-    print_help,
-    reason_left_out,
-    sections_of,
-    spellings,
-    value_of_entry,
-    value_of_words,
-)
+from megatron_ext.config.sections import canonical
 from megatron_ext.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]
@@ -83,9 +72,9 @@ def parse_args(
         defaults: values of fields in the place of the task's defaults and of their own.
         elsewhere: sections of other programs by the programs' names, for users who mistake them.
     """
-    check_sections(program.sections, engine_sections())
+    sections.check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
-        print_help(program)
+        sections.print_help(program)
         raise SystemExit(0)
     reading = read_words(argv, program, elsewhere)
     given = [reading.read_yaml(path, program) for path in reading.config_files]
@@ -105,8 +94,8 @@ def parse_args(
     except ConfigError as error:
         raise ConfigError([*reading.errors, *error.messages]) from None
     reading.errors += reading.left_out_errors(config)
-    for flag in all_flags(program):
-        reason = reason_left_out(task.left_out, flag)
+    for flag in sections.all_flags(program):
+        reason = sections.reason_left_out(task.left_out, flag)
         value = asked.get(flag.section, {}).get(flag.field, flag.default)
         if reason and value not in (flag.default, task.defaults.get(flag.field, flag.default)):
             reading.errors.append(f"`{flag.shown}` has no effect {reason}; leave it out.")
@@ -131,7 +120,7 @@ def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
 def _by_section(values: Mapping[str, Any], program: Program) -> Values:
     """Return values of fields, each in the section that has it."""
     found: Values = {}
-    for name, kind in sections_of(program).items():
+    for name, kind in sections.sections_of(program).items():
         fields = {field.name for field in dataclasses.fields(kind)}
         found[name] = {k: v for k, v in values.items() if k in fields}
     return found
@@ -142,16 +131,16 @@ def read_words(
 ) -> _Reading:
     """Turn words into values of fields, collecting errors on the way."""
     reading = _Reading(
-        table=spellings(all_flags(program)),
+        table=sections.spellings(sections.all_flags(program)),
         elsewhere={
             name: program_name
             for program_name, kinds in (elsewhere or {}).items()
-            for name in spellings([flag for kind in kinds for flag in flags_of("", kind)])
+            for name in sections.spellings([flag for kind in kinds for flag in flags_of("", kind)])
         },
         left_out={
-            name: reason_left_out(program.left_out, flag)
-            for flag in left_out_flags(program).values()
-            for name in spellings([flag])
+            name: sections.reason_left_out(program.left_out, flag)
+            for flag in sections.left_out_flags(program).values()
+            for name in sections.spellings([flag])
         },
     )
     entries: list[tuple[str, list[str]]] = []
@@ -174,7 +163,7 @@ class _Reading:
     """A command line that is read: the flags that may stand there, and what has been found.
 
     Attributes:
-        table: see `spellings`.
+        table: see `sections.spellings`.
         elsewhere: names of other programs by the spellings of their flags.
         left_out: reasons why the program lacks flags of the engine, by spelling.
         settled: entries of files that name such flags: file, key, flag and value.
@@ -226,7 +215,7 @@ class _Reading:
             self.errors.append(f"`{word}` has no effect {self.left_out[name]}; leave it out.")
         else:
             answered = (canonical(name) for name in NO_EFFECT)
-            known = [*self.table, *answered, *RENAMED, *UNSUPPORTED, *OWN_FLAGS]
+            known = [*self.table, *answered, *RENAMED, *UNSUPPORTED, *sections.OWN_FLAGS]
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
             self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
 
@@ -237,7 +226,7 @@ class _Reading:
             self.errors.append(f"`{word}` takes no value, but got {given}; leave it out.")
         if flag.type is not bool:
             try:
-                value = value_of_words(flag, word, values)
+                value = sections.value_of_words(flag, word, values)
             except ConfigError as error:
                 self.errors += error.messages
                 return
@@ -256,12 +245,12 @@ class _Reading:
         if not isinstance(content, dict):
             self.errors.append(f"`--config` ({path}) must hold names and values.")
             return {}
-        fields = {flag.field: flag for flag in all_flags(program)}
-        left_out = left_out_flags(program)
+        fields = {flag.field: flag for flag in sections.all_flags(program)}
+        left_out = sections.left_out_flags(program)
         # A printed configuration holds fields that follow from others too.
         derived = {
             field.name
-            for kind in sections_of(program).values()
+            for kind in sections.sections_of(program).values()
             for field in dataclasses.fields(kind)
             if "help" not in field.metadata
         }
@@ -269,13 +258,13 @@ class _Reading:
         for key, value in content.items():
             if key != "device":
                 flat.update(value if isinstance(value, dict) else {key: value})
-        sections: Values = {}
+        found: Values = {}
         for key, value in flat.items():
             name = str(key).lstrip("-").replace("-", "_")
             if name in fields:
                 try:
-                    read = value_of_entry(fields[name], f"{key}` in `{path}", value)
-                    sections.setdefault(fields[name].section, {})[name] = read
+                    read = sections.value_of_entry(fields[name], f"{key}` in `{path}", value)
+                    found.setdefault(fields[name].section, {})[name] = read
                 except ConfigError as error:
                     self.errors += error.messages
             elif name in left_out:
@@ -283,7 +272,7 @@ class _Reading:
             elif name not in derived:
                 near = difflib.get_close_matches(name, list(fields), n=2)
                 self.errors.append(_unknown(f"`{key}` in {path}", near))
-        return sections
+        return found
 
     def left_out_errors(self, config: RunConfig) -> Iterator[str]:
         """Yield a sentence for entries of files that contradict what the task has settled."""

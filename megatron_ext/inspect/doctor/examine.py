@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.inspect.doctor import packages
 from megatron_ext.inspect.doctor.gpus import (
     TorchFacts,
     arch_findings,
@@ -29,14 +30,6 @@ from megatron_ext.inspect.doctor.host import (
     ask_python,
     host_findings,
     report,
-)
-from megatron_ext.inspect.doctor.packages import (
-    apex_finding,
-    compiler_findings,
-    core_finding,
-    extra_finding,
-    extras,
-    python_finding,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -119,7 +112,7 @@ def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
     on_gpu = (isinstance(facts, TorchFacts) and facts.usable) or bool(driver.cards)
     cuda = facts.cuda if isinstance(facts, TorchFacts) and facts.cuda else driver.cuda
     findings = [
-        python_finding(),
+        packages.python_finding(),
         driver.finding,
         gpu_finding(here, facts, driver),
         torch_finding(facts, installed),
@@ -127,10 +120,10 @@ def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
         nccl_finding(facts),
         *link_findings(here, len(gpus)),
         *_cudnn(facts),
-        core_finding(here),
-        *(extra_finding(here, extra, on_gpu=on_gpu) for extra in extras(cuda)),
-        apex_finding(here, on_gpu=on_gpu),
-        *compiler_findings(here, on_gpu=on_gpu),
+        packages.core_finding(here),
+        *(packages.extra_finding(here, extra, on_gpu=on_gpu) for extra in packages.extras(cuda)),
+        packages.apex_finding(here, on_gpu=on_gpu),
+        *packages.compiler_findings(here, on_gpu=on_gpu),
         *(_tried(here, probe) for probe in PROBES if gpus and measure),
         *host_findings(host, len(gpus)),
     ]
