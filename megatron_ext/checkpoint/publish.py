@@ -19,18 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkpoint.files import (
-    ANNOUNCEMENT,
-    MANIFEST,
-    TEMPORARY_SUFFIX,
-    TRACKER,
-    Files,
-    folder_of,
-    published,
-    replaced_folder_of,
-    sync_folder,
-    write_durably,
-)
+from megatron_ext.checkpoint import files
+from megatron_ext.checkpoint.files import folder_of, published
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import on_first_rank
@@ -48,11 +38,11 @@ _SECONDS_FOR_A_DYING_RUN = 2.0
 def prepare(root: Path, iteration: int) -> None:
     """Make the empty folder to write to, and clear what earlier kills left."""
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob(f"iter_*{TEMPORARY_SUFFIX}"):
+    for left in root.glob(f"iter_*{files.TEMPORARY_SUFFIX}"):
         if left.is_dir():
             shutil.rmtree(left)
     for older in published(root):
-        replaced = replaced_folder_of(root, older)
+        replaced = files.replaced_folder_of(root, older)
         if folder_of(root, older).is_dir() and replaced.is_dir():
             shutil.rmtree(replaced)
     temporary_folder_of(root, iteration).mkdir()
@@ -61,28 +51,28 @@ def prepare(root: Path, iteration: int) -> None:
 def temporary_folder_of(root: Path, iteration: int) -> Path:
     """Return where the files of an iteration are written before they are published."""
     final = folder_of(root, iteration)
-    return final.with_name(final.name + TEMPORARY_SUFFIX)
+    return final.with_name(final.name + files.TEMPORARY_SUFFIX)
 
 
-def publish(root: Path, iteration: int, files: Files) -> None:
+def publish(root: Path, iteration: int, listed: files.Files) -> None:
     """Write the manifest, give the folder its name, and move the tracker last.
 
     The order survives a kill at any moment: a folder under its final name is whole; the tracker
     names a whole folder; between the two, the announcement tells a loader what is newer.
     """
     temporary, final = temporary_folder_of(root, iteration), folder_of(root, iteration)
-    content = {"version": _VERSION, "files": dict(sorted(files.items()))}
-    write_durably(temporary / MANIFEST, json.dumps(content, indent=1))
-    sync_folder(temporary)
-    write_durably(root / ANNOUNCEMENT, str(iteration))
-    replaced = replaced_folder_of(root, iteration)
+    content = {"version": _VERSION, "files": dict(sorted(listed.items()))}
+    files.write_durably(temporary / files.MANIFEST, json.dumps(content, indent=1))
+    files.sync_folder(temporary)
+    files.write_durably(root / files.ANNOUNCEMENT, str(iteration))
+    replaced = files.replaced_folder_of(root, iteration)
     if final.exists():
         # Loaders fall back to this name until the new folder stands.
         os.rename(final, replaced)
     os.rename(temporary, final)
-    sync_folder(root)
-    os.replace(root / ANNOUNCEMENT, root / TRACKER)
-    sync_folder(root)
+    files.sync_folder(root)
+    os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
+    files.sync_folder(root)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -160,9 +150,9 @@ def write_best(root: Path, best: BestCheckpoint) -> None:
     if not folder_of(root, best.iteration).is_dir():
         return
     temporary = path.with_name(f".{path.name}.tmp")
-    write_durably(temporary, f"{best.iteration} {best.loss!r}\n")
+    files.write_durably(temporary, f"{best.iteration} {best.loss!r}\n")
     os.replace(temporary, path)
-    sync_folder(root)
+    files.sync_folder(root)
 
 
 @contextmanager

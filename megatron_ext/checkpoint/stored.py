@@ -12,19 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.files import (
-    MANIFEST,
-    TRACKER,
-    Files,
-    announced,
-    checksum_fault,
-    published,
-    read_manifest,
-    read_tracker,
-    root_of,
-    size_fault,
-    standing_folder_of,
-)
+from megatron_ext.checkpoint import files
+from megatron_ext.checkpoint.files import TRACKER, Files, published, standing_folder_of
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 
@@ -46,11 +35,11 @@ class CheckpointRef:
 
 
 def check_files(
-    found: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda files: files
+    found: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda listed: listed
 ) -> None:
     """Compare the checksums of the files of a checkpoint that ``own`` chooses among all."""
-    files = read_manifest(found.path) or {}
-    fault = checksum_fault(found.path, files, own(files))
+    listed = files.read_manifest(found.path) or {}
+    fault = files.checksum_fault(found.path, listed, own(listed))
     if fault is not None:
         raise CheckpointError(refusal(found.root, found.iteration, fault))
 
@@ -97,7 +86,7 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
     if config.load is not None:
         found.append((config.load, config.ckpt_step, config.finetune))
     if config.pretrained_checkpoint is not None:
-        root, step = root_of(Path(config.pretrained_checkpoint))
+        root, step = files.root_of(Path(config.pretrained_checkpoint))
         found.append((str(root), step, True))
     return found
 
@@ -128,13 +117,13 @@ def fault_of(folder: Path) -> str | None:
     if not folder.is_dir():
         return f"{folder} does not exist"
     try:
-        files = read_manifest(folder)
+        listed = files.read_manifest(folder)
     except CheckpointError as error:
         return str(error).rstrip(".")
-    if files is not None:
-        return size_fault(folder, files)
+    if listed is not None:
+        return files.size_fault(folder, listed)
     if (folder / RUN_CONFIG).is_file():
-        return f"{folder / MANIFEST} is missing"
+        return f"{folder / files.MANIFEST} is missing"
     if any(folder.glob("mp_rank_*/*.pt")):
         return (
             f"{folder} is in Megatron-LM's old format `torch`, which only Megatron-LM's tools can "
@@ -157,9 +146,9 @@ def choose(root: Path, step: int | None) -> int | None:
     iteration = step
     if iteration is None:
         # A kill between publication and tracker leaves an announcement of the newest checkpoint.
-        iteration = announced(root)
+        iteration = files.announced(root)
     if iteration is None:
-        iteration = read_tracker(root)
+        iteration = files.read_tracker(root)
     if iteration is None:
         return newest_whole(root)
     fault = fault_of(standing_folder_of(root, iteration))

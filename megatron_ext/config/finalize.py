@@ -15,6 +15,7 @@ from megatron_ext.config.rules import optimizer as optimizer_rules
 from megatron_ext.config.rules import parallel as parallel_rules
 from megatron_ext.config.rules import transformer_engine as engine_rules
 from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors
+from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError
 
@@ -97,7 +98,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
         yield "`--bf16` and `--fp16` exclude each other; give one."
     yield from fp8_errors(run, may_use_te=not engine_rules.needs_torch_layers(run))
     yield from cuda_graph_errors(run)
-    version = engine_rules.found_version() if has_te else None
+    version = found_version() if has_te else None
     yield from engine_rules.transformer_engine_errors(run, found_version=version)
     yield from run.training.errors(run.parallel.data_parallel_size)
     yield from parallel_rules.interleaving_errors(run.parallel, run.training)

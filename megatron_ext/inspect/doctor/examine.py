@@ -9,17 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.inspect.doctor import packages
-from megatron_ext.inspect.doctor.gpus import (
-    TorchFacts,
-    arch_findings,
-    ask_driver,
-    ask_torch,
-    gpu_finding,
-    link_findings,
-    nccl_finding,
-    torch_finding,
-)
+from megatron_ext.inspect.doctor import gpus, packages
+from megatron_ext.inspect.doctor.gpus import TorchFacts
 from megatron_ext.inspect.doctor.host import (
     Examination,
     Finding,
@@ -106,29 +97,29 @@ WITHOUT_GPU = (
 
 def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
     """Look at everything; measuring each GPU takes a minute at most, and tries graphs too."""
-    driver, installed, host = ask_driver(here), here.version("torch"), here.host()
-    facts = ask_torch(here) if installed is not None else Outcome(1, errors="not installed")
-    gpus = facts.gpus if isinstance(facts, TorchFacts) and facts.usable else ()
+    driver, installed, host = gpus.ask_driver(here), here.version("torch"), here.host()
+    facts = gpus.ask_torch(here) if installed is not None else Outcome(1, errors="not installed")
+    usable = facts.gpus if isinstance(facts, TorchFacts) and facts.usable else ()
     on_gpu = (isinstance(facts, TorchFacts) and facts.usable) or bool(driver.cards)
     cuda = facts.cuda if isinstance(facts, TorchFacts) and facts.cuda else driver.cuda
     findings = [
         packages.python_finding(),
         driver.finding,
-        gpu_finding(here, facts, driver),
-        torch_finding(facts, installed),
-        *arch_findings(facts),
-        nccl_finding(facts),
-        *link_findings(here, len(gpus)),
+        gpus.gpu_finding(here, facts, driver),
+        gpus.torch_finding(facts, installed),
+        *gpus.arch_findings(facts),
+        gpus.nccl_finding(facts),
+        *gpus.link_findings(here, len(usable)),
         *_cudnn(facts),
         packages.core_finding(here),
         *(packages.extra_finding(here, extra, on_gpu=on_gpu) for extra in packages.extras(cuda)),
         packages.apex_finding(here, on_gpu=on_gpu),
         *packages.compiler_findings(here, on_gpu=on_gpu),
-        *(_tried(here, probe) for probe in PROBES if gpus and measure),
-        *host_findings(host, len(gpus)),
+        *(_tried(here, probe) for probe in PROBES if usable and measure),
+        *host_findings(host, len(usable)),
     ]
-    measured = tuple(_measured(here, gpu, measure=measure) for gpu in gpus)
-    return Examination(tuple(findings), host, measured, () if gpus else WITHOUT_GPU)
+    measured = tuple(_measured(here, gpu, measure=measure) for gpu in usable)
+    return Examination(tuple(findings), host, measured, () if usable else WITHOUT_GPU)
 
 
 def _cudnn(facts: TorchFacts | Outcome) -> list[Finding]:
