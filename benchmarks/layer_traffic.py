@@ -33,6 +33,7 @@ from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.model.attention import frame_rotary_table as frame_table
 from megatron_ext.video.model.attention import rotary_table
+from megatron_ext.video.model.chunk import Blueprint
 from megatron_ext.video.model.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 from megatron_ext.video.model.wan.attention import AttentionPlan, VideoDiTOptions
@@ -106,7 +107,7 @@ def mmdit_step(context: ParallelContext, kind: type, hidden: Tensor) -> Step:
     s, b, h = hidden.shape
     sizes = MMDiTSizes(h, h // HEAD, (16, 56, 56), 1, 1)
     config = StepTransformerConfig(**sizes.transformer_fields(), params_dtype=DTYPE, bf16=True)
-    block = kind(config, sizes, MMDiTOptions(), context.pgs)
+    block = kind(Blueprint(config, sizes, MMDiTOptions(), context.pgs))
     tokens = TokenRange.whole(s // 8, s - s // 8)
     table = rotary_table(torch.randint(0, 32, (b, s, 3)), sizes.axes_dim, HEAD, 1e4)
     vec = torch.randn(b, h, dtype=DTYPE, requires_grad=True)
@@ -118,7 +119,7 @@ def video_step(context: ParallelContext, hidden: Tensor) -> Step:
     s, b, h = hidden.shape
     sizes = VideoDiTSizes(h, h // HEAD, 4 * h, 1)
     config = StepTransformerConfig(**sizes.transformer_fields(), params_dtype=DTYPE, bf16=True)
-    block = Block(config, VideoDiTOptions(), context.pgs, 0)
+    block = Block(Blueprint(config, sizes, VideoDiTOptions(), context.pgs), 0)
     positions = torch.randint(0, 32, (FRAMES, s // FRAMES, 3))
     table = frame_table(positions, sizes.axes_dim, 1e4, DTYPE)
     run = Run(FRAMES, 1, table, AttentionPlan.bidirectional(FRAMES), None, None)

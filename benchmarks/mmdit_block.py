@@ -45,6 +45,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
 from megatron_ext.video.model.attention import rotary_table
+from megatron_ext.video.model.chunk import Blueprint
 from megatron_ext.video.model.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
@@ -86,7 +87,7 @@ def build(case: Case, context: ParallelContext, device: torch.device) -> torch.n
     config = StepTransformerConfig(
         **case.sizes.transformer_fields(), params_dtype=torch.bfloat16, bf16=True
     )
-    block = BLOCKS[case.kind](config, case.sizes, MMDiTOptions(), context.pgs)
+    block = BLOCKS[case.kind](Blueprint(config, case.sizes, MMDiTOptions(), context.pgs))
     block = block.to(device=device, dtype=torch.bfloat16)
     torch.manual_seed(0)
     for parameter in block.parameters():

@@ -35,14 +35,7 @@ QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
 def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
     """Return the shift a for the times of clips of a size, in training and in sampling.
 
-    It follows the tokens of a latent frame, whatever the patch size.
-
-    Args:
-        shape: (t, h, w) of the latents.
-        patch_size: p.
-
-    Raises:
-        DataError: patches do not fill the latents.
+    It follows the tokens of a latent frame; patches that do not fill it raise DataError.
     """
     if config.flow_shift is not None:
         return config.flow_shift
@@ -60,26 +53,15 @@ def shift(times: Tensor, factor: float) -> Tensor:
 
 
 def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
-    """Return training times t in [0, 1], float32 in the shape of standard ``normals`` u.
-
-    Args:
-        factor: returned by `shift_factor`.
-    """
+    """Return training times t in [0, 1], float32 in the shape of standard ``normals`` u."""
     u = config.timestep_mean + config.timestep_std * normals.float()
     return shift(torch.sigmoid(u), factor)
 
 
 def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Tensor, Tensor]:
-    """Return points on the paths between data and noise, and their velocities.
+    """Return x_t and v for data and noise ``[b, ...]``, float32 (float64 where ``x0`` is).
 
-    Args:
-        x0: data, ``[b, ...]``.
-        x1: noise, in the shape of ``x0``.
-        times: ``[b]``; or for the frames of ``[b, c, t, h, w]``, ``[b, t]``.
-        sigma_min: see `FlowConfig`.
-
-    Returns:
-        x_t and v in the shape of ``x0``, float32 (float64 where ``x0`` is).
+    ``times`` are ``[b]``, or for the frames of ``[b, c, t, h, w]``, ``[b, t]``.
     """
     dtype = torch.promote_types(x0.dtype, torch.float32)
     x0, x1 = x0.to(dtype), x1.to(dtype)
@@ -90,14 +72,9 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
 
 
 def token_weights(mask: Tensor, normalization: str) -> Tensor:
-    """Return the weights of the tokens of whole clips in the loss.
+    """Return the weights of the tokens of whole clips in the loss, ``[b, n]`` float32.
 
-    Args:
-        mask: 1 where a token counts, ``[b, n]`` float32.
-        normalization: see `FlowConfig`.
-
-    Returns:
-        ``[b, n]`` float32; a clip without tokens that count weighs nothing.
+    ``mask`` is 1 where a token counts; a clip without such tokens weighs nothing.
     """
     return reduced_weights(mask, None, _REDUCTIONS[normalization])
 
@@ -127,8 +104,7 @@ def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = 
 
 @dataclass(frozen=True)
 class FlowTargets:
-    """Targets of one micro-batch on one rank, for the loss; n is the rank's part of the image
-    tokens.
+    """Targets of one micro-batch for the n image tokens of one rank.
 
     Attributes:
         velocity: v of the tokens, ``[b, n, d]`` float32.
@@ -158,8 +134,7 @@ def flow_matching_loss(
     Args:
         prediction: velocity of the image tokens, ``[b, n, d]``.
         share: see `losses.contract.share_of_step`.
-        reported_modes: condition modes that get an entry in the log; the same on all ranks and in
-            all micro-batches.
+        reported_modes: condition modes that get an entry in the log, on all ranks alike.
     """
     weights = targets.weights
     losses = token_losses(prediction, targets.velocity, weights) * weights
@@ -186,16 +161,9 @@ def flow_matching_loss(
 def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
     """Return clean latents, ``x_t - sigma * v``, for the flow ``v = noise - x0`` of a Wan network.
 
-    The path is ``x_t = (1 - sigma) * x0 + sigma * noise``. Computed in float64, since x0 is a
-    difference of numbers of like size.
-
-    Args:
-        x_t: ``[b, t, c, h, w]``.
-        flow: prediction of the network, in the shape of ``x_t``.
-        sigma: noise of each sample ``[b]`` or of each frame ``[b, t]``.
-
-    Returns:
-        A tensor in the shape and type of ``x_t``.
+    The path is ``x_t = (1 - sigma) * x0 + sigma * noise``, ``[b, t, c, h, w]``, with one sigma for
+    each sample ``[b]`` or each frame ``[b, t]``. Computed in float64, since x0 is a difference of
+    numbers of like size; the result has the type of ``x_t``.
     """
     x0 = x_t.double() - spread(sigma, x_t) * flow.double()
     return x0.to(x_t.dtype)

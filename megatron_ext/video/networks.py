@@ -33,12 +33,17 @@ def build_chunk(
     transformer_config: TransformerConfig,
     context: ParallelContext,
     *,
-    pre_process: bool,
-    post_process: bool,
     vp_stage: int | None = None,
+    **stage: bool,
 ) -> VideoChunk:
-    """Build one pipeline chunk of the run's network; see `Task.model_chunk`."""
-    return network_of(config).build_chunk(transformer_config, context, vp_stage)
+    """Build one pipeline chunk of the run's network; see `Task.model_chunk`.
+
+    ``stage`` is unused, since ``context`` tells the model which stage it is.
+    """
+    network = network_of(config)
+    return network.chunk.build(
+        network.sizes, network.options, transformer_config, context, vp_stage=vp_stage
+    )
 
 
 def forward_step(

@@ -1,7 +1,6 @@
 """Flow matching as every video network trains it: micro-batches from clips, the step, its loss.
 
-A network brings a `FlowNetwork`, which says what it is built from, how it takes a micro-batch, and
-what it refuses; `networks.network_of` finds the network of a run.
+A network brings a `FlowNetwork`; `networks.network_of` finds the one of a run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.config.parallel import ParallelConfig
@@ -46,8 +44,8 @@ class FlowMicrobatch:
     """One micro-batch as a pipeline stage sees it.
 
     Attributes:
-        inputs: keywords of the model's ``forward``; those of the first stage, or as many as others
-            need. The first has a row for each clip.
+        inputs: the keywords of the model's ``forward`` that the stage needs. The first has a row
+            for each clip.
         num_text, num_image: tokens of the whole sequence.
         targets: on the last stage, those of the image tokens that this rank's output is for.
     """
@@ -83,9 +81,7 @@ class FlowBatchBuilder(ABC):
     that hold parts of one sequence decide alike, and another layout decides the same.
 
     Args:
-        context: the layout; a rank needs its own stage's part of a micro-batch only.
         null: the encoded empty caption, ``[1, l, d]`` and ``[1, e]``.
-        seed: decides, with the number of a sample, everything random about it.
         patch: latent cells of a token on each side.
     """
 
@@ -98,14 +94,9 @@ class FlowBatchBuilder(ABC):
 
     def __call__(self, batch: VideoBatch, samples: Sequence[int]) -> FlowMicrobatch:
         """Return one micro-batch of clips whose numbers in the run are ``samples``."""
-        flow, conditions, latents = (
-            self._config.section(FlowConfig),
-            self._conditions,
-            batch.latents,
-        )
-        device = latents.device
+        flow, dropout = self._config.section(FlowConfig), self._config.section(TextDropoutConfig)
+        conditions, latents, device = self._conditions, batch.latents, batch.latents.device
         _, c, t, h, w = latents.shape
-        dropout = self._config.section(TextDropoutConfig)
         randomness = draw_microbatch(self._seed, samples, (c, t, h, w), conditions, dropout)
         normals = to_device(self._normals(randomness, samples, t), device)
         times = timesteps(flow, normals, shift_factor(flow, (t, h, w), self._patch))
@@ -118,13 +109,9 @@ class FlowBatchBuilder(ABC):
         if self._context.is_last_stage:
             mask = loss_mask(masks, per_frame, conditions.reference_loss)
             weights = token_weights(mask, flow.loss_normalization)
-            whole = FlowTargets(
-                velocity=pack(velocity, self._patch),
-                weights=weights,
-                times=times,
-                modes=to_device(randomness.modes, device),
-                usual_weight=weights.sum() / self._context.pgs.cp.size(),
-            )
+            modes = to_device(randomness.modes, device)
+            usual = weights.sum() / self._context.pgs.cp.size()
+            whole = FlowTargets(pack(velocity, self._patch), weights, times, modes, usual)
             targets = self._own(whole, num_text)
         inputs = self._inputs(batch, randomness, x_t, times, masks)
         return FlowMicrobatch(inputs, num_text, num_image, targets)
@@ -145,27 +132,34 @@ class FlowBatchBuilder(ABC):
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
         """Return the captions, some of which are dropped."""
-        device = batch.text.device
-        return drop_text(
-            Text(batch.text, batch.pooled),
-            self._null,
-            to_device(randomness.drop_text, device),
-            to_device(randomness.drop_pooled, device),
-        )
+        drops = randomness.drop_text, randomness.drop_pooled
+        text, pooled = (to_device(drop, batch.text.device) for drop in drops)
+        return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)
 
 
 class FlowNetwork(ABC):
     """The network of a run as flow matching needs to know it."""
 
     builder: type[FlowBatchBuilder]
+    chunk: type[VideoChunk]
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
     @property
     @abstractmethod
+    def sizes(self) -> Any:
+        """Return the sizes of the whole model, from which its chunks are built."""
+
+    @property
+    @abstractmethod
+    def options(self) -> Any:
+        """Return the options of its chunks; raise ConfigError for flags out of their range."""
+
+    @property
     def patch_size(self) -> int:
         """Return p; a token is a square of so many latent cells a side."""
+        return int(self.sizes.patch_size)
 
     @abstractmethod
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
@@ -184,10 +178,9 @@ class FlowNetwork(ABC):
         """
 
     def check_clips(self, shape: tuple[int, int, int], what: str) -> None:
-        """Refuse clips that the network does not take; by default it takes all.
+        """Refuse clips with latents of (t, h, w) that the network does not take.
 
         Args:
-            shape: (t, h, w) of their latents.
             what: names them in the error.
 
         Raises:
@@ -211,15 +204,6 @@ class FlowNetwork(ABC):
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
         """Return the configuration with all blocks recomputed (``full``) or none."""
-
-    @abstractmethod
-    def build_chunk(
-        self,
-        transformer_config: TransformerConfig,
-        context: ParallelContext,
-        vp_stage: int | None = None,
-    ) -> VideoChunk:
-        """Build one pipeline chunk; see `Task.model_chunk`."""
 
     @abstractmethod
     def sampled(

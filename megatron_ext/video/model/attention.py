@@ -5,8 +5,8 @@ features (2j, 2j + 1) of a head form the pair that frequency j of an axis rotate
 Wan. Weights of implementations that rotate the pairs (j, d / 2 + j) fit after a permutation of the
 output channels of the query and key projections, from head feature d / 2 + j to 2j + 1.
 
-Context-parallel ranks hold equal contiguous slices of the sequence, in the order of the ranks: no
-query is masked, so slices cost the same without the zig-zag that causal attention needs.
+Context-parallel ranks hold equal contiguous slices of the sequence: no query is masked, so slices
+cost the same without the zig-zag that causal attention needs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import sdpa
@@ -26,21 +23,19 @@ from megatron_ext.layers.context_parallel import heads_to_sequence, sequence_to_
 from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import RMSNorm, spec_of, weights_of
 from megatron_ext.video.config.mmdit import EPSILON
+from megatron_ext.video.model.chunk import Blueprint, Part
 
 Table = tuple[Tensor, Tensor]
 """Cosines and sines of the angles by which `rotate` turns pairs."""
 
 
 def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: float) -> Table:
-    """Return the table for a joint sequence of text and image tokens, in float32.
+    """Return the table for a joint sequence of text and image tokens, ``[s, b, 1, d / 2]`` float32.
 
     Args:
         ids: positions, ``[b, s, 3]``; those of text tokens are 0, which turns nothing.
         axes_dim: number of features for each axis, even.
         theta: base of the frequencies.
-
-    Returns:
-        Two tensors ``[s, b, 1, d / 2]``.
 
     Raises:
         ConfigError: the widths of the axes do not sum to ``head_dim``.
@@ -57,18 +52,10 @@ def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: flo
 def frame_rotary_table(
     positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype
 ) -> Table:
-    """Return the table for the tokens of frames, whose number has no bound.
+    """Return the table for the tokens of frames, ``[t, n, 1, 1, d / 2]`` for ``[t, n, 3]``.
 
-    Angles are computed in float64 for the positions that occur, so that frame 1000 is as exact as
-    frame 0.
-
-    Args:
-        positions: ``[t, n, 3]``.
-        axes_dim, theta: see `rotary_table`.
-        dtype: type of the model; the table has at least float32.
-
-    Returns:
-        Two tensors ``[t, n, 1, 1, d / 2]``, which broadcast over batch and heads.
+    Angles are computed in float64, so that frame 1000 is as exact as frame 0; the table has the
+    type of the model, but at least float32.
     """
     angle = _angles(positions, axes_dim, theta, torch.float64)[:, :, None, None]
     exact = torch.promote_types(dtype, torch.float32)
@@ -98,7 +85,7 @@ def rotate(x: Tensor, table: Table) -> Tensor:
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-class QKNorm(MegatronModule):  # type: ignore[misc]
+class QKNorm(Part):
     """RMSNorm of the queries and keys of each head, with scales that the heads share.
 
     The names of the parameters tell megatron-core's ``finalize_model_grads`` to sum their gradients
@@ -106,11 +93,10 @@ class QKNorm(MegatronModule):  # type: ignore[misc]
     each rank sees all tokens of its slice, but only its own heads.
     """
 
-    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
-        self.q_layernorm = RMSNorm(config.kv_channels, EPSILON, zero_centered=False)
-        self.k_layernorm = RMSNorm(config.kv_channels, EPSILON, zero_centered=False)
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        self.q_layernorm = RMSNorm(plan.config.kv_channels, EPSILON, zero_centered=False)
+        self.k_layernorm = RMSNorm(plan.config.kv_channels, EPSILON, zero_centered=False)
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -123,6 +109,22 @@ class QKNorm(MegatronModule):  # type: ignore[misc]
         return spec_of(self.q_layernorm)
 
 
+def trades_heads(plan: Blueprint) -> bool:
+    """Return whether context-parallel ranks trade heads for sequence (Ulysses, arXiv:2309.14509).
+
+    Raises:
+        ConfigError: they cannot share the heads of a tensor-parallel rank equally.
+    """
+    heads, cp = plan.sizes.num_heads // plan.groups.tp.size(), plan.groups.cp.size()
+    trades: bool = plan.options.cp_comm_type == "a2a" and cp > 1
+    if trades and heads % cp:
+        raise ConfigError(
+            f"`cp_comm_type` a2a needs the attention heads of a tensor-parallel rank ({heads}) to "
+            f"be divisible by `--context-parallel-size` ({cp}); use all_gather."
+        )
+    return trades
+
+
 class JointAttention:
     """Attention from this rank's slice and heads to the whole sequence; see `MMDiTOptions`.
 
@@ -130,33 +132,17 @@ class JointAttention:
         ConfigError: the heads cannot be dealt out as asked.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        tp_group: ProcessGroup,
-        cp_group: ProcessGroup,
-        cp_comm_type: str,
-    ) -> None:
-        self.cp_group = cp_group
-        self.trades_heads = cp_comm_type == "a2a" and cp_group.size() > 1
-        heads, tp = config.num_attention_heads, tp_group.size()
+    def __init__(self, plan: Blueprint) -> None:
+        heads, tp = plan.sizes.num_heads, plan.groups.tp.size()
         if heads % tp:
             raise ConfigError(
                 f"the attention heads ({heads}) must be divisible by "
                 f"`--tensor-model-parallel-size` ({tp})."
             )
-        if self.trades_heads and heads // tp % cp_group.size():
-            raise ConfigError(
-                f"`cp_comm_type` a2a needs the attention heads of a tensor-parallel rank "
-                f"({heads // tp}) to be divisible by `--context-parallel-size` "
-                f"({cp_group.size()}); use all_gather."
-            )
+        self.cp_group, self.trades_heads = plan.groups.cp, trades_heads(plan)
 
     def __call__(self, qkv: QKV) -> Tensor:
-        """Return ``[s/c, b, n * d]`` for this rank's rotated queries and keys, and its values.
-
-        They have the shape ``[s/c, b, n, d]``.
-        """
+        """Attend with queries, keys and values ``[s/c, b, n, d]``; return ``[s/c, b, n * d]``."""
         query, key, value = qkv
         if self.trades_heads:
             stacked = torch.stack((query, key, value), dim=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,6 +14,29 @@ from typing_extensions import Self
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
+
+
+class Blueprint(NamedTuple):
+    """What every part of a network is built from.
+
+    Attributes:
+        config: holds the fields of ``sizes.transformer_fields()``.
+        sizes: sizes of the whole model.
+        options: everything that changes no shape of a parameter.
+    """
+
+    config: TransformerConfig
+    sizes: Any
+    options: Any
+    groups: ProcessGroupCollection
+
+
+class Part(MegatronModule):  # type: ignore[misc]
+    """A part of a network; megatron-core asks for its ``tp_group`` to save it."""
+
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(config=plan.config)
+        self.tp_group = plan.groups.tp
 
 
 class Blocks(torch.nn.ModuleDict):
@@ -30,13 +53,10 @@ class Blocks(torch.nn.ModuleDict):
         return state
 
 
-class VideoChunk(MegatronModule):  # type: ignore[misc]
+class VideoChunk(Part):
     """One pipeline chunk of a video network, the first of which embeds and the last predicts.
 
     Args:
-        config: holds the fields of ``sizes.transformer_fields()``.
-        sizes: sizes of the whole model.
-        options: everything that changes no shape of a parameter.
         stage: number of this chunk's stage, of ``num_stages``, virtual ones included.
 
     Attributes:
@@ -50,26 +70,17 @@ class VideoChunk(MegatronModule):  # type: ignore[misc]
     """Name of the network in messages."""
     share_embeddings_and_output_weights = False
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        sizes: Any,
-        options: Any,
-        groups: ProcessGroupCollection,
-        *,
-        stage: int = 0,
-        num_stages: int = 1,
-    ) -> None:
-        super().__init__(config=config)
-        for name, value in sizes.transformer_fields().items():
+    def __init__(self, plan: Blueprint, stage: int, num_stages: int) -> None:
+        super().__init__(plan)
+        config, self.sizes, self.options, self.pg_collection = plan
+        for name, value in self.sizes.transformer_fields().items():
             if getattr(config, name) != value:
-                fields = f"{type(sizes).__name__}.transformer_fields()"
+                fields = f"{type(self.sizes).__name__}.transformer_fields()"
                 raise ConfigError(
                     f"`{name}` ({getattr(config, name)}) must be {value} for this {self.title}; "
                     f"build the configuration from `{fields}`."
                 )
-        self.sizes, self.options, self.pg_collection = sizes, options, groups
-        self.tp_group, self.cp_group, self.num_stages = groups.tp, groups.cp, num_stages
+        self.cp_group, self.num_stages = plan.groups.cp, num_stages
         self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
         self.entering: Tensor | None = None
 
@@ -85,14 +96,8 @@ class VideoChunk(MegatronModule):  # type: ignore[misc]
     ) -> Self:
         """Build one chunk of this rank; ``vp_stage`` is its index there, None with one chunk."""
         placement = context.placement
-        return cls(
-            transformer_config,
-            sizes,
-            options,
-            context.pgs,
-            stage=placement.stage_of(context.pp_rank, vp_stage or 0),
-            num_stages=placement.num_stages,
-        )
+        plan = Blueprint(transformer_config, sizes, options, context.pgs)
+        return cls(plan, placement.stage_of(context.pp_rank, vp_stage or 0), placement.num_stages)
 
     def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
         """Take the hidden tensor of the stage before; `boundary_shape` gives its shape."""

@@ -3,10 +3,9 @@
 A block of an MMDiT has two streams, or two branches, on one joint sequence. With a gather and a
 reduction in each of its layers, as in megatron-core's, it would communicate two to four times as
 often, and under sequence parallelism each stream's tokens would have to divide by the ranks. Such a
-block enters the tensor-parallel region once for both and leaves it once; its
-layers, `ColumnPiece` and `RowPiece`, only multiply. The price: under sequence parallelism the
-gathered input of a half block is kept for the backward pass, where megatron-core gathers it again;
-recomputed blocks do not keep it.
+block enters the tensor-parallel region once for both and leaves it once; its layers, `ColumnPiece`
+and `RowPiece`, only multiply. The price: under sequence parallelism the gathered input of a half
+block is kept for the backward pass, where megatron-core gathers it again.
 
 Each half of a block of Wan enters the region once anyway, so that its layers (`column`, `row`)
 communicate for themselves and take adapters (`layers.lora`).
@@ -22,26 +21,25 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.initialization import Initialize, Marked
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ext.video.config.mmdit import EPSILON
+from megatron_ext.video.model.chunk import Blueprint
 
 
 def uniform(config: TransformerConfig, bound: float) -> Initialize:
     """Return what fills a parameter uniformly, or marks it, as the configuration's methods do."""
-    method = partial(torch.nn.init.uniform_, a=-bound, b=bound)
-    if isinstance(config.init_method, Marked):
-        return Marked(method, config.init_method.marks)
-    return method
+    method, usual = partial(torch.nn.init.uniform_, a=-bound, b=bound), config.init_method
+    return Marked(method, usual.marks) if isinstance(usual, Marked) else method
 
 
 def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark parameters that every tensor-parallel rank holds, so that megatron-core sums their
-    gradients under sequence parallelism, where each rank sees some of the tokens.
+    """Let megatron-core sum gradients of parameters that every tensor-parallel rank holds.
+
+    Under sequence parallelism each rank sees some of the tokens.
     """
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -58,35 +56,21 @@ def _refuse_adapter(layer: Any) -> None:
 class ColumnPiece(ColumnParallelLinear):
     """A layer from ``[s, b, in]`` to this rank's ``[s, b, out / tp]``, without communication.
 
-    The bias is left to the function that comes next. Both start as in torch.nn.Linear.
+    Weight and bias start as in torch.nn.Linear.
     """
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        config: TransformerConfig,
-        tp_group: ProcessGroup,
-        *,
-        bias: bool = True,
-    ) -> None:
-        method = uniform(config, 1 / math.sqrt(inputs))
+    def __init__(self, plan: Blueprint, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        method = uniform(plan.config, 1 / math.sqrt(inputs))
         super().__init__(
-            inputs,
-            outputs,
-            config=config,
-            init_method=method,
-            bias=bias,
-            skip_bias_add=True,
-            disable_grad_reduce=True,
-            tp_group=tp_group,
-        )
+            inputs, outputs, config=plan.config, init_method=method, bias=bias, skip_bias_add=True,
+            disable_grad_reduce=True, tp_group=plan.groups.tp,
+        )  # fmt: skip
         self.sequence_parallel = False
-        if self.bias is not None and config.perform_initialization:
+        if self.bias is not None and plan.config.perform_initialization:
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return ``[s, b, out / tp]`` for ``[s, b, in]``, and the bias."""
+        """Return ``[s, b, out / tp]``, and the bias for the function that comes next to add."""
         _refuse_adapter(self)
         return super().forward(input_)
 
@@ -94,53 +78,40 @@ class ColumnPiece(ColumnParallelLinear):
 class RowPiece(RowParallelLinear):
     """A layer from this rank's ``[s, b, in / tp]`` to its part of a sum ``[s, b, out]``.
 
-    The bias, None for all but one of the pieces of a sum, is to be added after `leave`. Both start
-    as in a torch.nn.Linear of ``fan_in`` inputs, those of the whole sum.
+    One of the pieces of a sum has the bias, to be added after `leave`. Weight and bias start as in
+    a torch.nn.Linear of ``fan_in`` inputs, those of the whole sum.
     """
 
     def __init__(
         self,
+        plan: Blueprint,
         inputs: int,
         outputs: int,
-        config: TransformerConfig,
-        tp_group: ProcessGroup,
         *,
         bias: bool = True,
         fan_in: int | None = None,
     ) -> None:
-        method = uniform(config, 1 / math.sqrt(fan_in or inputs))
+        method = uniform(plan.config, 1 / math.sqrt(fan_in or inputs))
         super().__init__(
-            inputs,
-            outputs,
-            config=config,
-            init_method=method,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=tp_group,
-        )
-        if self.bias is not None and config.perform_initialization:
+            inputs, outputs, config=plan.config, init_method=method, bias=bias,
+            input_is_parallel=True, skip_bias_add=True, tp_group=plan.groups.tp,
+        )  # fmt: skip
+        if self.bias is not None and plan.config.perform_initialization:
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
         """Return this rank's part of the sum for ``[s, b, in / tp]``, and the bias."""
         _refuse_adapter(self)
         output = self._forward_impl(
-            input=input_,
-            weight=self.weight,
-            bias=None,
+            input=input_, weight=self.weight, bias=None,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            tp_group=None,
-            grad_output_buffer=None,
-        )
+            allreduce_dgrad=False, sequence_parallel=False, tp_group=None, grad_output_buffer=None,
+        )  # fmt: skip
         return output, self.bias
 
 
 def column(
-    config: TransformerConfig,
-    tp_group: ProcessGroup,
+    plan: Blueprint,
     inputs: int,
     outputs: int,
     *,
@@ -149,38 +120,29 @@ def column(
 ) -> ColumnParallelLinear:
     """Build a layer from ``[s, b, inputs]`` to this rank's ``[s, b, projections * outputs / tp]``.
 
-    It returns its bias with its output, as `row` does, for the function that comes next to add. The
-    weights of each projection start within ``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010).
-    With ``whole_input`` every rank holds the whole input, with sequence parallelism too.
+    It returns its bias with its output, for the function that comes next to add. The weights of
+    each projection start within ``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010). With
+    ``whole_input`` every rank holds the whole input, with sequence parallelism too.
     """
+    config, tp = plan.config, plan.groups.tp
+    method = uniform(config, math.sqrt(6 / (inputs + outputs)))
     layer = ColumnParallelLinear(
-        inputs,
-        projections * outputs,
-        config=config,
-        init_method=uniform(config, math.sqrt(6 / (inputs + outputs))),
-        skip_bias_add=True,
-        tp_group=tp_group,
-    )
+        inputs, projections * outputs, config=config, init_method=method, skip_bias_add=True,
+        tp_group=tp,
+    )  # fmt: skip
     if whole_input:
         layer.sequence_parallel = False
-        layer.allreduce_dgrad = tp_group.size() > 1
+        layer.allreduce_dgrad = tp.size() > 1
     return layer
 
 
-def row(
-    config: TransformerConfig, tp_group: ProcessGroup, inputs: int, outputs: int
-) -> RowParallelLinear:
+def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
     """Build a layer from this rank's ``[s, b, inputs / tp]`` to ``[s, b, outputs]`` and a bias."""
+    method = uniform(plan.config, math.sqrt(6 / (inputs + outputs)))
     return RowParallelLinear(
-        inputs,
-        outputs,
-        config=config,
-        init_method=uniform(config, math.sqrt(6 / (inputs + outputs))),
-        bias=True,
-        input_is_parallel=True,
-        skip_bias_add=True,
-        tp_group=tp_group,
-    )
+        inputs, outputs, config=plan.config, init_method=method, bias=True, input_is_parallel=True,
+        skip_bias_add=True, tp_group=plan.groups.tp,
+    )  # fmt: skip
 
 
 def heads_of(x: Tensor, num_projections: int, head_dim: int) -> tuple[Tensor, ...]:

@@ -23,11 +23,7 @@ LatentShape = tuple[int, int, int]
 
 
 def grid(shape: LatentShape, patch_size: int) -> LatentShape:
-    """Return frames, rows and columns of the tokens of a latent video.
-
-    Raises:
-        DataError: patches do not fill the height or the width.
-    """
+    """Return frames, rows and columns of a video's tokens, or raise DataError if none fit."""
     frames, height, width = shape
     if patch_size < 1 or height % patch_size or width % patch_size:
         raise DataError(
@@ -43,16 +39,6 @@ def tokens_per_frame(shape: LatentShape, patch_size: int) -> int:
     return rows * columns
 
 
-def token_width(channels: int, patch_size: int) -> int:
-    """Return the features of a token, c * p * p."""
-    return channels * patch_size**2
-
-
-def condition_width(channels: int, patch_size: int) -> int:
-    """Return the features of a token of the image condition, whose mask precedes its channels."""
-    return token_width(channels + 1, patch_size)
-
-
 def pack(latents: Tensor, patch_size: int) -> Tensor:
     """Return latents ``[b, c, t, h, w]`` as tokens ``[b, n, c*p*p]``."""
     b, c, t, h, w = latents.shape
@@ -62,11 +48,7 @@ def pack(latents: Tensor, patch_size: int) -> Tensor:
 
 
 def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
-    """Return tokens ``[b, n, c*p*p]`` of a video as latents ``[b, c, t, h, w]``; inverts `pack`.
-
-    Raises:
-        DataError: the tokens are not those of such latents.
-    """
+    """Return tokens ``[b, n, c*p*p]`` as latents ``[b, c, t, h, w]``, or raise DataError."""
     t, rows, columns = grid(shape, patch_size)
     b, n, width = tokens.shape
     if n != t * rows * columns or width % patch_size**2:
@@ -89,8 +71,7 @@ def position_ids(shape: LatentShape, patch_size: int, device: torch.device | Non
 class TokenRange:
     """The tokens ``start`` to ``end`` of a sequence of text tokens followed by image tokens.
 
-    Attention is bidirectional, so that contiguous parts cost all ranks the same. ``num_text`` and
-    ``num_image`` are those of the whole sequence.
+    ``num_text`` and ``num_image`` are those of the whole sequence.
     """
 
     num_text: int
@@ -104,11 +85,7 @@ class TokenRange:
         return cls(num_text, num_image, 0, num_text + num_image)
 
     def part(self, index: int, size: int) -> TokenRange:
-        """Return part ``index`` of ``size`` equal contiguous ones.
-
-        Raises:
-            DataError: the range cannot be cut so.
-        """
+        """Return part ``index`` of ``size`` equal contiguous ones, or raise DataError."""
         length = len(self)
         if length % size:
             raise DataError(
@@ -162,7 +139,6 @@ class FrameTokens:
 
     Attributes:
         first_frame: absolute number of the first frame.
-        rows, columns: rows and columns of the tokens of a frame.
         tp_rank, tp_size: tensor parallelism where it shares out the sequence, else 0 and 1.
 
     Raises:
@@ -207,10 +183,9 @@ class FrameTokens:
 
 
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
-    """Return the parts of several ranks, one behind the other, as frames.
+    """Return the parts of several ranks, ``[parts * t * n, ...]``, as frames.
 
-    ``[parts * t * n, ...]``, n tokens of each frame on each rank, becomes ``[t, parts * n, ...]``,
-    each frame's tokens in the order of the ranks.
+    They become ``[t, parts * n, ...]``, each frame's tokens in the order of the ranks.
     """
     parts = x.reshape(num_parts, num_frames, -1, *x.shape[1:])
     return parts.transpose(0, 1).flatten(1, 2)
@@ -224,7 +199,6 @@ def parts_first(x: Tensor, num_parts: int) -> Tensor:
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
     """Return absolute frame, row and column of the rank's slice of tokens, ``[t, n, 3]`` int64."""
-    sizes = (tokens.num_frames, tokens.rows, tokens.columns)
-    frames, rows, columns = (torch.arange(size, device=device) for size in sizes)
-    grid = torch.cartesian_prod(frames + tokens.first_frame, rows, columns)
-    return grid.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]
+    ids = position_ids((tokens.num_frames, tokens.rows, tokens.columns), 1, device)
+    ids[:, 0] += tokens.first_frame
+    return ids.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]

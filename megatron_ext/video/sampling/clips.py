@@ -29,14 +29,9 @@ _FRAGMENT = 2  # seconds
 
 
 class Mp4Writer:
-    """An H.264 file of one clip, written frame by frame.
+    """An H.264 file of one clip, written frame by frame; ``growing`` lets it be played meanwhile.
 
     An odd height or width gains a row or column, which the format needs.
-
-    Args:
-        path: name of the file.
-        fps: frames per second.
-        growing: the file can be played while it grows.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -77,10 +72,7 @@ class Mp4Writer:
 
 
 def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
-    """Return pixels ``[P, 3, f, H, W]`` as bytes ``[P, f, H, W, 3]``.
-
-    The range is [-1, 1]; values beyond it are cut off.
-    """
+    """Return pixels ``[P, 3, f, H, W]``, cut off at -1 and 1, as bytes ``[P, f, H, W, 3]``."""
     scaled = ((pixels.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     frames: NDArray[np.uint8] = scaled.cpu().permute(0, 2, 3, 4, 1).contiguous().numpy()
     return frames
@@ -126,19 +118,16 @@ def write_clips(
     """Write ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST` into a folder.
 
     They are written beside it and renamed at the end, so that a folder is whole or not there.
-    Samples that lie there already are replaced; a folder with anything else is left alone.
+    Samples that lie there already are replaced.
 
     Args:
-        folder: the folder to make.
-        pixels: ``[P, 3, f, H, W]`` in [-1, 1], all finite; values beyond it are cut off.
-        requests: the P requests that the clips were sampled for.
-        fps: frames per second.
+        pixels: ``[P, 3, f, H, W]``, all finite; see `as_bytes`.
         seed: seed of the noise.
         facts: more to be noted of each clip, such as the iteration of the model.
 
     Raises:
         ConfigError: PyAV or pillow is not installed.
-        DataError: a folder that holds other files.
+        DataError: the folder holds other files.
     """
     target = Path(folder)
     writing = open_folder(target)
@@ -158,7 +147,7 @@ def open_folder(target: Path) -> Path:
     """Make and return a folder to write samples into, beside the target; see `publish`.
 
     Raises:
-        DataError: the folder exists and holds other files.
+        DataError: the target holds other files.
     """
     if target.exists() and not _is_ours(target):
         raise DataError(
@@ -193,7 +182,6 @@ def describe(
     """Write `CONTACT_SHEET` and `LIST` beside the clips of a folder.
 
     Args:
-        folder: where the clips are, named by `clip_name`.
         requests: the dataclass that each clip was sampled for, in the order of their numbers, with
             a ``title``.
         clips: all or some frames of each, from the first to the last, ``[P, f, H, W, 3]``.
@@ -215,23 +203,14 @@ def describe(
 
 
 def shown_frames(num_frames: int) -> NDArray[np.int_]:
-    """Return the numbers of the frames that a contact sheet shows, from the first to the last."""
+    """Return the numbers of the frames that a contact sheet shows."""
     shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES))
     numbers: NDArray[np.int_] = shown.round().astype(int)
     return numbers
 
 
 def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -> None:
-    """Draw a row for each clip: its caption, and below it frames from the first to the last.
-
-    Args:
-        titles: captions.
-        clips: ``[P, f, H, W, 3]``.
-        path: name of the PNG.
-
-    Raises:
-        ConfigError: pillow is not installed.
-    """
+    """Draw a row for each of clips ``[P, f, H, W, 3]``: its caption, and below it some frames."""
     image, draw, font = _imported("pillow", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont")
     _, num_frames, height, width, _ = clips.shape
     shown = shown_frames(num_frames)
@@ -252,11 +231,8 @@ def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -
 def _shortened(title: str, fits: Callable[[str], bool]) -> str:
     """Return the title in one line, with dots where it must end early."""
     line = " ".join(title.split())
-    if fits(line):
-        return line
-    while line and not fits(f"{line}..."):
-        line = line[:-1]
-    return f"{line}..."
+    ends = [line, *(f"{line[:end]}..." for end in range(len(line), 0, -1))]
+    return next(filter(fits, ends), "...")
 
 
 def _is_ours(target: Path) -> bool:

@@ -39,9 +39,7 @@ def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
     With ``--sample-scale-by-frame`` it rises over the frames from 1 to an end value, which falls
     over the steps from ``--sample-image-scale`` towards 1.
 
-    Args:
-        step: counted from 0.
-        num_frames: latent frames t.
+    Steps count from 0.
     """
     scale = 1.0 if _rests(sampling, step) else sampling.sample_image_scale
     # A scale below 1 weakens the references; there is nothing to spread over the frames.
@@ -54,9 +52,7 @@ def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
 def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float) -> Tensor:
     """Join the three predictions ``[b, n, d]``; the result is exactly ``c`` if both scales are 1.
 
-    Args:
-        text: scale of the caption.
-        image: scale of the references, a number or ``[n, 1]``.
+    The scale of the references, ``image``, is a number or ``[n, 1]``.
     """
     return c + (text - 1) * (c - u) + (image - 1) * (u - u2)
 
@@ -103,8 +99,6 @@ def sample(
         text: captions, ``[b, l, d]`` and ``[b, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
         noise: where sampling starts, ``[b, c, t, h, w]`` on the device of the model.
-        flow: the flow of training.
-        sampling: steps and guidance.
         references: given frames, as large as the noise; None samples from the caption alone.
     """
     noise = noise.float()
@@ -135,8 +129,7 @@ class _Guide:
         references: References | None,
     ) -> None:
         _, _, t, h, w = noise.shape
-        self._velocity = velocity
-        self._sampling = sampling
+        self._velocity, self._sampling = velocity, sampling
         self._num_frames, self._tokens = t, tokens_per_frame((t, h, w), patch_size)
         nothing = torch.zeros(len(noise), t, dtype=torch.bool)
         without = pack(condition(noise, nothing), patch_size)

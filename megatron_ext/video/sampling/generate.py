@@ -1,11 +1,8 @@
-"""Generate clips for the prompts of a run, by all of its ranks together.
-
-Flags and the manifest of the data decide prompts, sizes and encoders.
-"""
+"""Generate clips for the prompts of a run, by all of its ranks together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,18 +30,12 @@ from megatron_ext.video.sampling.requests import (
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
 
 
 def requests_of(sample: SampleConfig) -> list[ClipRequest]:
-    """Return requests for ``--sample-prompts`` or ``--sample-texts``.
-
-    Raises:
-        ConfigError, DataError: see `read_requests`.
-    """
+    """Return requests for ``--sample-prompts`` or ``--sample-texts``; see `read_requests`."""
     if sample.sample_texts is not None:
         return [ClipRequest(text) for text in sample.sample_texts]
     assert sample.sample_prompts is not None
@@ -63,13 +54,8 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the codec that the data was made with; ``--codec`` says where a VAE lies.
-
-    Raises:
-        ConfigError, DataError: see `codec_from_manifest`.
-    """
-    folder = None if codec.codec == PATCH else codec.codec
-    return codec_from_manifest(manifest, folder, device)
+    """Build the codec of the data, whose VAE ``--codec`` finds; see `codec_from_manifest`."""
+    return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
@@ -112,9 +98,8 @@ def encode_on_reporting_rank(
 
     def encode() -> EncodedRequests:
         assert codec is not None and text_encoder is not None
-        return encode_requests(
-            requests, shape, codec, text_encoder, null=null, conditions=conditions
-        )
+        both = codec, text_encoder
+        return encode_requests(requests, shape, *both, null=null, conditions=conditions)
 
     encoded = [on_reporting_rank(encode, "Encoding the prompts", context)]
     torch.distributed.broadcast_object_list(encoded, src=context.reporting_rank)
@@ -132,14 +117,9 @@ def generate_latents(
 ) -> Tensor | None:
     """Sample latents of P requests, which the replicas share; all ranks call this together.
 
-    A clip's noise is decided by the seed and its number, so that it is the same in any layout.
+    A clip's noise follows from the seed and its number, so that it is the same in any layout.
     Replicas that have one clip less than others sample the last one too, and it is thrown away:
     all make the same number of calls, as a model with experts spread over replicas needs.
-
-    Args:
-        encoded: returned by `encode_on_reporting_rank`, the same on all ranks.
-        sampling: steps, guidance, seed, and how many clips a replica samples at a time; the
-            guidance makes two or three predictions for each.
 
     Returns:
         ``[P, c, t, h, w]`` float32 on the model's device, on the reporting rank; None elsewhere.

@@ -27,12 +27,9 @@ Request = TypeVar("Request")
 
 @dataclass(frozen=True)
 class SampleShape:
-    """Pixels of the clips that are sampled.
+    """Pixels of the clips that are sampled; one frame makes an image.
 
-    Attributes:
-        num_frames: f; 1 for images.
-        height, width: size in pixels.
-        fps: frames per second, which the caption tells the model.
+    The caption tells the model the frames per second.
     """
 
     num_frames: int
@@ -101,13 +98,10 @@ class EncodedRequests:
 
 
 def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
-    """Read a text file with a caption in each line, or a jsonl.
+    """Read a file of prompts; see `read_prompts`.
 
     Rows of a jsonl have ``text``, and may have ``reference`` (relative to the file), ``mode``
-    (i2v_head with a reference unless it says otherwise) and ``motion``. Empty lines are left out.
-
-    Raises:
-        DataError: no such file, a row that cannot be read, or no row at all.
+    (i2v_head with a reference unless it says otherwise) and ``motion``.
     """
     return read_prompts(path, ClipRequest, _request)
 
@@ -144,11 +138,8 @@ def read_prompts(
 def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
     """Return the lines of a file that are not blank, with their numbers, counted from 1.
 
-    Args:
-        what: names the file in errors.
-
     Raises:
-        DataError: the file cannot be read, or has no such lines.
+        DataError: the file, named by ``what``, cannot be read, or has no such lines.
     """
     try:
         lines = source.read_text("utf-8-sig").split("\n")
@@ -165,16 +156,9 @@ def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
 def read_row(
     line: str, source: Path, number: int, known: Sequence[str], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a row of a jsonl of prompts.
+    """Return a row of a jsonl of prompts, or raise DataError.
 
-    Args:
-        line: the row as it stands in the file.
-        number: number of the line, counted from 1.
-        known: names that a row may have; it must have ``text``.
-        texts: names whose values must be texts.
-
-    Raises:
-        DataError: the row is of no use.
+    It must have ``text``, and may have the ``known`` names; values of ``texts`` must be texts.
     """
     try:
         row = json.loads(line)
@@ -219,23 +203,18 @@ def encode_requests(
     """Encode captions with the suffix of training, and references at the size of the clips.
 
     Args:
-        requests: the P requests, one at least.
-        shape: pixels of the clips.
         codec, text_encoder: encoders of the training data.
         null: the empty caption of training; None encodes it.
         conditions: conditions of training, which give the lengths of v2v references.
 
     Raises:
         ConfigError: a shape that the codec does not take.
-        DataError: a reference that cannot be read or is too short, or clips that are too short for
-            a mode.
+        DataError: a reference that cannot be read, or references or clips too short for a mode.
     """
     latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     moving = shape.num_frames > 1
-    captions = [
-        with_suffix(r.text, shape.fps if moving else None, r.motion if moving else None)
-        for r in requests
-    ]
+    fps = shape.fps if moving else None
+    captions = [with_suffix(r.text, fps, r.motion if moving else None) for r in requests]
     null = null or _encoded(text_encoder, [""])
     references = None
     if any(request.reference is not None for request in requests):
@@ -244,12 +223,8 @@ def encode_requests(
         placed = [_placed(r, shape, latent_shape, codec, conditions) for r in requests]
         masks = frame_masks(modes, latent_shape[1], conditions)
         references = References(torch.stack(placed), masks)
-    return EncodedRequests(
-        latent_shape=latent_shape,
-        text=_encoded(text_encoder, captions),
-        null=Text(null.sequence.cpu(), null.pooled.cpu()),
-        references=references,
-    )
+    null = Text(null.sequence.cpu(), null.pooled.cpu())
+    return EncodedRequests(latent_shape, _encoded(text_encoder, captions), null, references)
 
 
 def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
@@ -265,23 +240,18 @@ def _placed(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> Tensor:
-    """Return the latents of a request's references at their places, ``[c, t, h, w]``.
-
-    Each section is encoded by itself, as in training.
-    """
+    """Return the latents of a request's references at their places, ``[c, t, h, w]``."""
     placed = []
     for section in sections(request.mode, latent_shape[1], conditions):
         count = (section.length - 1) * codec.temporal + 1
         pixels = _frames(request, count, shape, at_end=section.start > 0)
+        # Each section is encoded by itself, as in training.
         placed.append((section, codec.encode(pixels[None])[0].cpu()))
     return place_references(placed, latent_shape, torch.float32)
 
 
 def _frames(request: ClipRequest, count: int, shape: SampleShape, *, at_end: bool) -> Tensor:
-    """Return the first or last frames of a reference, ``[3, f, H, W]``.
-
-    They are taken near the frame rate of the clips.
-    """
+    """Return first or last frames of a reference near the clips' frame rate, ``[3, f, H, W]``."""
     assert request.reference is not None
     clip = Clip(request.reference, request.text)
     found = probe(clip)

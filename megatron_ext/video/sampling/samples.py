@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from megatron_ext.parallel.collectives import on_reporting_rank
@@ -35,12 +36,9 @@ def velocity_of(run: Run) -> ParallelVelocity:
 
 
 class ClipSampler:
-    """Samples the clips of a run's prompts; all ranks build and call it together.
+    """Samples the clips of a run's prompts with its model; all ranks build and call it together.
 
     The prompts are encoded once for all calls; text encoders of many gigabytes are then freed.
-
-    Args:
-        run: its model samples.
 
     Raises:
         ConfigError, DataError: prompts, references or encoders of no use; on all ranks alike.
@@ -51,19 +49,13 @@ class ClipSampler:
         self._run, self._sample = run, config.section(SampleConfig)
         self._requests, manifest = requests_of(self._sample), manifest_of(config)
         self._shape = shape_of(self._sample, manifest)
-        self._codec = on_reporting_rank(
-            lambda: build_codec_of(config.section(CodecConfig), manifest, device),
-            "Building the codec",
-            context,
-        )
+        codec = partial(build_codec_of, config.section(CodecConfig), manifest, device)
+        self._codec = on_reporting_rank(codec, "Building the codec", context)
         flags = config.section(TextEncoderConfig)
-        text_encoder = on_reporting_rank(
-            lambda: text_encoder_from_manifest(
-                manifest, flags.t5_path, flags.clip_path, device=device
-            ),
-            "Building the text encoder",
-            context,
+        encoder = partial(
+            text_encoder_from_manifest, manifest, flags.t5_path, flags.clip_path, device=device
         )
+        text_encoder = on_reporting_rank(encoder, "Building the text encoder", context)
         text, pooled = null_text_of(config)
         self._encoded = encode_on_reporting_rank(
             self._requests,
@@ -79,8 +71,7 @@ class ClipSampler:
     def __call__(self, folder: Path) -> None:
         """Sample the clips and write them, with the averaged weights where the run keeps them.
 
-        Raises:
-            DataError: on all ranks, where the files cannot be written.
+        Files that cannot be written raise DataError on all ranks.
         """
         run, sample = self._run, self._sample
         ema = run.ema if sample.sample_ema else None
@@ -108,11 +99,7 @@ class ClipSampler:
 
 
 class SampleWhileTraining(Callback):
-    """Samples after each multiple of ``--sample-interval``.
-
-    Args:
-        build: makes what samples into a folder, where the run samples.
-    """
+    """Samples after each multiple of ``--sample-interval``, with what ``build`` returns."""
 
     def __init__(self, run: Run, build: Callable[[Run], Callable[[Path], None]]) -> None:
         super().__init__(run)
@@ -122,7 +109,6 @@ class SampleWhileTraining(Callback):
         self._root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
 
     def after_step(self) -> None:
-        """Sample after each multiple of the interval."""
         iteration = self.run.progress.iteration
         if self._sample is not None and due(iteration, self._interval):
             self._sample(self._root / f"iter_{iteration:07}")

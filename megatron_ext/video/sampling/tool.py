@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.train.run import Run
 
+DefaultsOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+"""Gives the defaults that the configuration stored in a checkpoint makes, of which the second
+argument has the flags of checkpoints; may raise MegatronExtError."""
+
 _STORED = ("flow", "conditions", *ENCODING)
 """Sections of the checkpoint's configuration that decide how its model samples."""
 _DATA = ("video_model", "video_data_path", "video_buckets", "online_encoding")
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of flags as a checkpoint has them; see `run_sampling`.
+    """Return values of flags as a checkpoint has them; see `DefaultsOf`.
 
     Raises:
         ConfigError: a checkpoint of streaming long-tuning.
@@ -51,7 +55,7 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check what is asked for before any process group exists; see `Task.preflight`."""
+    """Check what is asked for; see `Task.preflight`."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
     return network_of(config).with_widths(manifest), None
@@ -65,12 +69,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
-    """Run the program, and return its exit code.
-
-    Args:
-        program: the tasks of pretrain_video.py.
-        argv: the words after the program's name.
-    """
+    """Run the program on the words after its name, and return its exit code."""
     sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
     return run_sampling(sampling, argv, defaults_of, sample_at_once)
 
@@ -78,7 +77,7 @@ def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
 def run_sampling(
     program: Task | TaskChoice,
     argv: Sequence[str],
-    defaults_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
+    defaults_of: DefaultsOf,
     sample: Callable[[Run], None],
 ) -> int:
     """Start the ranks of a sampling program, and return its exit code.
@@ -86,9 +85,6 @@ def run_sampling(
     Args:
         program: gives the model.
         argv: the words after the program's name, which win over all defaults.
-        defaults_of: ``(stored, given)`` to the defaults that the configuration ``stored`` in a
-            checkpoint gives, of which ``given`` are the flags of checkpoints; may raise
-            MegatronExtError.
         sample: called on all ranks in place of training.
     """
     try:
@@ -98,10 +94,7 @@ def run_sampling(
     return main(program, argv, defaults=defaults, work=sample)
 
 
-def _defaults(
-    argv: Sequence[str],
-    defaults_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
-) -> dict[str, Any]:
+def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
     """Return the defaults that the checkpoint of a command line gives.
 
     Raises:

@@ -29,10 +29,7 @@ def forward_engine(
     transformer_config: TransformerConfig,
     context: ParallelContext,
 ) -> PipelineEngine:
-    """Build an engine for forward passes where the training step has none.
-
-    It has none with megatron-core's own schedules.
-    """
+    """Build an engine for forward passes, where the step uses megatron-core's own schedules."""
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
     schedule = "zb-v" if placement.v_shape else schedule
@@ -44,9 +41,7 @@ def collect_outputs(
 ) -> list[Tensor]:
     """Run forward passes; return the outputs of the micro-batches on the last stage.
 
-    Args:
-        inputs: keywords of the forward pass of every chunk, for each micro-batch.
-        shape: the shape that passes between stages.
+    ``inputs`` are the keywords of every chunk for each; ``shape`` passes between stages.
     """
 
     def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -63,7 +58,7 @@ def collect_outputs(
 
 
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
-    """Return a tensor of the last stage on all stages, which give one of its shape."""
+    """Return a tensor of the last stage on all stages; the others give any of its shape."""
     x = x.contiguous()
     torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
     return x
@@ -80,7 +75,7 @@ class ParallelVelocity:
     - ``boundary_shape(num_text, num_image, micro_batch_size)``: the shape that passes between
       stages,
     - ``image_tokens(num_text, num_image)``: the slice of image tokens that its output on this rank
-      stands for; needed with context parallelism, otherwise the output is that of all of them,
+      stands for; needed with context parallelism,
     - ``guidance_embed`` and ``cond_embed``, true if it takes these inputs, on itself or on its
       ``sizes``; a model without them takes neither.
 
@@ -90,8 +85,6 @@ class ParallelVelocity:
     Args:
         engine: the engine of the training step, or `forward_engine`.
         chunks: the model on this rank, wrapped as the step calls them.
-        context: groups of this rank.
-        patch_size: p.
         guidance: strength that a model with ``guidance_embed`` is told; None for others.
 
     Raises:
@@ -134,11 +127,7 @@ class ParallelVelocity:
         return bool(getattr(getattr(model, "sizes", model), SWITCHES["cond"], False))
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return the velocity of latents of (t, h, w); see `predict`.
-
-        Raises:
-            DataError: a height or width that patches do not fill.
-        """
+        """Return the velocity of latents of (t, h, w), or raise DataError if patches do not fit."""
         return partial(self.predict, position_ids(shape, self.patch_size, self.device))
 
     @torch.no_grad()
@@ -147,19 +136,14 @@ class ParallelVelocity:
     ) -> Tensor:
         """Predict, in evaluation mode and without gradients.
 
-        The text is lengthened by its last row until the sequence divides among the ranks, as in
-        training.
+        Inputs and result are the same on all ranks of the replica. The text is lengthened by its
+        last row until the sequence divides among the ranks, as in training.
 
         Args:
-            ids: positions of the tokens, ``[n, 3]``; see `position_ids`.
-            x: tokens, ``[b, n, d]``, the same on all ranks of the replica, as are all others.
-            t: times, ``[b]`` float32.
-            text: ``[b, l, k]``.
-            pooled: ``[b, e]``.
-            cond: ``[b, n, (1 + c) * p * p]``; left out where the model takes none.
+            ids: positions of the tokens, ``[n, 3]``; the other arguments are those of `Velocity`.
 
         Returns:
-            ``[b, n, d]`` float32, the same on all ranks of the replica.
+            ``[b, n, d]`` float32.
 
         Raises:
             DataError: inputs that do not fit the model, on all ranks alike.
@@ -200,8 +184,7 @@ class ParallelVelocity:
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
         """Join the parts of the last stage's context-parallel ranks, and send them to all ranks.
 
-        They may hold unequal numbers of image tokens, or none. A token is added to zeros only, so
-        that the sum is exact.
+        A token is added to zeros only, so that the sum is exact.
         """
         groups, context = self.context.pgs, self.context
         whole = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -236,7 +219,7 @@ def _model_of(chunk: torch.nn.Module) -> Any:
 
 @contextmanager
 def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Set evaluation mode inside of the block; then every module is as it was before."""
+    """Set evaluation mode inside of the block only."""
     before = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()

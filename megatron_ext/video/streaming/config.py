@@ -1,12 +1,10 @@
-"""Flags of streaming long-tuning: its networks, sequences, noise levels and losses.
-
-Flags of the long videos that a streaming run samples, beside those of `SampleConfig`.
-"""
+"""Flags of streaming long-tuning: its networks, sequences, noise levels, losses and samples."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_ext.config.flags import (
@@ -29,7 +27,8 @@ if TYPE_CHECKING:
 Role = Literal["generator", "critic", "teacher"]
 """One of the networks."""
 
-_FRAMES = "latent frames"
+_frames = partial(flag, unit="latent frames", bounds=SIZE)
+_named_size = partial(flag, choices=tuple(SIZES), if_changed="allow")
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,12 @@ class StreamingConfig(WanConfig):
         given_frames: that sequences begin with, a block or none.
     """
 
-    generator_size: str = flag(
-        "tiny", "named size of the generator", choices=tuple(SIZES), if_changed="allow"
+    generator_size: str = _named_size("tiny", "named size of the generator")
+    critic_size: str | None = _named_size(
+        None, "named size of the critic; default: as the generator"
     )
-    critic_size: str | None = flag(
-        None,
-        "named size of the critic; default: as the generator",
-        choices=tuple(SIZES),
-        if_changed="allow",
-    )
-    teacher_size: str | None = flag(
-        None,
-        "named size of the teacher; default: as the generator",
-        choices=tuple(SIZES),
-        if_changed="allow",
+    teacher_size: str | None = _named_size(
+        None, "named size of the teacher; default: as the generator"
     )
     critic_checkpoint: str | None = flag(None, "weights that the critic starts from")
     teacher_checkpoint: str | None = flag(None, "weights of the teacher")
@@ -94,42 +85,25 @@ class StreamingConfig(WanConfig):
     latent_size: tuple[int, int] = flag(
         (60, 104), "height and width of the latents", nargs=2, bounds=SIZE
     )
-    chunk_frames: int = flag(
-        21, "latent frames of the chunks that critic and teacher see", unit=_FRAMES, bounds=SIZE
+    chunk_frames: int = _frames(21, "latent frames of the chunks that critic and teacher see")
+    min_new_frames: int = _frames(
+        18, "least latent frames that a chunk adds, the first chunk excepted"
     )
-    min_new_frames: int = flag(
-        18,
-        "least latent frames that a chunk adds, the first chunk excepted",
-        unit=_FRAMES,
-        bounds=SIZE,
-    )
-    max_new_frames: int = flag(
+    max_new_frames: int = _frames(
         18,
         "most latent frames that a chunk adds; above --min-new-frames the number is drawn in "
         "whole blocks",
-        unit=_FRAMES,
-        bounds=SIZE,
     )
-    sequence_lengths: tuple[int, ...] = flag(
-        (240,),
-        "latent frames at which sequences end at the latest; one length is drawn",
-        nargs="+",
-        unit=_FRAMES,
-        bounds=SIZE,
+    sequence_lengths: tuple[int, ...] = _frames(
+        (240,), "latent frames at which sequences end at the latest; one length is drawn", nargs="+"
     )
     train_first_chunk: bool = flag(
         True, "train on the first chunk of a sequence too; otherwise it is generated without a loss"
     )
-    switch_frames: tuple[int, ...] | None = flag(
-        None,
-        "latent frames where prompts may switch; default: where chunks begin",
-        nargs="+",
-        unit=_FRAMES,
-        bounds=SIZE,
+    switch_frames: tuple[int, ...] | None = _frames(
+        None, "latent frames where prompts may switch; default: where chunks begin", nargs="+"
     )
-    recache_frames: int = flag(
-        21, "latent frames that are encoded anew at a switch", unit=_FRAMES, bounds=SIZE
-    )
+    recache_frames: int = _frames(21, "latent frames that are encoded anew at a switch")
     sink_at_switch: str = flag(
         "rebuild",
         "encode the sinks under the new prompt at a switch, or keep them",
@@ -222,9 +196,7 @@ class StreamingConfig(WanConfig):
     def sizes(self, role: Role = "generator") -> VideoDiTSizes:
         """Return the sizes of a network; without a size of its own they are the generator's."""
         named = SIZES[getattr(self, f"{role}_size") or self.generator_size]
-        channels = self.latent_channels
-        if channels is None:
-            channels = SIZES[self.generator_size].channels
+        channels = self.latent_channels or SIZES[self.generator_size].channels
         width = self.text_features or named.text_width
         return dataclasses.replace(named, channels=channels, text_width=width)
 
@@ -247,11 +219,8 @@ class StreamingSampleConfig:
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
-    sample_latent_frames: int | None = flag(
-        None,
-        "latent frames of sampled videos; default: the longest of --sequence-lengths",
-        unit="latent frames",
-        bounds=SIZE,
+    sample_latent_frames: int | None = _frames(
+        None, "latent frames of sampled videos; default: the longest of --sequence-lengths"
     )
     sample_second_texts: list[str] | None = flag(
         None, "captions after the switch, one for each of --sample-texts", nargs="+"

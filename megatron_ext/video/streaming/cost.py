@@ -27,11 +27,9 @@ from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 
 @dataclass(frozen=True)
 class NetworkMemory:
-    """A network of the run on one rank.
+    """A network of the run on the rank that holds most of it.
 
     Attributes:
-        name: generator, critic or teacher.
-        weights: its weights on the rank that holds most of it.
         state: what the rank keeps of it between steps.
         parameters: number of parameters of the whole network.
     """
@@ -49,8 +47,8 @@ class StreamingMemory:
     Attributes:
         networks: generator, critic, teacher.
         cache: keys and values of the frames and of the text that the generator keeps.
-        passes: the passes of a step, which run one at a time, with the bytes that each holds at
-            most besides state and cache.
+        passes: the bytes that each pass of a step holds at most besides state and cache; they run
+            one at a time.
     """
 
     networks: tuple[NetworkMemory, ...]
@@ -99,8 +97,8 @@ class _Formulas:
 
     def teacher(self) -> NetworkMemory:
         """Return the teacher: frozen, without adapters, perhaps on ranks of its own."""
-        own = teacher_sizes(self._streaming, self._config.parallel)
-        own = own or TeacherSizes(self._ranks.tp, 1)
+        found = teacher_sizes(self._streaming, self._config.parallel)
+        own = found or TeacherSizes(self._ranks.tp, 1)
         sizes = self._streaming.sizes("teacher")
         blocks = stage_blocks(sizes.num_blocks, own.pipeline)
         stages = [Stage.of_layers(held, i, len(blocks), rank=i) for i, held in enumerate(blocks)]

@@ -1,11 +1,10 @@
 """Decide how streaming sequences grow, when prompts switch, and which network each step trains.
 
-Every random decision is a function of the seed and of numbers, as in `video.data.randomness`: no
-states of generators are kept, nothing else can consume them, and ranks need not communicate. There
-are two kinds. Control flow (lengths, growth, switches, exit steps) must be the same on all ranks,
-whose collectives would not meet otherwise; it follows the numbers of sequence and clip. Noise
-differs between replicas and follows the numbers of the samples in the run, so that it does not
-depend on the layout.
+Every random decision is a function of the seed and of numbers, as in `video.data.randomness`.
+Control flow (lengths, growth, switches, exit steps) must be the same on all ranks, whose
+collectives would not meet otherwise; it follows the numbers of sequence and clip. Noise differs
+between replicas and follows the numbers of the samples in the run, so that it does not depend on
+the layout.
 
 A clip is what critic and teacher look at: the newest ``--chunk-frames`` latent frames of a
 sequence. Each pass of a step takes the next clip.
@@ -52,13 +51,9 @@ def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...
 
 
 def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tuple[Pass, ...]:
-    """Return which network each clip of a step trains, in order.
+    """Return which network each clip of a step trains, in order, ``accumulation`` clips each.
 
     The generator is trained in one of ``generator_interval`` steps, the critic in all.
-
-    Args:
-        step: counted from 0.
-        accumulation: clips of each kind in a step.
     """
     trains_generator = step % streaming.generator_interval == 0
     once: tuple[Pass, ...] = ("generator", "critic") if trains_generator else ("critic",)
@@ -68,8 +63,7 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
     """Return the clips of a sequence that the generator ever trains, if all sequences are alike.
 
-    Args:
-        trained_clips: number of clips of a sequence that are trained on; they count from 0.
+    They are counted from 0 among the ``trained_clips`` that are trained on.
     """
     cycle = [
         kind
@@ -128,11 +122,7 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return how many frames a clip but the first adds, in whole blocks.
-
-    Args:
-        remaining: frames left to the end of the sequence.
-    """
+    """Return how many of the ``remaining`` frames a clip but the first adds, in whole blocks."""
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
     return _choice(choices, seed, sequence, f"streaming growth {clip}")
@@ -157,36 +147,29 @@ def noise(
     *,
     like: Tensor | None = None,
 ) -> Tensor:
-    """Draw standard normal numbers of samples, the same on all model-parallel ranks of a replica.
+    """Draw standard normal numbers ``[b, *shape]`` of samples, the same in any layout.
 
     Args:
         samples: numbers of the b samples in the run.
-        shape: shape of one sample.
         purpose: name of the use; no two uses in a sequence may share it.
         like: a tensor that gives dtype and device; None gives float32 on the CPU.
-
-    Returns:
-        ``[b, *shape]``.
     """
     drawn = draw_noise(seed, samples, shape, f"streaming {purpose}")
     return drawn if like is None else drawn.to(like.device, like.dtype)
 
 
 def uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
-    """Draw a number in [0, 1) for each sample, ``[b]`` float64; arguments as of `noise`."""
+    """Draw a number in [0, 1) for each sample, ``[b]`` float64; see `noise`."""
     return draw_uniforms(seed, samples, f"streaming {purpose}")
 
 
 def block_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], frame: int, step: int, *, like: Tensor
 ) -> Tensor:
-    """Draw the noise of a block; the other arguments are those of `noise`.
+    """Draw the noise of a block from a frame on, ``[b, frames, c, h, w]``; see `noise`.
 
-    Args:
-        shape: shape of one sample of the block, (frames, c, h, w).
-        frame: absolute number of the block's first frame.
-        step: 0 for the noise that the block starts from, 1 and more for that of its later
-            denoising steps, -1 for that of its write-back into the cache.
+    Step 0 is the noise that the block starts from, 1 and more that of its later denoising steps,
+    and -1 that of its write-back into the cache.
     """
     return noise(seed, samples, shape, f"frame {frame} step {step}", like=like)
 

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,13 +59,7 @@ class NotFiniteError(DataError):
 
 @dataclass(frozen=True)
 class WrittenVideo:
-    """A video that was written.
-
-    Attributes:
-        number: number of its prompt.
-        num_frames: number of its frames, in pixels.
-        shown: some of its frames, from the first to the last, ``[k, H, W, 3]``.
-    """
+    """A video that was written for a prompt, with some of its frames, ``[k, H, W, 3]``."""
 
     number: int
     num_frames: int
@@ -76,12 +70,10 @@ class LongVideoWriter:
     """Writes a batch of videos, a stretch of frames at a time; `finish` or `abandon` it.
 
     Args:
-        folder: exists.
         numbers: numbers of the prompts, which name the files.
         decoder: takes the next latents ``[b, c, t, h, w]``, from the beginning of the videos on,
             and gives their pixels ``[b, 3, f, H, W]``; see `video.data.codecs`.
         num_frames: frames of each whole video, in pixels.
-        fps: frames per second.
 
     Attributes:
         num_frames: frames of each video that were written so far, in pixels.
@@ -146,10 +138,7 @@ class Throughput:
     """How fast videos are sampled, from the first noise to pixels in a file.
 
     Attributes:
-        videos: whole videos.
-        blocks: frame blocks of all videos.
-        frames: frames of all videos, in pixels.
-        seconds: time for all of that.
+        blocks, frames: frame blocks, and frames in pixels, of all videos.
         first_block: seconds until the first block of the first video was written.
     """
 
@@ -167,12 +156,11 @@ Progress = Callable[[Throughput], None]
 class LongVideoSampler:
     """Samples the videos of a run's prompts; all ranks build and call it together.
 
-    It holds nothing that training uses but the weights, which it reads, and draws from none of its
-    streams of random numbers; networks of streaming runs have no dropout.
+    It reads the weights of the run's generator, and draws from none of its streams of random
+    numbers; networks of streaming runs have no dropout.
 
     Args:
-        run: its generator makes the videos.
-        encode: see `Encode`; called once.
+        encode: called once.
         build_codec: called on the first rank of each replica, which decodes and writes.
 
     Raises:
@@ -184,9 +172,7 @@ class LongVideoSampler:
         self._run, self._streaming = run, config.section(StreamingConfig)
         self._sample, own = config.section(SampleConfig), config.section(StreamingSampleConfig)
         self._prompts = video_prompts(self._sample, own, self._streaming)
-        captions = [
-            [prompt.text, *(switch.text for switch in prompt.switches)] for prompt in self._prompts
-        ]
+        captions = [[prompt.text, *(s.text for s in prompt.switches)] for prompt in self._prompts]
         encoded = encode([caption for some in captions for caption in some])
         self._texts = torch.split(encoded.cpu(), [len(some) for some in captions])
         # A VAE draws random weights before it loads its own.
@@ -205,10 +191,7 @@ class LongVideoSampler:
         """Sample the videos and write them into a folder, which is whole or not there.
 
         The averaged weights make them, where the run keeps them and ``--sample-ema`` is on.
-
-        Args:
-            folder: the folder to make.
-            progress: called on the first rank of the first replica.
+        Progress is told on the first rank of the first replica.
 
         Returns:
             The throughput of all replicas together: their sums, and the slowest's seconds.
@@ -251,20 +234,12 @@ class LongVideoSampler:
             if context.is_reporting_rank:
                 shutil.rmtree(writing, ignore_errors=True)
         # Only ranks that write have counted.
-        counted = [throughput for _, throughput in parts]
-        return Throughput(
-            videos=sum(part.videos for part in counted),
-            blocks=sum(part.blocks for part in counted),
-            frames=sum(part.frames for part in counted),
-            seconds=max(part.seconds for part in counted),
-            first_block=max(part.first_block for part in counted),
-        )
+        counted = [astuple(throughput) for _, throughput in parts]
+        made, blocks, frames, seconds, first = zip(*counted, strict=True)
+        return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Give the numbers of the prompts that this replica samples at a time.
-
-        All prompts of a batch switch at the same frames.
-        """
+        """Give the numbers of prompts that this replica samples together: they switch alike."""
         context, size = self._run.context, self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 
@@ -293,8 +268,7 @@ class LongVideoSampler:
             timer.count(latents.size(0), writer.num_frames - before)
 
         def finish() -> list[WrittenVideo]:
-            assert writer is not None
-            return writer.finish()
+            return writer.finish() if writer is not None else []
 
         writer = on_first_of_this_replica(open_files, what, context)
         try:
@@ -313,13 +287,9 @@ class LongVideoSampler:
         run, streaming = self._run, self._streaming
         height, width = streaming.latent_size
         (network,) = unwrap_model(run.chunks)
-        noise = functools.partial(
-            decisions.block_noise,
-            self._sample.sample_seed,
-            numbers,
-            (streaming.frame_block, network.sizes.channels, height, width),
-            like=torch.empty(0, device=run.device),
-        )
+        shape = streaming.frame_block, network.sizes.channels, height, width
+        seed, like = self._sample.sample_seed, torch.empty(0, device=run.device)
+        noise = functools.partial(decisions.block_noise, seed, numbers, shape, like=like)
         frames = (0, *self._prompts[numbers[0]].frames)
         texts = [self._texts[number].to(run.device) for number in numbers]
         cache = network.new_cache(len(numbers), height, width)
@@ -340,7 +310,7 @@ class _Timer:
         self.throughput = Throughput()
 
     def count(self, videos: int, frames: int) -> None:
-        """Count a block of some videos, with so many frames in pixels each."""
+        """Count a block of ``videos`` with so many frames in pixels each."""
         seen = self.throughput
         seen.blocks += videos
         seen.frames += videos * frames

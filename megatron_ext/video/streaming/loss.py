@@ -18,12 +18,10 @@ M are the frames that count: those that are new in the clip. The teacher is guid
 u) with c and u its predictions under the prompt and under the negative prompt; w = 1 is the plain
 prediction. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D is a function of whole clips,
 but given D, or dL_S / dX, losses are sums over frames, so that blocks of frames can be
-micro-batches. Latents and D are whole and equal on all model-parallel ranks of a replica; nothing
-here communicates.
+micro-batches. Latents and D are whole and equal on all model-parallel ranks of a replica.
 
 A generator step: generate a clip, `noised_clip`, `generator_direction` or `sid_direction`, then
-`generator_losses` block by block. A critic step: generate a clip, `noised_clip`,
-`critic_clip_loss`.
+`generator_losses` block by block. A critic step: generate, `noised_clip`, `critic_clip_loss`.
 """
 
 from __future__ import annotations
@@ -66,17 +64,13 @@ class NoisedClip:
 def noised_clip(
     clip: StreamClip, schedule: NoiseSchedule, seed: int, purpose: decisions.Pass
 ) -> NoisedClip:
-    """Add noise to a clip, with numbers that depend on its samples, its place and the purpose."""
+    """Add noise to a clip; it follows from the clip's samples, its place and the purpose."""
     latents, name = clip.latents.detach(), f"{purpose} chunk {clip.number}"
     uniforms = decisions.uniforms(seed, clip.samples, f"{name} timestep")
     timesteps = schedule.score_timesteps(uniforms, clip.exit_step).to(latents.device)
     noise = decisions.noise(seed, clip.samples, latents.shape[1:], f"{name} noise", like=latents)
-    return NoisedClip(
-        x=schedule.add_noise(latents, noise, timesteps),
-        noise=noise,
-        timesteps=timesteps,
-        sigma=schedule.sigma(timesteps),
-    )
+    x = schedule.add_noise(latents, noise, timesteps)
+    return NoisedClip(x, noise, timesteps, schedule.sigma(timesteps))
 
 
 @dataclass(frozen=True)
@@ -104,8 +98,6 @@ class Scores:
         """Return the clean latents that the networks predict, by arguments of `dmd_direction`.
 
         Args:
-            clip: gives the prompts.
-            noised: gives the noise level.
             x: noised latents.
             entering: ``x`` as the networks get it, whose hooks see the gradient that comes through
                 them alone; None gives them ``x`` itself.
@@ -139,17 +131,11 @@ def sid_direction(
     scores: Scores,
     whole_gradient: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of score identity distillation with regard to a clip.
+    """Return dL_S / dX, times the elements of a frame, and the frames' losses ``[b, t]``.
 
-    It goes through critic and teacher, whose weights get none.
-
-    Args:
-        whole_gradient: turns the gradient of the networks' input on this rank into the gradient
-            of the whole loss, where ranks share the tokens.
-
-    Returns:
-        The gradient, times the elements of a frame, ``[b, t, c, h, w]`` float64, and the frames'
-        losses, ``[b, t]``; `generator_losses` takes both.
+    The gradient, ``[b, t, c, h, w]`` float64, goes through critic and teacher, whose weights get
+    none. Where ranks share the tokens, ``whole_gradient`` turns the gradient of the networks' input
+    on this rank into that of the whole loss.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
@@ -157,12 +143,9 @@ def sid_direction(
         entering = x.clone()
         if whole_gradient is not None:
             entering.register_hook(whole_gradient)  # type: ignore[no-untyped-call]
-        losses = sid_losses(
-            latents,
-            **scores.clean(clip, noised, x, entering),
-            scale=scores.guidance_scale,
-            alpha=scores.sid_alpha,
-        )
+        clean = scores.clean(clip, noised, x, entering)
+        scale, alpha = scores.guidance_scale, scores.sid_alpha
+        losses = sid_losses(latents, **clean, scale=scale, alpha=alpha)
         # Not torch.autograd.grad: recomputed blocks may refuse to be asked for one input.
         torch.where(clip.mask, losses, 0.0).sum().backward()  # type: ignore[no-untyped-call]
     assert latents.grad is not None
@@ -186,24 +169,17 @@ def _frozen(*networks: Any) -> Iterator[None]:
 def generator_losses(
     clip: StreamClip, direction: Tensor, generator: Generator, losses: Tensor | None = None
 ) -> Iterator[Loss]:
-    """Give the loss of each trained block, by the loss contract; their sum is the clip's.
+    """Give the loss of each trained block of the newest clip, whose loss is their sum.
 
     The exit step of a block is run when its loss is asked for, so that a backward pass after each
-    keeps one block's activations at a time. The clip is the newest that was generated.
-
-    Args:
-        clip: generated for the generator, in two phases.
-        direction: D of `generator_direction`, or the gradient of `sid_direction`.
-        losses: the losses of `sid_direction`.
+    keeps one block's activations at a time. ``direction`` is D of `generator_direction`, or it and
+    ``losses`` are what `sid_direction` returns.
     """
     for step in clip.blocks:
-        frames = clip.frames_of(step)
-        yield dmd_loss(
-            generator.clean(step),
-            direction=direction[:, frames],
-            mask=clip.mask[:, frames],
-            losses=None if losses is None else losses[:, frames],
-        )
+        frames, latents = clip.frames_of(step), generator.clean(step)
+        own = None if losses is None else losses[:, frames]
+        given, mask = direction[:, frames], clip.mask[:, frames]
+        yield dmd_loss(latents, direction=given, mask=mask, losses=own)
 
 
 def critic_clip_loss(
@@ -211,21 +187,15 @@ def critic_clip_loss(
 ) -> Loss:
     """Return the critic's loss on a clip, see `critic_loss`; only the critic gets a gradient."""
     flow = critic(x=noised.x, timesteps=noised.timesteps, text=clip.text)
-    return critic_loss(
-        flow,
-        latents=clip.latents,
-        noise=noised.noise,
-        mask=clip.mask,
-        kind=kind,
-        sigma=noised.sigma,
-    )
+    given = {"latents": clip.latents, "noise": noised.noise, "mask": clip.mask}
+    return critic_loss(flow, **given, kind=kind, sigma=noised.sigma)
 
 
 @torch.no_grad()
 def dmd_direction(
     latents: Tensor, *, fake: Tensor, conditional: Tensor, unconditional: Tensor, scale: float
 ) -> Tensor:
-    """Return D, along which generated clips leave the teacher's distribution.
+    """Return D, along which generated clips leave the teacher's distribution, in float64.
 
     A sample that the teacher leaves as it is (its normaliser is 0) has no direction. Numbers that
     are not finite are passed on, for the training step to see.
@@ -233,13 +203,9 @@ def dmd_direction(
     Args:
         latents: X, whole clips ``[b, t, c, h, w]``; the normaliser is their mean over all frames,
             also those that do not count.
-        fake: clean latents that the critic predicts from the noised clip, as ``latents``.
-        conditional: clean latents that the teacher predicts under the prompt.
-        unconditional: the same under the negative prompt.
+        fake: clean latents that the critic predicts from the noised clip.
+        conditional, unconditional: those of the teacher under prompt and negative prompt.
         scale: w of the guidance.
-
-    Returns:
-        ``[b, t, c, h, w]`` float64.
     """
     real = _guided(conditional, unconditional, scale)
     return (fake.double() - real) / _distance(latents, real)
@@ -257,9 +223,6 @@ def sid_losses(
     """Return L_S of each frame, ``[b, t]`` float64, with gradient; see `dmd_direction`.
 
     The normaliser is a constant, and a sample that the teacher leaves as it is has no loss.
-
-    Args:
-        alpha: weight of the squared difference that is taken off.
     """
     real = _guided(conditional, unconditional, scale)
     gap, x = real - fake.double(), latents.double()
@@ -284,9 +247,9 @@ def dmd_loss(
 ) -> Loss:
     """Return the generator's loss of clips, or of blocks of them, by the loss contract.
 
-    The sum runs over frames and adds the means of their elements; the count is of frames, so that
-    sum / count is L_G. Its value says nothing about convergence; the mean of |D| in the report
-    does.
+    The float64 sum adds the means of the frames' elements, so that sum / count is L_G. Its value
+    says nothing about convergence; ``dmdtrain_gradient_norm``, the mean of |D| over all frames
+    given, does.
 
     Args:
         latents: X with gradient, ``[b, t, c, h, w]``.
@@ -294,10 +257,6 @@ def dmd_loss(
         mask: frames that count, bool ``[b, t]``.
         losses: one for each frame, ``[b, t]``, where the direction is the gradient of another loss
             than L_G, times the elements of a frame; they then give the value.
-
-    Returns:
-        Sum (float64), number of frames that count, and what to log: ``generator loss``, and
-        ``dmdtrain_gradient_norm``, the mean of |D| over all frames given.
     """
     x, d = latents.double(), direction.double()
     counts = mask[..., None, None, None]
@@ -327,19 +286,13 @@ def critic_loss(
     Its kind says what is compared: the ``flow``, the clean latents that follow from it (``x0``,
     whose error is sigma times that of the flow), the ``noise`` (1 - sigma times), or ``v`` of the
     path with the same ratio of signal and noise whose variance stays (sqrt((1 - sigma)² + sigma²)
-    times).
+    times). The float64 sum adds the means of the frames' elements.
 
     Args:
         flow: prediction of the critic for the noised clip, ``[b, t, c, h, w]``.
-        latents: X, in the shape of ``flow``; no gradient reaches it.
-        noise: in the shape of ``flow``.
+        latents: X, in the shape of ``flow``, as the noise; no gradient reaches it.
         mask: frames that count, bool ``[b, t]``; all of them for the first stage of LongLive.
-        kind: see above.
         sigma: noise level of the clip, ``[b]``; unused for ``flow``.
-
-    Returns:
-        Sum over frames of the means of their elements (float64), number of frames that count, and
-        what to log: ``critic loss``.
     """
     error = flow.double() - (noise.double() - latents.detach().double())
     if kind != "flow":

@@ -41,8 +41,6 @@ class TrainedNetwork:
 
     Attributes:
         chunks: the network, wrapped for data parallelism, the only one of a list.
-        optimizer: updates this network alone.
-        scheduler: sets its learning rate.
         clip_grad: largest global norm of its gradient, 0 for no clipping.
         base: the weights under its adapters, where its checkpoints hold only adapters.
     """
@@ -68,8 +66,8 @@ class TrainedNetwork:
         """Sum or average the gradients over the replicas; all ranks call this together.
 
         Args:
-            num_frames: frames that counted on this rank; the gradients are divided by their sum
-                over all ranks. None if the losses were means already.
+            num_frames: frames that counted on this rank, by whose sum over all ranks the gradients
+                are divided; None if the losses were means already.
             everywhere: leave whole gradients on every rank, also with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
@@ -90,8 +88,7 @@ def build_network(
 ) -> VideoDiT:
     """Build one network, of which the generator sees past frames; see `Task.model_chunk`.
 
-    Args:
-        stage: unused, since ``context`` tells the model which stage it is.
+    ``stage`` is unused, since ``context`` tells the model which stage it is.
     """
     streaming = config.section(StreamingConfig)
     options = wan_options(streaming, config.parallel, causal=role == "generator")
@@ -138,12 +135,9 @@ def load_weights(
     optimizer: MegatronOptimizer | None,
     section: str | None = None,
 ) -> None:
-    """Start from the weights of a checkpoint, where one is given.
+    """Start from the weights of a checkpoint; None as path leaves the network as it is.
 
     Args:
-        path: folder of the checkpoint; None leaves the network as it is.
-        chunks: the network.
-        optimizer: updates the network; None where it is not trained.
         section: network to take from the checkpoint of a streaming run; None for the generator.
 
     Raises:
@@ -151,13 +145,11 @@ def load_weights(
     """
     if path is None:
         return
-    asked = CheckpointConfig(
-        pretrained_checkpoint=path,
-        pretrained_average=checkpoint.pretrained_average,
-        ckpt_format=checkpoint.ckpt_format,
-        ckpt_fully_parallel_load=checkpoint.ckpt_fully_parallel_load,
-        dist_ckpt_strictness=checkpoint.dist_ckpt_strictness,
-    )
+    kept = (
+        "pretrained_average", "ckpt_format", "ckpt_fully_parallel_load", "dist_ckpt_strictness",
+    )  # fmt: skip
+    same = {name: getattr(checkpoint, name) for name in kept}
+    asked = CheckpointConfig(pretrained_checkpoint=path, **same)
     manager = CheckpointManager(asked, context, section=section)
     loaded = manager.load(model=chunks, optimizer=optimizer, scheduler=None)
     if loaded is not None and context.is_reporting_rank:

@@ -2,8 +2,7 @@
 
 The path is ``x_t = (1 - sigma) * x0 + sigma * noise``. Networks predict the flow ``v = noise - x0``
 and are told the timestep ``t``, 0 to 1000. A table with a shift towards the noise gives the sigma
-of a timestep (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622). Sigmas and clean latents are
-computed in float64, since x0 is a difference of numbers of like size.
+of a timestep (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622).
 """
 
 from __future__ import annotations
@@ -43,13 +42,9 @@ class NoiseSchedule:
         self.denoising_timesteps: tuple[float, ...] = tuple(steps.tolist())
 
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """Return the noise at the entries of the table that lie nearest to timesteps.
+        """Return the noise at the entries of the table that lie nearest to timesteps, in float64.
 
-        Args:
-            timesteps: 0 to 1000, of any shape.
-
-        Returns:
-            float64 in the same shape; never 0, since the table ends before it.
+        It is never 0, since the table ends before it.
         """
         table = self._timesteps.to(timesteps.device)
         t = timesteps.double()
@@ -61,20 +56,15 @@ class NoiseSchedule:
         """Return the noise of frames that the generator sees as its past.
 
         With ``context_noise_from_table`` the table decides, which at timestep 0 gives 0.5% of
-        noise; frames of a recache then have none, as in LongLive. Otherwise sigma is 0 at
-        timestep 0, and all frames of the past are noised alike.
-
-        Args:
-            recached: the frames are encoded anew at a prompt switch.
+        noise; frames ``recached`` at a prompt switch then have none, as in LongLive. Otherwise
+        sigma is 0 at timestep 0, and all frames of the past are noised alike.
         """
-        streaming = self.streaming
-        from_table = streaming.context_noise_from_table
-        if (from_table and recached) or (not from_table and streaming.context_noise == 0):
-            return 0.0
-        return float(self.sigma(torch.tensor(streaming.context_noise)))
+        noise, from_table = self.streaming.context_noise, self.streaming.context_noise_from_table
+        is_clean = recached if from_table else noise == 0
+        return 0.0 if is_clean else float(self.sigma(torch.tensor(noise)))
 
     def score_timesteps(self, uniforms: Tensor, exit_step: int | None = None) -> Tensor:
-        """Return the timesteps at which scores are compared and the critic is trained.
+        """Return the timesteps at which clips are looked at, ``[b]`` float32.
 
         As in Self-Forcing (arXiv:2506.08009), ``ts_schedule`` allows no less noise than the
         denoising step after the exit step has, and ``ts_schedule_max`` no more than the exit step.
@@ -83,9 +73,6 @@ class NoiseSchedule:
             uniforms: in [0, 1), ``[b]``; each chooses one of the steps before the shift.
             exit_step: exit step of all blocks of the clip, counted from 0; None where blocks
                 differ, which allows all steps.
-
-        Returns:
-            ``[b]`` float32 between ``min_timestep`` and ``max_timestep``.
         """
         streaming, exits = self.streaming, self.denoising_timesteps
         low, high = 0, NUM_TIMESTEPS
@@ -103,23 +90,14 @@ class NoiseSchedule:
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Return ``(1 - sigma) * x0 + sigma * noise``; see `mixed`.
-
-        Args:
-            timesteps: one for each sample ``[b]`` or for each frame ``[b, t]``.
-        """
+        """Return x_t at timesteps of samples ``[b]`` or of frames ``[b, t]``; see `mixed`."""
         return mixed(x0, noise, self.sigma(timesteps))
 
 
 def mixed(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Return the point of the path between data and noise.
+    """Return x_t for latents and noise ``[b, t, c, h, w]``, in the dtype of ``x0``.
 
-    Args:
-        x0: clean latents, ``[b, t, c, h, w]``; ``noise`` has their shape.
-        sigma: one for each sample ``[b]``, for each frame ``[b, t]``, or one for all ``[]``.
-
-    Returns:
-        ``[b, t, c, h, w]`` in the dtype of ``x0``.
+    There is one sigma for each sample ``[b]``, for each frame ``[b, t]``, or one for all ``[]``.
     """
     s = spread(sigma, x0)
     return ((1 - s) * x0.double() + s * noise.double()).to(x0.dtype)

@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
 
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts, text, latents and lengths before any rank starts; see `Task.preflight`.
-
-    Raises:
-        CheckpointError: weights that are not there.
-        ConfigError, DataError: flags or prompts that do not fit.
-    """
+    """Check prompts, text, latents and lengths before any rank starts; see `Task.preflight`."""
     streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
     check_weights("--critic-checkpoint", streaming.critic_checkpoint)
     check_weights("--teacher-checkpoint", streaming.teacher_checkpoint)
@@ -59,11 +54,7 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def sized(config: RunConfig) -> RunConfig:
-    """Return the configuration with the sizes that text encoder, codec and clips decide.
-
-    Raises:
-        ConfigError: latents or a codec that do not fit the networks.
-    """
+    """Return the configuration with the sizes that text encoder, codec and clips decide."""
     streaming = dataclasses.replace(
         config.section(StreamingConfig), text_features=width_of(config.section(TextEncoderConfig))
     )
@@ -73,12 +64,9 @@ def sized(config: RunConfig) -> RunConfig:
     )
     _check_latents(streaming, config.section(CodecConfig), samples=samples)
     _check_layout(streaming, config.parallel)
-    length = clip_tokens(streaming)
+    length, described = clip_tokens(streaming), streaming.described(config.model)
     model = dataclasses.replace(
-        streaming.described(config.model),
-        padded_vocab_size=None,
-        seq_length=length,
-        max_position_embeddings=length,
+        described, padded_vocab_size=None, seq_length=length, max_position_embeddings=length
     )
     return dataclasses.replace(config.with_section(streaming), model=model)
 
@@ -104,11 +92,7 @@ def _frame_tokens(streaming: StreamingConfig) -> int:
 
 
 def _check_sequences(streaming: StreamingConfig) -> None:
-    """Check that flags of switches have a switch, and that all clips have frames that count.
-
-    Raises:
-        ConfigError: a flag that would have no effect, or frames that do not fit.
-    """
+    """Check that flags of switches have a switch, and that all clips have frames that count."""
     found, block = [], streaming.frame_block
     switches = [
         -(-frame // block) * block < length
@@ -144,11 +128,7 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
-    """Check that the codec has the channels of the networks, and that patches fill the latents.
-
-    Raises:
-        ConfigError: it does not, they do not, or nothing uses the codec.
-    """
+    """Check that the codec is used and has the networks' channels, and patches fill the latents."""
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError(
@@ -175,11 +155,7 @@ def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: b
 def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
     """Check that ranks can share heads, feed-forward layers and the tokens of a frame.
 
-    `teacher_errors` checks the teacher, which may have a layout of its own; only the heads that it
-    trades without one are checked here.
-
-    Raises:
-        ConfigError: they cannot.
+    `teacher_errors` checks the teacher, but for the heads that it trades in the layout of the run.
     """
     found = list[str]()
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size

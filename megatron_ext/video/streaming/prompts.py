@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,6 @@ class PromptRow:
     """A row of a file of prompts, from which a sequence is made.
 
     Attributes:
-        text: the prompt.
         second_text: prompt after the switch, None for no switch.
         start: image, video or folder of images whose frames the sequence begins with.
     """
@@ -88,10 +88,7 @@ def _rows(flag: str, path: str) -> list[PromptRow]:
     if source.suffix != ".jsonl":
         return [PromptRow(line) for _, line in lines]
     rows = [_row(line, source, number) for number, line in lines]
-    for name, what in (
-        ("second_text", "a `second_text`"),
-        ("start", "an `image` or a `video`"),
-    ):
+    for name, what in (("second_text", "a `second_text`"), ("start", "an `image` or a `video`")):
         has = [getattr(row, name) is not None for row in rows]
         if any(has) and not all(has):
             raise bad_row(source, lines[has.index(False)][0], f"has not {what}, as others have")
@@ -112,12 +109,7 @@ def _row(line: str, source: Path, number: int) -> PromptRow:
 
 @dataclass(frozen=True)
 class Switch:
-    """Another caption from a frame on.
-
-    Attributes:
-        frame: first latent frame that is made under it.
-        text: caption.
-    """
+    """Another caption, and the first latent frame that is made under it."""
 
     frame: int
     text: str
@@ -125,11 +117,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class VideoPrompt:
-    """The captions of one long video.
-
-    Attributes:
-        text: caption at the beginning.
-        switches: in the order of their frames.
+    """The first caption of a long video, and the switches to others.
 
     Raises:
         ConfigError: a switch at frame 0 or before, or out of order.
@@ -158,13 +146,10 @@ class VideoPrompt:
 
 
 def read_video_prompts(path: str | os.PathLike[str]) -> list[VideoPrompt]:
-    """Read a text file with a caption in each line, or a jsonl.
+    """Read a file of prompts; see `read_prompts`.
 
     Rows of a jsonl have ``text``, and may have ``switches``, a list of ``{"frame": latent frame,
-    "text": caption}``. Empty lines are left out.
-
-    Raises:
-        DataError: no such file, a row that cannot be read, or no row at all.
+    "text": caption}``.
     """
     return read_prompts(path, VideoPrompt, _prompt)
 
@@ -190,10 +175,6 @@ def at_block_starts(
 ) -> list[VideoPrompt]:
     """Return prompts whose switches lie where they take effect, at the next start of a block.
 
-    Args:
-        block: latent frames that are made under one caption.
-        num_frames: latent frames of the videos.
-
     Raises:
         DataError: a switch beyond the last block, or two in one block.
     """
@@ -213,22 +194,16 @@ def at_block_starts(
                 f"{', '.join(map(str, prompt.frames))}, two of them in one block of {block} "
                 "frames, which is made under one prompt; move them apart."
             )
-        switches = tuple(
-            replace(switch, frame=start)
-            for switch, start in zip(prompt.switches, starts, strict=True)
-        )
-        moved.append(replace(prompt, switches=switches))
+        pairs = zip(prompt.switches, starts, strict=True)
+        switches = tuple(Switch(start, switch.text) for switch, start in pairs)
+        moved.append(VideoPrompt(prompt.text, switches))
     return moved
 
 
 def video_prompts(
     sample: SampleConfig, own: StreamingSampleConfig, streaming: StreamingConfig
 ) -> list[VideoPrompt]:
-    """Return the prompts that the flags give, with switches at the starts of blocks.
-
-    Raises:
-        ConfigError, DataError: see `read_video_prompts` and `at_block_starts`.
-    """
+    """Return the prompts that the flags give, with switches at the starts of blocks."""
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
         prompts = read_video_prompts(sample.sample_prompts)
@@ -249,17 +224,11 @@ def encode_captions(
     context: ParallelContext,
     device: torch.device,
 ) -> Tensor:
-    """Encode captions on one rank of each replica, for all of its ranks.
-
-    They are encoded one by one, for the memory of large encoders. All ranks call this together.
+    """Encode n captions for all ranks, which call this together, as ``[n, l, d]`` float32.
 
     Args:
-        captions: n texts.
         encoder: gives the encoder on the first rank of a replica.
         shape: rows and width of an embedding, (l, d).
-
-    Returns:
-        ``[n, l, d]`` float32.
 
     Raises:
         MegatronExtError: the encoder failed; on all ranks.
@@ -267,6 +236,7 @@ def encode_captions(
 
     def encoded() -> Tensor:
         built = encoder()
+        # One by one, for the memory of large encoders.
         return torch.cat([built.encode([caption])[0] for caption in captions])
 
     known = on_first_of_replica(encoded, "Encoding the prompts", context)
@@ -278,10 +248,6 @@ class FilePrompts:
 
     Text and given frames are encoded when a sequence begins, by the first rank of each replica,
     which alone holds the encoders. All ranks of the run call each method together.
-
-    Args:
-        config: gives the file, encoders, sizes and seed.
-        device: where the embeddings go.
 
     Attributes:
         codec: on the first rank of a replica, where first frames are encoded.
@@ -299,22 +265,17 @@ class FilePrompts:
         self._latent = (streaming.sizes().channels, *streaming.latent_size)
         assert streaming.text_features is not None
         self._text = (text.text_length, streaming.text_features)
-        self._encoder: TextEncoder | None = on_first_of_replica(
-            lambda: build_text_encoder(text, device), "Loading the text", context
-        )
+        encoder = partial(build_text_encoder, text, device)
+        self._encoder = on_first_of_replica(encoder, "Loading the text", context)
         self.codec: VideoCodec | None = None
         if streaming.encode_first_frame or streaming.given_frames:
-            self.codec = on_first_of_replica(
-                lambda: build_codec(config.section(CodecConfig), device),
-                "Loading the codec",
-                context,
-            )
+            codec = partial(build_codec, config.section(CodecConfig), device)
+            self.codec = on_first_of_replica(codec, "Loading the codec", context)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
         """Return the prompts of samples, a function of their numbers in the run.
 
-        Raises:
-            DataError: a file of given frames that cannot be read, on all ranks.
+        Given frames that cannot be read raise DataError on all ranks.
         """
         rows = [self._row(sample) for sample in samples]
         second = [row.second_text for row in rows if row.second_text is not None]
@@ -322,9 +283,7 @@ class FilePrompts:
         after, start = text[len(rows) :] if second else None, None
         if all(row.start is not None for row in rows):
             known = on_first_of_replica(
-                lambda: torch.cat([self._given(row) for row in rows]),
-                "Encoding given frames",
-                self._context,
+                lambda: torch.cat([*map(self._given, rows)]), "Encoding given frames", self._context
             )
             shape = len(rows), self._block, *self._latent
             start = share(known, shape, self._context, self._device)
@@ -378,14 +337,8 @@ class FilePrompts:
 
 @torch.no_grad()
 def first_frame_latent(codec: VideoCodec, latents: Tensor) -> Tensor:
-    """Decode latents, and encode their last pixel frame as an image.
-
-    Args:
-        codec: causal in time, so that an image is one latent frame.
-        latents: ``[b, t, c, h, w]``.
-
-    Returns:
-        ``[b, 1, c, h, w]``.
+    """Decode latents ``[b, t, c, h, w]``, and encode their last frame as an image,
+    ``[b, 1, c, h, w]``; the codec is causal in time.
     """
     pixels = codec.decode(latents.float().transpose(1, 2))
     return codec.encode(pixels[:, :, -1:]).transpose(1, 2).to(latents)

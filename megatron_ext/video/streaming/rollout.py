@@ -42,8 +42,7 @@ class ExitStep:
     """The inputs of a block's exit step.
 
     Attributes:
-        x: noised latents, ``[b, block, c, h, w]``.
-        timestep: the same for all its frames.
+        x: noised latents, ``[b, block, c, h, w]``, with one timestep for all its frames.
         text: ``[b, l, d]``.
         first_frame: absolute number of the block's first frame.
     """
@@ -90,25 +89,17 @@ class Generator:
         """
         t = _timesteps(step.timestep, step.x)
         flow = self.network(
-            x=step.x,
-            timesteps=t,
-            text=step.text,
-            cache=self.cache,
-            first_frame=step.first_frame,
+            x=step.x, timesteps=t, text=step.text, cache=self.cache, first_frame=step.first_frame,
             update_cache=False,
-        )
+        )  # fmt: skip
         return x0_from_flow(step.x, flow, self.schedule.sigma(t))
 
     def generate(
         self, first_frame: int, text: Tensor, noise: BlockNoise, *, exit_step: int, graph: bool
     ) -> tuple[Tensor, ExitStep]:
-        """Generate a block from the past in the cache, and write it into the cache.
-
-        This takes ``exit_step + 2`` forward passes.
+        """Generate a block in ``exit_step + 2`` forward passes, and write it into the cache.
 
         Args:
-            first_frame: absolute number of the block's first frame.
-            text: ``[b, l, d]``.
             exit_step: denoising step whose clean latents are the block, counted from 0.
             graph: run the exit step with gradient.
 
@@ -133,14 +124,9 @@ class Generator:
         sigma = self.schedule.context_sigma()
         if sigma:
             x0 = mixed(x0, noise(first_frame, WRITE_BACK), torch.tensor(sigma))
+        t = _timesteps(self.schedule.streaming.context_noise, x0)
         with torch.no_grad():
-            self.network(
-                x=x0,
-                timesteps=_timesteps(self.schedule.streaming.context_noise, x0),
-                text=text,
-                cache=self.cache,
-                first_frame=first_frame,
-            )
+            self.network(x=x0, timesteps=t, text=text, cache=self.cache, first_frame=first_frame)
 
     def encode_anew(
         self, history: History, text: Tensor, noise: BlockNoise, *, frames: int, keep_sink: bool
@@ -149,7 +135,6 @@ class Generator:
 
         Args:
             history: has the last ``frames`` at least, if there are so many.
-            text: ``[b, l, d]``.
             noise: the noise that the frames were written with.
             frames: how many of the newest frames are encoded, at most.
             keep_sink: leave the sinks as they are in the cache; else they are encoded too.
@@ -202,11 +187,9 @@ class StreamClip:
         mask: frames that count in the losses, bool ``[b, t]``: new ones, made under ``text``.
         text: current prompt, which the losses take for the whole clip, ``[b, l, d]``.
         blocks: exit steps to be run again with gradient; none if the clip is for the critic.
-        samples: numbers of the b samples in the run.
-        sequence: number of the sequence in the run.
+        samples, sequence: numbers in the run.
         number: number of the clip in the sequence.
-        first_new: absolute number of the first new frame.
-        end: absolute number of the frame after the newest.
+        first_new, end: absolute numbers of the first new frame and of the frame after the newest.
         exit_step: denoising step at which its new blocks end, counted from 0; None if they differ.
     """
 
@@ -240,16 +223,14 @@ def generate_blocks(
     Memory does not grow with the length: it holds the cache, of which the window is enough
     (``network.new_cache(b, h, w)``), and as many latent frames. Where the prompt changes, the last
     frames that the window holds are encoded anew, as LongLive's sampling does (arXiv:2509.22622).
-    No random numbers are drawn but those of ``noise``, and no weights are changed.
 
     Args:
         generator: its cache is begun anew.
         texts: embeddings ``[b, l, d]`` by the latent frame from which on they hold, the start of a
             block; the first from frame 0 on.
-        noise: see `BlockNoise`; decides shape, dtype and device of the latents.
+        noise: decides shape, dtype and device of the latents.
         num_frames: latent frames of each video, whole blocks.
-        keep_sink: where the prompt changes, sink frames stay as the first prompt made them; else
-            they are encoded anew as well.
+        keep_sink: where the prompt changes, sink frames stay as the first prompt made them.
 
     Yields:
         Clean latents of the next block, ``[b, block, c, h, w]``.

@@ -20,6 +20,8 @@ TENSOR, PIPELINE = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-m
 def streaming_errors(streaming: StreamingConfig) -> list[str]:
     """Return a sentence for everything of a section that cannot be run."""
     found = []
+    tensor = streaming.teacher_tensor_model_parallel_size
+    own_layout = tensor is not None or streaming.teacher_pipeline_model_parallel_size > 1
     if streaming.prompts_path is None:
         found.append("`--prompts-path` is missing; give a file with one prompt a line.")
     if streaming.encode_first_frame and streaming.chunk_frames == 1:
@@ -27,10 +29,6 @@ def streaming_errors(streaming: StreamingConfig) -> list[str]:
             "`--chunk-frames` (1) leaves no frame to train, since the codec makes a chunk's "
             "first; give longer chunks, or `--no-encode-first-frame`."
         )
-    own_layout = (
-        streaming.teacher_tensor_model_parallel_size is not None
-        or streaming.teacher_pipeline_model_parallel_size > 1
-    )
     if streaming.distribution_loss == "sid" and own_layout:
         found.append(
             "`--distribution-loss sid` needs gradients through the teacher, which has none in a "
@@ -128,19 +126,13 @@ def sample_errors(
 
 @dataclass(frozen=True)
 class TeacherSizes:
-    """Consecutive ranks that hold one copy of the teacher; they share no sequence.
-
-    Attributes:
-        tensor: ranks that share each matrix.
-        pipeline: stages.
-    """
+    """Tensor-parallel ranks and stages of one copy of the teacher; they share no sequence."""
 
     tensor: int
     pipeline: int
 
     @property
     def ranks(self) -> int:
-        """Return the ranks of a group that holds the teacher once."""
         return self.tensor * self.pipeline
 
 
@@ -177,9 +169,8 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
         widths["tokens of a frame with `--sequence-parallel`"] = height * width
     wrong = [f"{what} ({x})" for what, x in widths.items() if x % shared]
     if wrong and (given or streaming.teacher_size):
-        fitting = [
-            n for n in range(1, sizes.num_heads + 1) if not any(x % n for x in widths.values())
-        ]
+        counts = range(1, sizes.num_heads + 1)
+        fitting = [n for n in counts if not any(x % n for x in widths.values())]
         found.append(
             f"`{TENSOR if given else '--tensor-model-parallel-size'}` ({shared}) must divide the "
             f"teacher's {' and '.join(wrong)}; use {_any_of(fitting)}."
@@ -191,12 +182,8 @@ def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
     """Refuse groups that do not fill the ranks, or that cut across replicas of the run."""
     world = parallel.world_size
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    replica = tensor * context
-    fitting = [
-        size
-        for size in range(1, world + 1)
-        if world % size == 0 and (replica % size == 0 or size % replica == 0)
-    ]
+    replica, counts = tensor * context, range(1, world + 1)
+    fitting = [n for n in counts if world % n == 0 and (replica % n == 0 or n % replica == 0)]
     if own.ranks in fitting:
         return []
     return [

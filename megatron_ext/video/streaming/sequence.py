@@ -31,8 +31,7 @@ class Prompts:
     """The inputs that the samples of a sequence are made from.
 
     Attributes:
-        text: embeddings, ``[b, l, d]``.
-        text_after: embeddings after the switch; needed where sequences switch.
+        text, text_after: embeddings before and after the switch, ``[b, l, d]``.
         start: clean latents of given first frames, ``[b, t, c, h, w]``; whole blocks, and fewer
             than a clip.
     """
@@ -85,26 +84,16 @@ class SequenceState:
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, known: Tensor, length: int, sinks: int) -> Tensor:
-        """Return the first frames of the sequence, as far as they exist.
+        """Return the ``sinks`` first frames, as far as they exist.
 
-        Args:
-            known: newest frames, up to ``length``, ``[b, t, c, h, w]``.
-            length: frames so far.
-            sinks: how many are wanted.
+        ``known`` are the newest of the ``length`` frames so far, ``[b, t, c, h, w]``.
         """
         return known[:, :sinks] if known.size(1) == length else self.sink
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The samples of a data-parallel replica.
-
-    Attributes:
-        seed: ``--seed``.
-        batch: b, sequences that the replica generates at a time.
-        dp_rank: its number.
-        dp_size: number of replicas.
-    """
+    """One of ``dp_size`` data-parallel replicas, which generates ``batch`` sequences at a time."""
 
     seed: int
     batch: int = 1
@@ -119,7 +108,6 @@ class StreamingSequence:
     together on all replicas.
 
     Args:
-        streaming: how sequences grow and switch.
         generator: its cache suits ``streaming``.
         like: ``[0, 0, c, h, w]``, an empty tensor that gives sizes, dtype and device of latents.
         first_frame: encodes the first frame of clips anew; None leaves it as it was generated.
@@ -166,9 +154,8 @@ class StreamingSequence:
     def next_clip(self, *, trains_generator: bool) -> StreamClip:
         """Generate the next clip to be trained, of a new sequence if the old one has ended.
 
-        Args:
-            trains_generator: keep what the generator's exit steps need, see `StreamClip.blocks`;
-                they are run again before the clip after this one.
+        With ``trains_generator`` the clip has `StreamClip.blocks`, which must be run again before
+        the clip after this one.
         """
         if not self.can_generate_more:
             self.begin()
@@ -189,10 +176,8 @@ class StreamingSequence:
         prompts = self.prompts(self._samples(consumed))
         switch = decisions.switch_frame(streaming, replica.seed, sequence)
         start = self.like if prompts.start is None else prompts.start.to(self.like)
-        after = prompts.text.new_empty(0)
-        if switch is not None:
-            assert prompts.text_after is not None
-            after = prompts.text_after
+        after = prompts.text.new_empty(0) if switch is None else prompts.text_after
+        assert after is not None
         self.generator.cache.reset()
         self.state = SequenceState(
             sequence=sequence,
@@ -226,7 +211,6 @@ class StreamingSequence:
         )
 
     def _advance(self, *, trains: bool) -> StreamClip:
-        """Generate the next clip."""
         streaming, s, size = self.streaming, self._state, self.streaming.chunk_frames
         start = s.current_length
         growth = size - start
@@ -264,15 +248,11 @@ class StreamingSequence:
         )
 
     def _with_first_frame(self, known: Tensor) -> tuple[Tensor, bool]:
-        """Return the frames of a clip, and whether the first of them is encoded anew.
+        """Return the clip at the end of known frames, and whether its first is encoded anew.
 
         Teacher and critic were trained on clips whose first latent frame is that of an image.
         Where frames come before the clip, its own first frame is replaced by such a latent,
-        without gradient.
-
-        Args:
-            known: newest frames, the clip at their end, ``[b, t, c, h, w]``. With
-                ``decode_history`` all of them up to the clip's first are decoded.
+        without gradient. With ``decode_history`` all frames up to it are decoded.
         """
         size = self.streaming.chunk_frames
         clip = known[:, -size:]
@@ -303,13 +283,8 @@ class StreamingSequence:
             if self._state.switches_before(frame + 1):
                 self._switch(frame, made)
             trains = frame >= first_trained
-            x0, step = self.generator.generate(
-                frame,
-                self._state.text,
-                noise,
-                exit_step=exit_step,
-                graph=trains and not streaming.two_phase,
-            )
+            text, graph = self._state.text, trains and not streaming.two_phase
+            x0, step = self.generator.generate(frame, text, noise, exit_step=exit_step, graph=graph)
             made.append(x0)
             if trains and streaming.two_phase:
                 trained.append(step)
@@ -332,27 +307,22 @@ class StreamingSequence:
             self._encode_anew(s.previous, s.current_length, keep_sink=False)
 
     def _encode_anew(self, known: Tensor, length: int, *, keep_sink: bool) -> None:
-        s = self._state
+        s, frames = self._state, self.streaming.recache_frames
+        history = History(known, length, s.first_frames(known, length, self._num_sinks))
         self.generator.encode_anew(
-            History(known, length, s.first_frames(known, length, self._num_sinks)),
-            s.text,
-            self._noise(),
-            frames=self.streaming.recache_frames,
-            keep_sink=keep_sink,
+            history, s.text, self._noise(), frames=frames, keep_sink=keep_sink
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sequence with its cache; empty before the first sequence."""
         if self.state is None:
             return {}
-        state = {field.name: getattr(self.state, field.name) for field in fields(self.state)}
-        return {**state, "cache": dict(self.generator.cache.state_dict())}
+        return {**vars(self.state), "cache": self.generator.cache.state_dict()}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, by a run with the same sizes.
 
-        Args:
-            stored: without ``cache``, the cache is rebuilt, see `rebuild_cache`.
+        Where ``cache`` is not stored it is rebuilt, see `rebuild_cache`.
         """
         if not stored:
             self.state = None

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -48,14 +45,10 @@ if TYPE_CHECKING:
 
 
 class WorkCounter:
-    """Counts the operations of networks in all passes, since the number of passes is drawn.
+    """Counts the operations of each `VideoDiT` in networks, since the number of passes is drawn.
 
     A pass with gradient counts three times, for its backward pass, or twice where only its input
-    gets a gradient. Recomputation to save memory does not count, as in all throughputs of this
-    package.
-
-    Args:
-        networks: this rank's parts, wrapped or not; the `VideoDiT` in them are counted.
+    gets a gradient. Recomputation to save memory does not count.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -91,43 +84,28 @@ class WorkCounter:
 class StreamingRunner(StepRunner):
     """Trains the generator in some of the steps and the critic in all, on one long sequence.
 
-    The generator is the model of the run, which the arguments describe. Critic, teacher and the
-    sequence belong to the runner, which hands them to checkpoints as its extra state.
-
-    Attributes:
-        generator: the model of the run with its optimizer.
-        scores: critic and teacher as the losses need them.
-        sequence: the sequence of this replica.
-        work: counts the operations of the steps.
+    The generator is the model of the run. Critic, teacher and the sequence of this replica belong
+    to the runner, which hands them to checkpoints as its extra state.
     """
 
     extra_state: StreamingState
 
     def __init__(
-        self,
-        config: RunConfig,
-        task: Task,
-        context: ParallelContext,
-        transformer_config: TransformerConfig,
-        chunks: list[DistributedDataParallel],
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
+        self, config: RunConfig, task: Task, context: ParallelContext, *model: Any
     ) -> None:
-        super().__init__(config, task, context, transformer_config, chunks, optimizer, scheduler)
+        super().__init__(config, task, context, *model)
+        optimizer, scheduler = self.optimizer, self.scheduler
         assert optimizer is not None and scheduler is not None
         self.streaming = streaming = config.section(StreamingConfig)
         self.schedule = NoiseSchedule(streaming)
-        self.generator = TrainedNetwork(chunks, optimizer, scheduler, config.optimizer.clip_grad)
+        clip = config.optimizer.clip_grad
+        self.generator = TrainedNetwork(self.chunks, optimizer, scheduler, clip)
         self.critic = build_critic(config, context, self.device)
         self.teacher = build_teacher(config, context, self.device)
         prompts = FilePrompts(config, context, self.device)
-        self.scores = Scores(
-            self.critic.network,
-            self.teacher,
-            prompts.encode([streaming.negative_prompt]),
-            guidance_scale=streaming.guidance_scale,
-            sid_alpha=streaming.sid_alpha,
-        )
+        negative = prompts.encode([streaming.negative_prompt])
+        weights = streaming.guidance_scale, streaming.sid_alpha
+        self.scores = Scores(self.critic.network, self.teacher, negative, *weights)
         self.sequence = self._sequence(prompts)
         self.extra_state = StreamingState(self.critic, self.sequence, context, config)
         self.work = WorkCounter([self.generator.network, self.critic.network, self.teacher])
@@ -169,13 +147,9 @@ class StreamingRunner(StepRunner):
         consumed_samples: int,
         num_samples: int,
     ) -> StepResult:
-        """Train one step; see `StepRunner.train`.
+        """Train one step on ``num_microbatches`` clips of each kind; see `StepRunner.train`.
 
-        Args:
-            batches: None, since prompts belong to the sequence.
-            num_microbatches: clips of each kind in the step.
-            consumed_samples: unused, since the sequence counts its own.
-            num_samples: samples by which the schedules of the learning rates move on.
+        ``batches`` is None, since prompts belong to the sequence, which also counts its samples.
         """
         kinds = passes(self.streaming, self.extra_state.steps, num_microbatches)
         trained = {kind: network for kind, network in self._networks.items() if kind in kinds}
@@ -231,11 +205,10 @@ class StreamingRunner(StepRunner):
 
     def _generator_losses(self, clip: StreamClip, noised: NoisedClip) -> Iterator[Loss]:
         """Give losses block by block, or of the whole clip where it was generated with gradient."""
-        losses = None
         if self.streaming.distribution_loss == "sid":
             direction, losses = sid_direction(clip, noised, self.scores, self._whole_gradient)
         else:
-            direction = generator_direction(clip, noised, self.scores)
+            direction, losses = generator_direction(clip, noised, self.scores), None
         if self.streaming.two_phase:
             yield from generator_losses(clip, direction, self.sequence.generator, losses)
         else:

@@ -30,11 +30,7 @@ SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the flags that decide what the stored tensors mean, by their spelling.
-
-    The first are those of the frames, the text and the numbers of a sequence, the others those of
-    the cached keys and values.
-    """
+    """Return flags that decide what a stored sequence means, and those of its cache."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -54,14 +50,11 @@ def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 class StreamingState:
     """The state of a streaming run besides its generator; a `checkpoint.state.ExtraState`.
 
-    The generator lies in the checkpoint as any run's model, the critic under names that begin with
-    ``critic.``. The teacher does not change and is not saved. Each data-parallel replica has its
-    own sequence, whose cache is cut over tensor- and context-parallel ranks. In another layout the
-    cache is made anew from the frames that are kept, and with another number of replicas the
-    sequences that come next begin, so that no prompt is seen twice.
-
-    Args:
-        sequence: the sequence of this replica.
+    The critic lies in the checkpoint under names that begin with ``critic.``. The teacher does not
+    change and is not saved. Each data-parallel replica has its own sequence, whose cache is cut
+    over tensor- and context-parallel ranks. In another layout the cache is made anew from the
+    frames that are kept, and with another number of replicas the sequences that come next begin, so
+    that no prompt is seen twice.
 
     Attributes:
         steps: training steps done.
@@ -117,9 +110,8 @@ class StreamingState:
                 base.check(path, recorded, "--critic-checkpoint")
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
         # A critic with fewer blocks than the stored one is refused.
-        chunks = {
-            k: state[CRITIC][k] for k in chunk_keys(self._critic.chunks) if k in state[CRITIC]
-        }
+        keys = chunk_keys(self._critic.chunks)
+        chunks = {k: state[CRITIC][k] for k in keys if k in state[CRITIC]}
         what = f"{path} cannot be compared with the critic"
         ours = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
         self._left_out = gather_or_raise(lambda: check_unexpected(path, ours), what)[0]
@@ -132,13 +124,8 @@ class StreamingState:
         notes += self._left_out
         if critic.base is not None:
             put_back_base(loaded[CRITIC], critic.chunks)
-        apply_state(
-            loaded[CRITIC],
-            critic.chunks,
-            critic.optimizer,
-            critic.scheduler,
-            with_optimizer=with_optimizer,
-        )
+        both = critic.optimizer, critic.scheduler
+        apply_state(loaded[CRITIC], critic.chunks, *both, with_optimizer=with_optimizer)
         self.steps = int(progress["steps"])
         first, sample = progress["coming"]
         self._sequence.first = int(first), int(sample)
@@ -163,12 +150,8 @@ class StreamingState:
         self, metadata: dict[str, Any], *, with_optimizer: bool, is_loading: bool
     ) -> dict[str, Any]:
         critic = self._critic
-        state = sharded_state(
-            critic.chunks,
-            critic.optimizer if with_optimizer else None,
-            metadata=metadata,
-            is_loading=is_loading,
-        )
+        optimizer = critic.optimizer if with_optimizer else None
+        state = sharded_state(critic.chunks, optimizer, metadata=metadata, is_loading=is_loading)
         if critic.base is not None:
             leave_out_base(state, chunk_keys(critic.chunks))
         add_prefix_for_sharding(state, f"{CRITIC}.")

@@ -37,12 +37,9 @@ def sampler_of(run: Run) -> Callable[[Path], None]:
     assert isinstance(runner, StreamingRunner)
     prompts, work = runner.sequence.prompts, runner.work
     assert isinstance(prompts, FilePrompts)
-    sampler = LongVideoSampler(
-        run,
-        prompts.encode,
-        # A VAE is large, so the one that encodes first frames is used again.
-        lambda: prompts.codec or build_codec(run.config.section(CodecConfig), run.device),
-    )
+    # A VAE is large, so the one that encodes first frames is used again.
+    codec = partial(build_codec, run.config.section(CodecConfig), run.device)
+    sampler = LongVideoSampler(run, prompts.encode, lambda: prompts.codec or codec())
 
     def sample(folder: Path) -> None:
         try:

@@ -26,11 +26,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import peers, secondary_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.model.wan.blocks import check_inputs
-from megatron_ext.video.sampling.velocity import (
-    collect_outputs,
-    forward_engine,
-    from_last_stage,
-)
+from megatron_ext.video.sampling.velocity import collect_outputs, forward_engine, from_last_stage
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.networks import build_network, load_weights, of_role
 from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
@@ -43,17 +39,12 @@ if TYPE_CHECKING:
 def build_teacher(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> torch.nn.Module:
-    """Build the teacher: frozen, so without buffers for gradients and without optimizer.
+    """Build this rank's part of the teacher, a `video.streaming.rollout.Network`.
 
-    All ranks call this together. The random state of the run stays as it is. Without a checkpoint
-    the teacher's random weights are the same in any layout; they differ from those of generator
-    and critic, which start alike.
-
-    Args:
-        context: groups of the run's networks.
-
-    Returns:
-        A `video.streaming.rollout.Network`, whose parameters are those that this rank holds.
+    It is frozen, so without buffers for gradients and without optimizer. All ranks call this
+    together. The random state of the run stays as it is. Without a checkpoint the teacher's random
+    weights are the same in any layout; they differ from those of generator and critic, which start
+    alike.
 
     Raises:
         CheckpointError: ``--teacher-checkpoint`` is not there, or holds another model.
@@ -82,12 +73,9 @@ def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
     parallel = config.parallel
     if sizes is not None:
         own = dataclasses.replace(
-            parallel,
-            tensor_model_parallel_size=sizes.tensor,
-            pipeline_model_parallel_size=sizes.pipeline,
-            context_parallel_size=1,
-            pipeline_schedule=None,
-        )
+            parallel, tensor_model_parallel_size=sizes.tensor, context_parallel_size=1,
+            pipeline_model_parallel_size=sizes.pipeline, pipeline_schedule=None,
+        )  # fmt: skip
         parallel = resolve_parallel(own, config.model, parallel.world_size)
     return dataclasses.replace(
         of_role(config, "teacher"),
@@ -118,7 +106,6 @@ class ParallelTeacher(torch.nn.Module):
 
     Args:
         network: this rank's stage.
-        transformer_config: configuration of the teacher.
         context: groups of the teacher, whose data-parallel replicas are its groups of ranks.
         peers: the ranks at this rank's place in each replica of the run that this rank's group
             covers, or else in each group of this rank's replica.
@@ -141,22 +128,15 @@ class ParallelTeacher(torch.nn.Module):
 
     @property
     def _model(self) -> Any:
-        """Return this rank's stage, without wrappers."""
         (model,) = unwrap_model([self.network])
         return model
 
     @torch.no_grad()
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Return the flow of ``x``; all ranks of the run call this together, with as many samples.
+        """Return the flow of noised latents, float32; see `VideoDiT.forward`.
 
-        Args:
-            x: noised latents, ``[b, t, c, h, w]``, the same on all ranks of a replica, as are all
-                others.
-            timesteps: ``[b]`` or ``[b, t]``, float32.
-            text: ``[b, l, d]``.
-
-        Returns:
-            ``[b, t, c, h, w]`` float32.
+        All ranks of the run call this together with as many samples, the same on all ranks of a
+        replica.
 
         Raises:
             DataError: inputs that do not fit the model, on all ranks alike.
@@ -176,11 +156,9 @@ class ParallelTeacher(torch.nn.Module):
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow of latents, timesteps and texts, ``[n, ...]`` each, on all ranks.
-
-        Through stages the samples go one by one.
-        """
+        """Return the flow of latents, timesteps and texts, ``[n, ...]`` each, on all ranks."""
         x, staged = rows[0], self._context.layout.pipeline_model_parallel_size > 1
+        # Through stages the samples go one by one.
         parts = [part.chunk(x.size(0) if staged else num_microbatches) for part in rows]
         names = "x", "timesteps", "text"
         inputs = [dict(zip(names, batch, strict=True)) for batch in zip(*parts, strict=True)]

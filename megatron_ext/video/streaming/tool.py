@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,15 +33,14 @@ _STORED = ("streaming", "lora", "codec", "text_encoder")
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""
 
 PROGRESS_INTERVAL = 5.0
-"""Seconds between two lines about the progress, at least."""
+"""Seconds between two lines about the progress of the first replica, at least."""
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of flags as a checkpoint has them; see `run_sampling`.
+    """Return values of flags as a checkpoint has them; see `DefaultsOf`.
 
     Raises:
         ConfigError: the checkpoint is of another task.
-        CheckpointError: see `_base_of`.
     """
     if stored["video"].get("task") != "streaming":
         raise ConfigError(
@@ -85,7 +84,7 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check what is asked for before any process group exists; see `Task.preflight`."""
+    """Check what is asked for; see `Task.preflight`."""
     streaming = config.section(StreamingConfig)
     check_options(streaming)
     video_prompts(config.section(SampleConfig), config.section(StreamingSampleConfig), streaming)
@@ -105,29 +104,21 @@ def sample_at_once(run: Run) -> None:
         build = partial(build_text_encoder, text, device)
         return encode_captions(captions, build, shape, run.context, device)
 
-    sampler = LongVideoSampler(
-        run, encode, lambda: build_codec(config.section(CodecConfig), device)
-    )
-    seen = sampler(Path(folder), _ProgressLines(sampler.num_blocks))
-    run.reporters.say(summary(seen, streaming.frame_block))
+    codec = partial(build_codec, config.section(CodecConfig), device)
+    sampler, printed_at = LongVideoSampler(run, encode, codec), -math.inf
 
-
-class _ProgressLines:
-    """Prints the progress of the first replica, at the first block and then now and then."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._printed_at: float | None = None
-
-    def __call__(self, seen: Throughput) -> None:
-        now = time.perf_counter()
-        if self._printed_at is None or now - self._printed_at >= PROGRESS_INTERVAL:
-            self._printed_at = now
+    def progress(seen: Throughput) -> None:
+        nonlocal printed_at
+        if seen.seconds - printed_at >= PROGRESS_INTERVAL:
+            printed_at = seen.seconds
             print(
-                f"> frame block {seen.blocks} of {self._num_blocks} after {seen.seconds:.1f} s, "
+                f"> frame block {seen.blocks} of {sampler.num_blocks} after {seen.seconds:.1f} s, "
                 f"{seen.blocks / seen.seconds:.2f} blocks/s",
                 flush=True,
             )
+
+    seen = sampler(Path(folder), progress)
+    run.reporters.say(summary(seen, streaming.frame_block))
 
 
 def summary(seen: Throughput, block: int) -> str:
@@ -142,11 +133,7 @@ def summary(seen: Throughput, block: int) -> str:
 
 
 def sample_streaming(argv: Sequence[str]) -> int:
-    """Run the program, and return its exit code.
-
-    Args:
-        argv: the words after the program's name, without ``--streaming``.
-    """
+    """Run the program on its words without ``--streaming``, and return its exit code."""
     task = dataclasses.replace(
         STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
     )

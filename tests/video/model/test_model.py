@@ -192,7 +192,7 @@ def test_a_configuration_of_other_sizes_is_refused(
     config = core_config(problem, context)
     setattr(config, name, value)
     with pytest.raises(ConfigError, match=f"`{name}` {message}"):
-        problem.network(config, problem.sizes, problem.options, context.pgs)
+        problem.network.build(problem.sizes, problem.options, config, context)
 
 
 @ranks(cp=2, tp=4)

@@ -13,13 +13,11 @@ from megatron_ext.video.model.attention import frame_rotary_table, rotary_table,
 from megatron_ext.video.model.tokens import (
     FrameTokens,
     TokenRange,
-    condition_width,
     frames_first,
     pack,
     parts_first,
     position_ids,
     positions,
-    token_width,
     tokens_per_frame,
     unpack,
 )
@@ -55,11 +53,9 @@ def test_order_of_tokens_and_features() -> None:
 @pytest.mark.parametrize(
     ("pixels", "tokens"), [((192, 336), 252), ((256, 256), 256), ((576, 1024), 2304)]
 )
-def test_widths_and_numbers_of_tokens(pixels: tuple[int, int], tokens: int) -> None:
+def test_width_and_number_of_tokens(pixels: tuple[int, int], tokens: int) -> None:
     assert tokens_per_frame((33, pixels[0] // 8, pixels[1] // 8), 2) == tokens
-    assert token_width(16, 2) == pack(torch.zeros(1, 16, 1, 2, 2), 2).size(2) == 64
-    assert token_width(128, 1) == 128
-    assert (condition_width(16, 2), condition_width(128, 1)) == (68, 129)
+    assert pack(torch.zeros(1, 16, 1, 2, 2), 2).size(2) == 64
 
 
 @pytest.mark.parametrize(("num_text", "num_image", "size"), [(8, 48, 4), (20, 12, 4), (0, 6, 3)])

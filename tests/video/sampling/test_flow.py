@@ -12,7 +12,7 @@ from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig, Sa
 from megatron_ext.video.data.conditions import Text, condition, frame_masks
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.loss import noised, shift_factor, timesteps
-from megatron_ext.video.model.tokens import condition_width, pack
+from megatron_ext.video.model.tokens import pack
 from megatron_ext.video.sampling import flow
 
 B, C, T, H, W = 2, 4, 3, 8, 8
@@ -156,7 +156,7 @@ def test_guidance_is_by_frame_text_and_references() -> None:
     empty, pooled = torch.zeros(B, 8, 6), torch.zeros(B, 5)
     c = toy(tokens, one, prompts.sequence, prompts.pooled, cond)
     u = toy(tokens, one, empty, pooled, cond)
-    u2 = toy(tokens, one, empty, pooled, torch.zeros(B, n, condition_width(C, 2)))
+    u2 = toy(tokens, one, empty, pooled, torch.zeros_like(cond))
     by_frame = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(n // T)[:, None]
     want = tokens - (u2 + by_frame * (u - u2) + 2.0 * (c - u))
     found = pack(run(toy, guidance, 1, given=given), 2)

@@ -13,11 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import GATHER
@@ -25,6 +21,7 @@ from megatron_ext.layers.linear import enter, leave
 from megatron_ext.layers.pointwise import activated
 from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.model.attention import JointAttention, QKNorm, Table
+from megatron_ext.video.model.chunk import Blueprint, Part
 from megatron_ext.video.model.linear import (
     ColumnPiece,
     Modulation,
@@ -51,17 +48,15 @@ class MMDiTOptions:
 
     Attributes:
         adaln_zero: modulations and the last layer start at zero (DiT, arXiv:2212.09748), so that
-            every block begins as the identity and the model predicts zero. Training from scratch
-            wants this; Open-Sora starts from the weights of FLUX instead.
+            the model predicts zero. Training from scratch wants this; Open-Sora starts from the
+            weights of FLUX instead.
         recompute_double_blocks, recompute_single_blocks: the first so many blocks of a kind keep
-            only their inputs, and are run again in the backward pass; more than there are means
-            all.
+            only their inputs, and are run again in the backward pass.
         cp_comm_type: how context-parallel ranks attend to the whole sequence: ``all_gather`` (or
             ``p2p``) collects keys and values, ``a2a`` trades heads for sequence.
-        double_block_cost: time of a double block over that of a single one, by which blocks are
-            dealt to pipeline stages. Both multiply every token by 12 h^2 weights (mlp_ratio 4) and
-            attend alike, so it is 1; measure it, or take 2.4, the ratio of their parameters, to
-            balance memory.
+        double_block_cost: time of a double block over that of a single one. Both multiply every
+            token by 12 h^2 weights (mlp_ratio 4) and attend alike, so it is 1; measure it, or take
+            2.4, the ratio of their parameters, to balance memory.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -92,8 +87,6 @@ class MMDiTOptions:
 
 def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -> list[range]:
     """Return the blocks of each pipeline stage, double ones first, dealt by cost.
-
-    ``double_block_cost`` is the time of a double block over that of a single one.
 
     Raises:
         ConfigError: there are fewer blocks than stages.
@@ -132,25 +125,18 @@ def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
 
-class Stream(MegatronModule):  # type: ignore[misc]
+class Stream(Part):
     """The layers of one stream; `DoubleBlock` says in which order they run."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        sizes: MMDiTSizes,
-        options: MMDiTOptions,
-        groups: ProcessGroupCollection,
-    ) -> None:
-        super().__init__(config=config)
-        h, m, tp = sizes.hidden_size, sizes.mlp_size, groups.tp
-        self.tp_group = tp
-        self.modulation = Modulation(config, 6, zero=options.adaln_zero)
-        self.linear_qkv = ColumnPiece(h, 3 * h, config, tp, bias=sizes.qkv_bias)
-        self.norm = QKNorm(config, tp)
-        self.linear_proj = RowPiece(h, h, config, tp)
-        self.linear_fc1 = ColumnPiece(h, m, config, tp)
-        self.linear_fc2 = RowPiece(m, h, config, tp)
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        h, m = plan.sizes.hidden_size, plan.sizes.mlp_size
+        self.modulation = Modulation(plan.config, 6, zero=plan.options.adaln_zero)
+        self.linear_qkv = ColumnPiece(plan, h, 3 * h, bias=plan.sizes.qkv_bias)
+        self.norm = QKNorm(plan)
+        self.linear_proj = RowPiece(plan, h, h)
+        self.linear_fc1 = ColumnPiece(plan, h, m)
+        self.linear_fc2 = RowPiece(plan, m, h)
 
     def mlp(self, x: Tensor) -> tuple[Tensor, Any]:
         """Return this rank's part of the sum for ``[s, b, h]``, and its bias."""
@@ -159,30 +145,18 @@ class Stream(MegatronModule):  # type: ignore[misc]
         return out
 
 
-class DoubleBlock(MegatronModule):  # type: ignore[misc]
+class DoubleBlock(Part):
     """Attention and an MLP, each added through a gate to the stream that it came from."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        sizes: MMDiTSizes,
-        options: MMDiTOptions,
-        groups: ProcessGroupCollection,
-    ) -> None:
-        super().__init__(config=config)
-        self.tp_group = groups.tp
-        self.txt = Stream(config, sizes, options, groups)
-        self.img = Stream(config, sizes, options, groups)
-        self.attention = JointAttention(config, groups.tp, groups.cp, options.cp_comm_type)
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        self.txt, self.img = Stream(plan), Stream(plan)
+        self.attention = JointAttention(plan)
 
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
-        """Run the block on what this rank holds of [text; image].
+        """Run the block on this rank's tokens of [text; image], ``[s, b, h]``, and vec ``[b, h]``.
 
-        Args:
-            hidden: ``[s, b, h]``; s/tp with sequence parallelism.
-            vec: ``[b, h]``.
-            table: rotary table of the context-parallel rank's slice.
-            tokens: which tokens these are.
+        ``table`` has the positions of the context-parallel rank's slice.
         """
         txt, img = (stream.modulation.parts(vec) for stream in (self.txt, self.img))
         hidden, *normed = residual_and_modulated_streams(
@@ -209,11 +183,7 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         """Give both streams to every tensor-parallel rank, by one collective."""
         if self.tp_group.size() == 1:
             return streams
-        joint = enter(
-            torch.cat(tuple(streams)),
-            self.tp_group,
-            sequence_parallel=self.config.sequence_parallel,
-        )
+        joint = enter(torch.cat(tuple(streams)), self.tp_group, self.config.sequence_parallel)
         return _split(joint, tokens.cp_slice)
 
     def _leave(
@@ -222,11 +192,7 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         """Return the streams' outputs, summed over the tensor-parallel ranks, then their biases."""
         (txt, txt_bias), (img, img_bias) = partial_sums
         if self.tp_group.size() > 1:
-            total = leave(
-                torch.cat((txt, img)),
-                self.tp_group,
-                sequence_parallel=self.config.sequence_parallel,
-            )
+            total = leave(torch.cat((txt, img)), self.tp_group, self.config.sequence_parallel)
             txt, img = _split(total, tokens.part)
         return txt, img, txt_bias, img_bias
 
@@ -236,7 +202,7 @@ def _split(joint: Tensor, held: TokenRange) -> Sequence[Tensor]:
     return torch.split(joint, [held.local_text, joint.size(0) - held.local_text])
 
 
-class SingleBlock(MegatronModule):  # type: ignore[misc]
+class SingleBlock(Part):
     """``x + gate * W2 [attention; gelu(mlp)]``, where one modulated norm and W1 give both.
 
     FLUX's W1 ``[3h + m, h]`` and W2 ``[h, h + m]`` are two pieces each, since a rank's part is not
@@ -244,26 +210,19 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
     ``linear_fc1``, W2 is ``linear_proj`` (with the bias) and ``linear_fc2``.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        sizes: MMDiTSizes,
-        options: MMDiTOptions,
-        groups: ProcessGroupCollection,
-    ) -> None:
-        super().__init__(config=config)
-        h, m, tp = sizes.hidden_size, sizes.mlp_size, groups.tp
-        self.tp_group = tp
-        self.modulation = Modulation(config, 3, zero=options.adaln_zero)
-        self.linear_qkv = ColumnPiece(h, 3 * h, config, tp, bias=sizes.qkv_bias)
-        self.linear_fc1 = ColumnPiece(h, m, config, tp)
-        self.norm = QKNorm(config, tp)
-        self.linear_proj = RowPiece(h, h, config, tp, fan_in=h + m)
-        self.linear_fc2 = RowPiece(m, h, config, tp, bias=False, fan_in=h + m)
-        self.attention = JointAttention(config, tp, groups.cp, options.cp_comm_type)
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        h, m = plan.sizes.hidden_size, plan.sizes.mlp_size
+        self.modulation = Modulation(plan.config, 3, zero=plan.options.adaln_zero)
+        self.linear_qkv = ColumnPiece(plan, h, 3 * h, bias=plan.sizes.qkv_bias)
+        self.linear_fc1 = ColumnPiece(plan, h, m)
+        self.norm = QKNorm(plan)
+        self.linear_proj = RowPiece(plan, h, h, fan_in=h + m)
+        self.linear_fc2 = RowPiece(plan, m, h, bias=False, fan_in=h + m)
+        self.attention = JointAttention(plan)
 
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
-        """Run the block on all tokens alike; `DoubleBlock.forward` explains the arguments."""
+        """Run the block on all tokens alike; see `DoubleBlock.forward`."""
         shift, scale, gate = self.modulation.parts(vec)
         hidden, normed = residual_and_modulated(hidden, shift, scale)
         joint = enter(normed, self.tp_group, self.config.sequence_parallel)
@@ -274,29 +233,20 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
         mlp, _ = self.linear_fc2(activated(*self.linear_fc1(joint), None, "gelu_tanh", False))
         if self.tp_group.size() == 1:
             return add_gated(hidden, attention, mlp, bias, gate)
-        total = leave(
-            attention + mlp, self.tp_group, sequence_parallel=self.config.sequence_parallel
-        )
+        total = leave(attention + mlp, self.tp_group, self.config.sequence_parallel)
         return add_gated(hidden, total, None, bias, gate)
 
 
-class FinalLayer(MegatronModule):  # type: ignore[misc]
+class FinalLayer(Part):
     """A modulated norm and a linear layer, from ``[s, b, h]`` to ``[s, b, C * p * p]``."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        sizes: MMDiTSizes,
-        options: MMDiTOptions,
-        tp_group: ProcessGroup,
-    ) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
-        self.modulation = Modulation(config, 2, zero=options.adaln_zero)
-        self.linear = torch.nn.Linear(sizes.hidden_size, sizes.token_width)
-        if options.adaln_zero:
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        self.modulation = Modulation(plan.config, 2, zero=plan.options.adaln_zero)
+        self.linear = torch.nn.Linear(plan.sizes.hidden_size, plan.sizes.token_width)
+        if plan.options.adaln_zero:
             start_at_zero(self.linear)
-        mark_replicated(self, config)
+        mark_replicated(self, plan.config)
 
     def forward(self, hidden: Tensor, vec: Tensor) -> Tensor:
         """Return ``[s, b, C * p * p]`` for ``[s, b, h]`` and vec ``[b, h]``."""

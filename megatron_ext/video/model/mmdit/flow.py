@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -56,10 +55,8 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
     ) -> dict[str, Tensor | None]:
         b, _, t, h, w = x_t.shape
         ids = position_ids((t, h, w), self._patch, x_t.device).expand(b, -1, -1)
-        inputs: dict[str, Tensor | None] = {
-            "img_ids": ids,
-            "txt_ids": ids.new_zeros(b, batch.text.size(1), 3),
-        }
+        txt_ids = ids.new_zeros(b, batch.text.size(1), 3)
+        inputs: dict[str, Tensor | None] = {"img_ids": ids, "txt_ids": txt_ids}
         if not self._context.is_first_stage:
             return inputs
         mmdit, text = self._config.section(MMDiTConfig), self.text_of(batch, randomness)
@@ -70,9 +67,8 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
             references = _references(batch, randomness.modes.tolist(), self._conditions)
             inputs["cond"] = pack(condition(references, masks), self._patch)
         if sizes.guidance_embed:
-            inputs["guidance"] = torch.full_like(
-                randomness.normals, mmdit.guidance, device=masks.device
-            )
+            like = randomness.normals
+            inputs["guidance"] = torch.full_like(like, mmdit.guidance, device=masks.device)
         return inputs
 
 
@@ -96,15 +92,11 @@ def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig
 class MMDiTFlow(FlowNetwork):
     """The MMDiT, which predicts the velocity of the rank's image tokens."""
 
-    builder = MMDiTBatchBuilder
+    builder, chunk = MMDiTBatchBuilder, MMDiT
 
     @property
-    def _sizes(self) -> MMDiTSizes:
+    def sizes(self) -> MMDiTSizes:
         return self.config.section(MMDiTConfig).sizes(self.config.model)
-
-    @property
-    def patch_size(self) -> int:
-        return self._sizes.patch_size
 
     @property
     def sequence_multiple(self) -> int:
@@ -119,14 +111,13 @@ class MMDiTFlow(FlowNetwork):
                 "give `--video-model video-dit` or causal-video-dit, or encode the captions with "
                 "t5-clip."
             )
-        return self.config.with_section(
-            dataclasses.replace(
-                self.config.section(MMDiTConfig),
-                channels=manifest["latent_channels"],
-                caption_width=manifest["text_width"],
-                pooled_caption_width=manifest["pooled_width"],
-            )
+        mmdit = dataclasses.replace(
+            self.config.section(MMDiTConfig),
+            channels=manifest["latent_channels"],
+            caption_width=manifest["text_width"],
+            pooled_caption_width=manifest["pooled_width"],
         )
+        return self.config.with_section(mmdit)
 
     def checked(self) -> RunConfig:
         """Return the configuration with a branch for references where a mode gives some."""
@@ -143,7 +134,7 @@ class MMDiTFlow(FlowNetwork):
         return self.config.with_section(mmdit)
 
     def flops(self, sequence: Geometry) -> float:
-        return flops_of_clip(self._sizes, sequence.num_text, sequence.num_image)
+        return flops_of_clip(self.sizes, sequence.num_text, sequence.num_image)
 
     def planned(self, clip: Clip) -> MMDiTNetwork:
         return MMDiTNetwork.of(self.config, clip)
@@ -157,31 +148,27 @@ class MMDiTFlow(FlowNetwork):
         )
         return self.config.with_section(mmdit)
 
-    def build_chunk(
-        self,
-        transformer_config: TransformerConfig,
-        context: ParallelContext,
-        vp_stage: int | None = None,
-    ) -> MMDiT:
-        """Build one pipeline chunk; blocks are recomputed where the flags do not limit it."""
-        mmdit, sizes = self.config.section(MMDiTConfig), self._sizes
+    @property
+    def options(self) -> MMDiTOptions:
+        """Return the options; all blocks are recomputed where the flags do not limit it."""
+        mmdit, sizes = self.config.section(MMDiTConfig), self.sizes
         double, single = mmdit.recompute_double_blocks, mmdit.recompute_single_blocks
-        options = MMDiTOptions(
+        return MMDiTOptions(
             adaln_zero=mmdit.adaln_zero,
             recompute_double_blocks=sizes.num_double_blocks if double is None else double,
             recompute_single_blocks=sizes.num_single_blocks if single is None else single,
             cp_comm_type=self.config.parallel.cp_comm_type[0],
             double_block_cost=mmdit.double_block_cost,
         )
-        return MMDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
     def sampled(
         self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
     ) -> ParallelVelocity:
-        told = self._sizes.guidance_embed
-        guidance = self.config.section(MMDiTConfig).guidance if told else None
-        patch = self.patch_size
-        return ParallelVelocity(engine, chunks, context, patch_size=patch, guidance=guidance)
+        sizes, mmdit = self.sizes, self.config.section(MMDiTConfig)
+        guidance = mmdit.guidance if sizes.guidance_embed else None
+        return ParallelVelocity(
+            engine, chunks, context, patch_size=sizes.patch_size, guidance=guidance
+        )
 
 
 def mmdit_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> list[int]:

@@ -2,8 +2,7 @@
 
 Every block of every stage needs ``vec``, the embedding of timestep and pooled text. It travels as
 one more row of the hidden tensor, ``[s + 1, b, h]``: its gradient then flows back to the embedders
-on the first stage by the pipeline's own messages, so that no embedder is held twice, nor its
-gradient summed over the stages.
+on the first stage by the pipeline's own messages, so that no embedder is held twice.
 """
 
 from __future__ import annotations
@@ -15,30 +14,20 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.video.model.attention import rotary_table
-from megatron_ext.video.model.chunk import Blocks, VideoChunk
+from megatron_ext.video.model.chunk import Blocks, Blueprint, Part, VideoChunk
 from megatron_ext.video.model.linear import (
     VectorEmbedder,
     mark_new_branch,
     mark_replicated,
     start_at_zero,
 )
-from megatron_ext.video.model.mmdit.blocks import (
-    DoubleBlock,
-    FinalLayer,
-    MMDiTOptions,
-    SingleBlock,
-    stage_blocks,
-)
+from megatron_ext.video.model.mmdit.blocks import DoubleBlock, FinalLayer, SingleBlock, stage_blocks
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
 SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
@@ -48,9 +37,7 @@ SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
 def check_inputs(
     sizes: MMDiTSizes, given: Mapping[str, Tensor | None], *, is_first_stage: bool
 ) -> None:
-    """Check the inputs of `MMDiT.forward`, by name, against the sizes and each other.
-
-    Later stages may get None for all but the ids.
+    """Check the inputs of `MMDiT.forward`; stages after the first may get None but for the ids.
 
     Raises:
         ConfigError: an optional input is given that the model does not take, or is missing.
@@ -114,10 +101,8 @@ TIME_FACTOR = 1000.0
 def timestep_sinusoid(u: Tensor) -> Tensor:
     """Return the sinusoid of ``1000 u`` in float32: 128 cosines, then the sines of the same angles.
 
-    The frequencies are ``exp(-ln(10000) j / 128)``. A timestep must come in float32: rounded to
-    bfloat16 before, 1000 u would have steps of 4 between 512 and 1024.
-
-    ``[b]``, timesteps from 0 to 1 or guidance strengths, becomes ``[b, 256]``.
+    The frequencies are ``exp(-ln(10000) j / 128)``. ``[b]``, timesteps from 0 to 1 or guidance
+    strengths, becomes ``[b, 256]``.
     """
     half = TIMESTEP_WIDTH // 2
     steps = torch.arange(half, dtype=torch.float32, device=u.device)
@@ -126,19 +111,16 @@ def timestep_sinusoid(u: Tensor) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-class Embedding(MegatronModule):  # type: ignore[misc]
+class Embedding(Part):
     """The layers by which the first stage embeds tokens, timestep, pooled text and guidance.
 
     The branch of the condition starts at zero, so that it changes nothing when it is added to a
     model trained without.
     """
 
-    def __init__(
-        self, config: TransformerConfig, sizes: MMDiTSizes, tp_group: ProcessGroup
-    ) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
-        h = sizes.hidden_size
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        sizes, h = plan.sizes, plan.sizes.hidden_size
         self.img_in = torch.nn.Linear(sizes.token_width, h)
         self.txt_in = torch.nn.Linear(sizes.text_width, h)
         self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
@@ -148,14 +130,10 @@ class Embedding(MegatronModule):  # type: ignore[misc]
         if self.cond_in is not None:
             start_at_zero(self.cond_in)
             mark_new_branch(self.cond_in)
-        mark_replicated(self, config)
+        mark_replicated(self, plan.config)
 
     def forward(self, given: Mapping[str, Any], held: TokenRange) -> tuple[Tensor, Tensor]:
-        """Embed the tokens that this rank holds, and the vector that modulates every block.
-
-        Returns:
-            Text before image tokens, ``[s, b, h]``, and vec, ``[b, h]``.
-        """
+        """Return this rank's text and image tokens, ``[s, b, h]``, and vec, ``[b, h]``."""
         dtype = self.img_in.weight.dtype
         image = self.img_in(given["img"][:, held.image].to(dtype))
         if self.cond_in is not None:
@@ -172,36 +150,20 @@ class MMDiT(VideoChunk):
 
     title = "MMDiT"
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        sizes: MMDiTSizes,
-        options: MMDiTOptions,
-        groups: ProcessGroupCollection,
-        *,
-        stage: int = 0,
-        num_stages: int = 1,
-    ) -> None:
-        super().__init__(config, sizes, options, groups, stage=stage, num_stages=num_stages)
-        self.embedding = Embedding(config, sizes, groups.tp) if self.pre_process else None
-        first_single = sizes.num_double_blocks
+    def __init__(self, plan: Blueprint, stage: int, num_stages: int) -> None:
+        super().__init__(plan, stage, num_stages)
+        self.embedding = Embedding(plan) if self.pre_process else None
+        first_single = plan.sizes.num_double_blocks
         self.double_blocks, self.single_blocks = Blocks(), Blocks()
-        for number in stage_blocks(sizes, num_stages, options.double_block_cost)[stage]:
+        for number in stage_blocks(plan.sizes, num_stages, plan.options.double_block_cost)[stage]:
             if number < first_single:
-                self.double_blocks[str(number)] = DoubleBlock(config, sizes, options, groups)
+                self.double_blocks[str(number)] = DoubleBlock(plan)
             else:
-                single = SingleBlock(config, sizes, options, groups)
-                self.single_blocks[str(number - first_single)] = single
-        self.final_layer = (
-            FinalLayer(config, sizes, options, groups.tp) if self.post_process else None
-        )
+                self.single_blocks[str(number - first_single)] = SingleBlock(plan)
+        self.final_layer = FinalLayer(plan) if self.post_process else None
 
     def local_tokens(self, num_text: int, num_image: int) -> LocalTokens:
-        """Return which tokens this rank works on.
-
-        Raises:
-            DataError: the sequence cannot be cut into equal parts.
-        """
+        """Return which tokens this rank works on; see `TokenRange.part`."""
         whole = TokenRange.whole(num_text, num_image)
         cp_slice = whole.part(self.cp_group.rank(), self.cp_group.size())
         if not self.config.sequence_parallel:
@@ -211,8 +173,7 @@ class MMDiT(VideoChunk):
     def image_tokens(self, num_text: int, num_image: int) -> slice:
         """Return the image tokens to which the velocity on this rank belongs.
 
-        Targets and masks are to be cut alike, and the sum over tokens divided by the number of
-        tokens of all ranks, for ranks may hold unequal numbers of them, or none.
+        Ranks may hold unequal numbers of them, or none.
         """
         return self.local_tokens(num_text, num_image).cp_slice.image
 
@@ -235,8 +196,8 @@ class MMDiT(VideoChunk):
     ) -> Tensor:
         """Run this chunk on inputs that are whole, and the same, on all ranks of a replica.
 
-        They are given by keyword, so that a wrapper for 16-bit precision leaves the timesteps
-        alone. Stages after the first read the ids only.
+        Keywords let a wrapper for 16-bit precision leave the timesteps alone. Stages after the
+        first read the ids only.
 
         Args:
             img_ids: latent frame, row and column of each image token, ``[b, N, 3]``.
@@ -266,7 +227,16 @@ class MMDiT(VideoChunk):
         ids = torch.cat((txt_ids, img_ids), dim=1)[:, tokens.cp_slice.start : tokens.cp_slice.end]
         sizes = self.sizes
         table = rotary_table(ids, sizes.axes_dim, sizes.head_dim, sizes.rope_theta)
-        hidden = self._run_blocks(hidden, vec, table, tokens)
+        for blocks, recomputed in (
+            (self.double_blocks, self.options.recompute_double_blocks),
+            (self.single_blocks, self.options.recompute_single_blocks),
+        ):
+            for number, block in blocks.items():
+                if int(number) < recomputed and self.training and torch.is_grad_enabled():
+                    run = partial(_run_block, block, tokens)
+                    hidden = tensor_parallel.checkpoint(run, False, hidden, vec, *table)
+                else:
+                    hidden = block(hidden, vec, table, tokens)
         if self.final_layer is None:
             return torch.cat((hidden, vec.unsqueeze(0)))
         output = self.final_layer(hidden, vec)
@@ -278,28 +248,8 @@ class MMDiT(VideoChunk):
             )
         return output[tokens.cp_slice.local_text :].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
 
-    def _run_blocks(
-        self, hidden: Tensor, vec: Tensor, table: tuple[Tensor, Tensor], tokens: LocalTokens
-    ) -> Tensor:
-        for blocks, recomputed in (
-            (self.double_blocks, self.options.recompute_double_blocks),
-            (self.single_blocks, self.options.recompute_single_blocks),
-        ):
-            for number, block in blocks.items():
-                if int(number) < recomputed and self.training and torch.is_grad_enabled():
-                    run = partial(_run_block, block, tokens)
-                    hidden = tensor_parallel.checkpoint(run, False, hidden, vec, *table)
-                else:
-                    hidden = block(hidden, vec, table, tokens)
-        return hidden
-
 
 def _run_block(
-    block: torch.nn.Module,
-    tokens: LocalTokens,
-    hidden: Tensor,
-    vec: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    block: torch.nn.Module, tokens: LocalTokens, hidden: Tensor, vec: Tensor, *table: Tensor
 ) -> Tensor:
-    return block(hidden, vec, (cos, sin), tokens)  # type: ignore[no-any-return]
+    return block(hidden, vec, table, tokens)  # type: ignore[no-any-return]

@@ -66,35 +66,19 @@ def _added(
 
 
 @compiled
-def add_streams(
-    hidden: Tensor,
-    txt_output: Tensor,
-    img_output: Tensor,
-    txt_bias: Tensor,
-    img_bias: Tensor,
-    txt_gate: Tensor,
-    img_gate: Tensor,
-) -> Tensor:
-    """Add to each stream's part of ``[s, b, h]`` the stream's output, through its gate."""
-    return torch.cat(_added(hidden, txt_output, img_output, txt_bias, img_bias, txt_gate, img_gate))
+def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
+    """Add each stream's output to its part of ``[s, b, h]``, through its gate; see `_added`."""
+    return torch.cat(_added(hidden, *added))
 
 
 @compiled
-def add_and_modulate_streams(
-    hidden: Tensor,
-    txt_output: Tensor,
-    img_output: Tensor,
-    txt_bias: Tensor,
-    img_bias: Tensor,
-    txt_gate: Tensor,
-    img_gate: Tensor,
-    txt_shift: Tensor,
-    txt_scale: Tensor,
-    img_shift: Tensor,
-    img_scale: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `add_streams` does, and its text and its image, modulated."""
-    txt, img = _added(hidden, txt_output, img_output, txt_bias, img_bias, txt_gate, img_gate)
+def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `add_streams` does, and its text and its image, modulated.
+
+    After the arguments of `add_streams` come shift and scale of the text, and of the image.
+    """
+    *added, txt_shift, txt_scale, img_shift, img_scale = parts
+    txt, img = _added(hidden, *added)
     normed = modulated(txt, txt_shift, txt_scale), modulated(img, img_shift, img_scale)
     return torch.cat((txt, img)), *normed
 
@@ -123,20 +107,16 @@ def heads(
     sin: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys, normed and rotated, and values of one projection.
+    """Return queries and keys, normed and rotated, and values, ``[s, b, n, d]`` each.
 
     Args:
-        qkv: ``[s, b, n * 3 * d]``, for each head its query, key and value.
-        bias: bias of the projection, to be added here.
+        qkv: a projection without its ``bias``, ``[s, b, n * 3 * d]``, for each head its query, key
+            and value.
         q_weight, k_weight: scales of the norms, ``[d]``.
         cos, sin: see `attention.rotary_table`.
-        spec: kind of the norms.
-
-    Returns:
-        Three tensors ``[s, b, n, d]``; the values are copied, since a compiled function may return
-        no view of its argument.
     """
     query, key, value = _split(qkv, bias, q_weight, k_weight, spec)
+    # A compiled function may return no view of its argument.
     copied = value.clone(memory_format=torch.contiguous_format)
     return rotate(query, (cos, sin)), rotate(key, (cos, sin)), copied
 

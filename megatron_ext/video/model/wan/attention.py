@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -22,17 +21,16 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.attention import GATHER
 from megatron_ext.layers.context_parallel import heads_to_sequence, sequence_to_heads
-from megatron_ext.video.config.wan import VideoDiTSizes, WanConfig
+from megatron_ext.video.config.wan import WanConfig
 from megatron_ext.video.model.tokens import frames_first, parts_first
 
 
 @dataclass(frozen=True)
 class FrameWindow:
-    """Block-causal attention over latent frames: a local window and attention sinks.
+    """Block-causal attention over latent frames, as in LongLive (arXiv:2509.22622).
 
     Frames come in blocks that are denoised together. The queries of a block see the whole block,
-    the sink frames, and the frames right before the block; nothing of a later block. This is the
-    attention of LongLive (arXiv:2509.22622).
+    the sink frames, and the frames right before the block; nothing of a later block.
 
     Attributes:
         block: frames of a block, B.
@@ -82,9 +80,7 @@ class FrameWindow:
     def capacity_for(self, chunk_frames: int) -> int:
         """Return how many frames a cache needs so that any block of the newest chunk can run again.
 
-        The first block of the chunk sees W - B frames before it; the chunk itself follows. It goes
-        from the first block that may be run again to the newest frame, and is one block if none is
-        ever run again after the next was started.
+        The first block of the chunk sees W - B frames before it; the chunk itself follows.
         """
         return self.window + chunk_frames - self.block
 
@@ -96,8 +92,9 @@ KeyValue = tuple[Tensor, Tensor]
 class AttentionPlan:
     """The key frames to which each run of consecutive query frames attends.
 
-    Keys of the cached frames ``past`` come before the new ones; each slice of the new frames has
-    slices of the key frames.
+    Attributes:
+        past: cached frames, whose keys come before those of the new frames.
+        blocks: slices of the new frames, each with slices of the key frames.
     """
 
     past: tuple[int, ...]
@@ -114,8 +111,7 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Return the plan of the past and new frames that the window lets each block see.
 
-        New frames are whole blocks from ``first_frame`` on; ``past`` are the absolute numbers of
-        the earlier frames that there are, ascending.
+        ``past`` are the absolute numbers of the earlier frames that there are, ascending.
         """
         new = range(first_frame, first_frame + num_frames)
         position = {frame: index for index, frame in enumerate((*past, *new))}
@@ -141,13 +137,12 @@ def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
 class FrameAttention:
     """Attention from this rank's tokens and heads to all tokens of the frames that it sees.
 
-    With ``trades_heads`` ranks trade heads for tokens (Ulysses, arXiv:2309.14509) rather than
-    collect keys and values; cached keys then hold all tokens of fewer heads.
+    With ``trades_heads`` ranks do not collect keys and values, and cached keys hold all tokens of
+    fewer heads.
     """
 
     def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
-        self.cp_group = cp_group
-        self.trades_heads = trades_heads and cp_group.size() > 1
+        self.cp_group, self.trades_heads = cp_group, trades_heads
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Turn ``[t, n, b, heads, d]`` of the layers into what is cached and attended to."""
@@ -223,11 +218,10 @@ class VideoDiTOptions:
     """Options of a Wan network that change no shape of a parameter; weights fit with any of them.
 
     Attributes:
-        window: block-causal attention for the student, None for bidirectional attention of critic
-            and teacher.
+        window: None for bidirectional attention.
         zero_head: the last layer starts at zero, so that the model predicts zero.
         recompute_blocks: the first so many blocks of the model keep only their inputs in passes
-            with gradient, and are run again in the backward pass; more than there are means all.
+            with gradient, and are run again in the backward pass.
         cp_comm_type: how context-parallel ranks attend to all tokens of the frames: ``all_gather``
             (or ``p2p``) shares out the cache by tokens and collects keys and values in every pass,
             ``a2a`` shares it out by heads and trades only those of the new frames.
@@ -254,11 +248,7 @@ class VideoDiTOptions:
 
 
 def window_of(flags: WanConfig) -> FrameWindow:
-    """Return which frames a causal network sees.
-
-    Raises:
-        ConfigError: a window that is too small.
-    """
+    """Return which frames a causal network sees; raise ConfigError for a window too small."""
     block, sink = flags.frame_block, flags.sink_frames
     if flags.window_frames - sink < block:
         raise ConfigError(
@@ -272,17 +262,9 @@ def window_of(flags: WanConfig) -> FrameWindow:
 def wan_options(
     flags: WanConfig, parallel: ParallelConfig, *, causal: bool = True
 ) -> VideoDiTOptions:
-    """Return how a network attends, starts and is recomputed.
-
-    Raises:
-        ConfigError: flags are out of their range.
-    """
-    return VideoDiTOptions(
-        window=window_of(flags) if causal else None,
-        zero_head=flags.zero_head,
-        recompute_blocks=flags.recompute_blocks,
-        cp_comm_type=parallel.cp_comm_type[0],
-    )
+    """Return the options that the flags ask for; raise ConfigError where they are out of range."""
+    window, attends = window_of(flags) if causal else None, parallel.cp_comm_type[0]
+    return VideoDiTOptions(window, flags.zero_head, flags.recompute_blocks, attends)
 
 
 def stage_blocks(num_blocks: int, num_stages: int) -> list[range]:
@@ -298,16 +280,3 @@ def stage_blocks(num_blocks: int, num_stages: int) -> list[range]:
         )
     ends = [stage * num_blocks // num_stages for stage in range(num_stages + 1)]
     return [range(a, b) for a, b in itertools.pairwise(ends)]
-
-
-def check_heads(
-    sizes: VideoDiTSizes, options: VideoDiTOptions, groups: ProcessGroupCollection
-) -> None:
-    """Raise ConfigError where context-parallel ranks cannot trade the heads as the options ask."""
-    tp, cp = groups.tp.size(), groups.cp.size()
-    if options.cp_comm_type == "a2a" and sizes.num_heads // tp % cp:
-        raise ConfigError(
-            f"`cp_comm_type` a2a needs the attention heads of a tensor-parallel rank "
-            f"({sizes.num_heads // tp}) to be divisible by `--context-parallel-size` ({cp}); use "
-            "all_gather."
-        )

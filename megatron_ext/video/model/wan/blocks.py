@@ -7,26 +7,18 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import DataError
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.pointwise import LayerNorm, activated, spec_of, weights_of
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
 from megatron_ext.video.config.wan import VideoDiTSizes
-from megatron_ext.video.model.attention import Table
+from megatron_ext.video.model.attention import Table, trades_heads
+from megatron_ext.video.model.chunk import Blueprint, Part
 from megatron_ext.video.model.linear import VectorEmbedder, column, heads_of, mark_replicated, row
 from megatron_ext.video.model.tokens import FrameTokens, pack, parts_first
-from megatron_ext.video.model.wan.attention import (
-    AttentionPlan,
-    FrameAttention,
-    KeyValue,
-    VideoDiTOptions,
-)
+from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention, KeyValue
 from megatron_ext.video.model.wan.cache import CachePass
 from megatron_ext.video.model.wan.pointwise import (
     FullWidthRMSNorm,
@@ -110,15 +102,12 @@ class Conditioning(NamedTuple):
         return cls(time, parts, text)
 
 
-class Embedder(MegatronModule):  # type: ignore[misc]
+class Embedder(Part):
     """The layers by which the first stage embeds latents, timesteps and text."""
 
-    def __init__(
-        self, config: TransformerConfig, sizes: VideoDiTSizes, tp_group: ProcessGroup
-    ) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
-        h = sizes.hidden_size
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        sizes, h = plan.sizes, plan.sizes.hidden_size
         self.patch_size = sizes.patch_size
         self.patch_in = torch.nn.Linear(sizes.token_width, h)
         self.text_in = torch.nn.Linear(sizes.text_width, h)
@@ -126,7 +115,7 @@ class Embedder(MegatronModule):  # type: ignore[misc]
         self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
         self.time_projection = torch.nn.Linear(h, 6 * h)
         for module in (self.patch_in, self.time_in, self.time_projection):
-            mark_replicated(module, config)
+            mark_replicated(module, plan.config)
 
     def tokens(self, x: Tensor, tokens: FrameTokens) -> Tensor:
         """Embed this rank's tokens of whole latents ``[b, t, c, h, w]`` as ``[s, b, h]``."""
@@ -142,13 +131,11 @@ class Embedder(MegatronModule):  # type: ignore[misc]
         get the gradient of the rank's tokens, the text that of all.
         """
         b, f = timesteps.shape
-        time: Tensor = (
-            self.time_in(timestep_sinusoid(timesteps.flatten())).view(b, f, -1).transpose(0, 1)
-        )
+        embedded = self.time_in(timestep_sinusoid(timesteps.flatten()))
+        time = embedded.view(b, f, -1).transpose(0, 1)
         words = F.gelu(self.text_in(text.to(self.text_in.weight.dtype)), approximate="tanh")
-        return Conditioning(
-            time, self.time_projection(F.silu(time)), self.text_out(words).transpose(0, 1)
-        )
+        modulation = self.time_projection(F.silu(time))
+        return Conditioning(time, modulation, self.text_out(words).transpose(0, 1))
 
 
 WithBias = tuple[Tensor, Tensor]
@@ -164,7 +151,6 @@ class Run:
         parts: tensor-parallel ranks that share out the sequence.
         table: rotary table of the slice's tokens.
         plan: which frames see which.
-        cached: pass over the cache, None without one.
         text: keys and values of the text by block, to read and to fill; None computes them, so that
             they get gradients.
     """
@@ -177,20 +163,16 @@ class Run:
     text: dict[int, KeyValue] | None
 
 
-class SelfAttention(MegatronModule):  # type: ignore[misc]
+class SelfAttention(Part):
     """Attention over the frames that the window, if there is one, lets each frame see."""
 
-    def __init__(
-        self, config: TransformerConfig, options: VideoDiTOptions, groups: ProcessGroupCollection
-    ) -> None:
-        super().__init__(config=config)
-        h, tp = config.hidden_size, groups.tp
-        self.tp_group = tp
-        self.linear_qkv = column(config, tp, h, h, projections=3)
-        self.q_norm = FullWidthRMSNorm(config, tp)
-        self.k_norm = FullWidthRMSNorm(config, tp)
-        self.linear_proj = row(config, tp, h, h)
-        self.attention = FrameAttention(groups.cp, trades_heads=options.cp_comm_type == "a2a")
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        h = plan.config.hidden_size
+        self.linear_qkv = column(plan, h, h, projections=3)
+        self.q_norm, self.k_norm = FullWidthRMSNorm(plan), FullWidthRMSNorm(plan)
+        self.linear_proj = row(plan, h, h)
+        self.attention = FrameAttention(plan.groups.cp, trades_heads=trades_heads(plan))
 
     def forward(self, x: Tensor, number: int, run: Run) -> WithBias:
         """Return ``[s, b, h]`` and a bias to add for ``[s, b, h]``, in block ``number``."""
@@ -209,31 +191,20 @@ class SelfAttention(MegatronModule):  # type: ignore[misc]
         if self.tp_group.size() > 1:
             total = summed(squares_of_heads(fused, bias, config.kv_channels), self.tp_group)
         sizes = (config.kv_channels, config.hidden_size, config.layernorm_epsilon)
-        return heads(
-            fused,
-            bias,
-            total,
-            self.q_norm(None),
-            self.k_norm(None),
-            *run.table,
-            sizes,
-            run.parts,
-            run.num_frames,
-        )
+        norms = self.q_norm(None), self.k_norm(None)
+        return heads(fused, bias, total, *norms, *run.table, sizes, run.parts, run.num_frames)
 
 
-class CrossAttention(MegatronModule):  # type: ignore[misc]
+class CrossAttention(Part):
     """Attention to all tokens of the text; padding, whose features are zero, is not masked."""
 
-    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-        super().__init__(config=config)
-        h, tp = config.hidden_size, groups.tp
-        self.tp_group = tp
-        self.linear_q = column(config, tp, h, h)
-        self.linear_kv = column(config, tp, h, h, projections=2, whole_input=True)
-        self.q_norm = FullWidthRMSNorm(config, tp)
-        self.k_norm = FullWidthRMSNorm(config, tp)
-        self.linear_proj = row(config, tp, h, h)
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        h = plan.config.hidden_size
+        self.linear_q = column(plan, h, h)
+        self.linear_kv = column(plan, h, h, projections=2, whole_input=True)
+        self.q_norm, self.k_norm = FullWidthRMSNorm(plan), FullWidthRMSNorm(plan)
+        self.linear_proj = row(plan, h, h)
 
     def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
         """Return ``[s, b, h]`` and a bias to add for ``[s, b, h]`` and text ``[l, b, h]``."""
@@ -257,26 +228,20 @@ class CrossAttention(MegatronModule):  # type: ignore[misc]
         return pair
 
 
-class Block(MegatronModule):  # type: ignore[misc]
+class Block(Part):
     """The block of this number in the whole model; modulation differs from frame to frame."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        options: VideoDiTOptions,
-        groups: ProcessGroupCollection,
-        number: int,
-    ) -> None:
-        super().__init__(config=config)
-        h, ffn, tp = config.hidden_size, config.ffn_hidden_size, groups.tp
-        self.number, self.tp_group = number, tp
+    def __init__(self, plan: Blueprint, number: int) -> None:
+        super().__init__(plan)
+        self.number, config = number, plan.config
+        h, ffn = config.hidden_size, config.ffn_hidden_size
         self.modulation = ModulationTable(config, 6)
-        self.self_attention = SelfAttention(config, options, groups)
+        self.self_attention = SelfAttention(plan)
         self.cross_norm = LayerNorm(h, config.layernorm_epsilon, zero_centered=False)
         mark_replicated(self.cross_norm, config)
-        self.cross_attention = CrossAttention(config, groups)
-        self.linear_fc1 = column(config, tp, h, ffn)
-        self.linear_fc2 = row(config, tp, ffn, h)
+        self.cross_attention = CrossAttention(plan)
+        self.linear_fc1 = column(plan, h, ffn)
+        self.linear_fc2 = row(plan, ffn, h)
 
     def forward(self, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
         """Run the block on what this rank holds of the frames' tokens, ``[s, b, h]``."""

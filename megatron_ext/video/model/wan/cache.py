@@ -34,16 +34,15 @@ class KVCache:
     """Cached frames of one sequence batch on one rank; `VideoDiT.new_cache` builds it.
 
     A full cache drops its oldest frames but for the sinks. A frame that it holds is overwritten in
-    place, by a pass over that very frame and no other. It never holds a graph.
+    place, by a pass over that very frame and no other.
 
     Attributes:
-        keys, values: for each block ``[capacity, n, b, heads, d]`` by slot (see `slot_of`), the
-            keys rotated.
+        keys, values: for each block ``[capacity, n, b, heads, d]`` by slot, the keys rotated.
         end: one past the newest frame ever written.
         memo: keys and values of the text.
 
     Raises:
-        ConfigError: the capacity is too small; the message says what is needed.
+        ConfigError: the capacity is too small.
     """
 
     def __init__(
@@ -81,10 +80,7 @@ class KVCache:
         self.reset()
 
     def reset(self, *, keep_sink: bool = False) -> None:
-        """Begin a new sequence, or with ``keep_sink`` forget all but the sink frames.
-
-        The text is forgotten in any case.
-        """
+        """Begin a new sequence, or with ``keep_sink`` forget all but the sink frames."""
         last_kept = self.window.sink if keep_sink else 0
         self._held = {f: held for f, held in self._held.items() if f < last_kept}
         self._absent_before = 0
@@ -92,11 +88,7 @@ class KVCache:
         self.memo.clear()
 
     def skip_to(self, frame: int) -> None:
-        """Go on at a later frame; no frame sees those before it, but for the sinks.
-
-        Raises:
-            ConfigError: the frame lies before the newest.
-        """
+        """Go on at a frame that is not written yet, which sees no others than the sinks."""
         if frame < self.end:
             raise ConfigError(
                 f"the cache stands at frame {self.end} and cannot skip back to frame {frame}; "
@@ -124,7 +116,7 @@ class KVCache:
 
         Raises:
             DataError: the frames are no whole blocks, or do not follow what was run.
-            ConfigError: a frame was dropped; the message says which capacity is needed.
+            ConfigError: a frame was dropped.
         """
         new = range(first_frame, first_frame + num_frames)
         if first_frame > self.end:
@@ -206,11 +198,7 @@ class KVCache:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` of a cache of the same shape gave.
-
-        Raises:
-            CheckpointError: the state is of another shape.
-        """
+        """Take over what `state_dict` gave; raise CheckpointError for one of another shape."""
         own, given = [*self.keys, *self.values], [*state["keys"], *state["values"]]
         if [x.shape for x in own] != [x.shape for x in given]:
             raise CheckpointError(
@@ -229,8 +217,7 @@ class KVCache:
 class CachePass:
     """One forward pass over a cache, which ``updates`` lets write the new frames at its end.
 
-    The new keys and values of all blocks are written together. When a block is recomputed in the
-    backward pass, it reads the same frames, ``past``, and writes nothing.
+    When a block is recomputed in the backward pass, it reads the same frames and writes nothing.
     """
 
     def __init__(self, cache: KVCache, first_frame: int, num_frames: int, *, updates: bool) -> None:
@@ -317,9 +304,8 @@ class TextMemo:
             if source() is text and version == _version(text) >= 0:
                 return True
         known = self.text
-        return (
-            known is not None and known.shape == text.shape and torch.equal(known, text.to(known))
-        )
+        assert known is not None
+        return known.shape == text.shape and torch.equal(known, text.to(known))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it holds, which is stored: made again, it would follow changed weights."""

@@ -1,7 +1,7 @@
 """Flow matching with a Wan network, causal or not: the networks that streaming starts from.
 
-The network is given whole latents rather than packed tokens, timesteps of 0 to 1000, for each
-frame if they differ, and the text alone, and it gives the velocity of all tokens on every rank.
+The network takes whole latents, timesteps of 0 to 1000, for each frame if they differ, and the text
+alone; it gives the velocity of all tokens on every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.config.wan import VideoDiTConfig, WanConfig
+from megatron_ext.video.config.wan import VideoDiTConfig, VideoDiTSizes, WanConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.flops import flops_of_frames
 from megatron_ext.video.cost.wan import DiTNetwork
@@ -78,19 +77,12 @@ class WanBatchBuilder(FlowBatchBuilder):
 
 
 class VideoDiTVelocity(ParallelVelocity):
-    """Predicts with a `VideoDiT`, whose output is whole on every rank of its last stage.
-
-    A causal model predicts all frames of a clip at once, under its mask.
-    """
+    """Predicts with a `VideoDiT`, whose output is whole on every rank of its last stage."""
 
     gives_parts = False
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return the velocity of latents of (t, h, w); see `predict_whole`.
-
-        Raises:
-            DataError: a height or width that patches do not fill.
-        """
+        """Return the velocity of latents of (t, h, w), or raise DataError if patches do not fit."""
         grid(shape, self.patch_size)
         return partial(self.predict_whole, shape)
 
@@ -98,7 +90,7 @@ class VideoDiTVelocity(ParallelVelocity):
     def predict_whole(
         self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
-        """Predict as `predict` does, for latents of (t, h, w); two inputs are unused."""
+        """Predict as `predict` does, all frames of a clip at once; two inputs are unused."""
         inputs = {
             "x": unpack(x, shape, self.patch_size).transpose(1, 2),
             "timesteps": MAX_TIMESTEP * t,
@@ -114,38 +106,29 @@ class VideoDiTVelocity(ParallelVelocity):
 class WanFlow(FlowNetwork):
     """A Wan network, which predicts the flow of whole latents."""
 
-    builder = WanBatchBuilder
+    builder, chunk = WanBatchBuilder, VideoDiT
 
     @property
     def _dit(self) -> VideoDiTConfig:
         return self.config.section(VideoDiTConfig)
 
     @property
-    def patch_size(self) -> int:
-        return self._dit.sizes.patch_size
+    def sizes(self) -> VideoDiTSizes:
+        return self._dit.sizes
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
-        return self.config.with_section(
-            dataclasses.replace(
-                self._dit,
-                dit_channels=manifest["latent_channels"],
-                dit_text_width=manifest["text_width"],
-            )
-        )
+        widths = {"dit_channels": "latent_channels", "dit_text_width": "text_width"}
+        given = {field: manifest[name] for field, name in widths.items()}
+        return self.config.with_section(dataclasses.replace(self._dit, **given))
 
     @property
     def options(self) -> VideoDiTOptions:
-        """Return how the network attends, starts and is recomputed.
-
-        Raises:
-            ConfigError: flags are out of their range.
-        """
         causal = self.config.section(VideoConfig).is_causal
         return wan_options(self.config.section(WanConfig), self.config.parallel, causal=causal)
 
     def checked(self) -> RunConfig:
         """Return the configuration as it is, once the layout has been checked."""
-        sizes, parallel = self._dit.sizes, self.config.parallel
+        sizes, parallel = self.sizes, self.config.parallel
         stage_blocks(sizes.num_blocks, num_stages(parallel))
         shared = parallel.tensor_model_parallel_size
         if self.options.cp_comm_type == "a2a":
@@ -175,14 +158,11 @@ class WanFlow(FlowNetwork):
             )
 
     def flops(self, sequence: Geometry) -> float:
-        frames = sequence.shape[1]
+        frames, window = sequence.shape[1], self.options.window
         return flops_of_frames(
-            self._dit.sizes,
-            self.options.window,
-            num_text=sequence.num_text,
-            num_frames=frames,
+            self.sizes, window, num_text=sequence.num_text, num_frames=frames,
             tokens_per_frame=sequence.num_image // frames,
-        )
+        )  # fmt: skip
 
     def planned(self, clip: Clip) -> DiTNetwork:
         return DiTNetwork.of(self.config, clip)
@@ -191,15 +171,6 @@ class WanFlow(FlowNetwork):
         count = (self.config.model.num_layers or 0) if mode == "full" else 0
         wan = dataclasses.replace(self.config.section(WanConfig), recompute_blocks=count)
         return self.config.with_section(wan)
-
-    def build_chunk(
-        self,
-        transformer_config: TransformerConfig,
-        context: ParallelContext,
-        vp_stage: int | None = None,
-    ) -> VideoDiT:
-        sizes, options = self._dit.sizes, self.options
-        return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
     def sampled(
         self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext

@@ -8,47 +8,30 @@ messages, so that no embedder is held twice.
 from __future__ import annotations
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.model.attention import frame_rotary_table
-from megatron_ext.video.model.chunk import Blocks, VideoChunk
+from megatron_ext.video.model.chunk import Blocks, Blueprint, Part, VideoChunk
 from megatron_ext.video.model.linear import mark_replicated, start_at_zero
 from megatron_ext.video.model.tokens import FrameTokens, frames_first, grid, positions, unpack
-from megatron_ext.video.model.wan.attention import (
-    AttentionPlan,
-    VideoDiTOptions,
-    check_heads,
-    stage_blocks,
-)
+from megatron_ext.video.model.wan.attention import AttentionPlan, stage_blocks
 from megatron_ext.video.model.wan.blocks import Block, Conditioning, Embedder, Run, check_inputs
 from megatron_ext.video.model.wan.cache import CachePass, CacheShape, KVCache
 from megatron_ext.video.model.wan.pointwise import ModulationTable, modulated_frames_alone
 
 
-class Head(MegatronModule):  # type: ignore[misc]
+class Head(Part):
     """A norm, modulated by table and timesteps, and a linear layer."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        sizes: VideoDiTSizes,
-        options: VideoDiTOptions,
-        tp_group: ProcessGroup,
-    ) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
-        self.modulation = ModulationTable(config, 2)
-        self.linear = torch.nn.Linear(sizes.hidden_size, sizes.token_width)
-        if options.zero_head:
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        self.modulation = ModulationTable(plan.config, 2)
+        self.linear = torch.nn.Linear(plan.sizes.hidden_size, plan.sizes.token_width)
+        if plan.options.zero_head:
             start_at_zero(self.linear)
-        mark_replicated(self.linear, config)
+        mark_replicated(self.linear, plan.config)
 
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
         """Return ``[s, b, c * p * p]`` for ``[s, b, h]`` and embedded timesteps ``[f, b, h]``."""
@@ -67,23 +50,13 @@ class VideoDiT(VideoChunk):
 
     title = "video DiT"
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        sizes: VideoDiTSizes,
-        options: VideoDiTOptions,
-        groups: ProcessGroupCollection,
-        *,
-        stage: int = 0,
-        num_stages: int = 1,
-    ) -> None:
-        super().__init__(config, sizes, options, groups, stage=stage, num_stages=num_stages)
-        check_heads(sizes, options, groups)
-        self.embedder = Embedder(config, sizes, groups.tp) if self.pre_process else None
+    def __init__(self, plan: Blueprint, stage: int, num_stages: int) -> None:
+        super().__init__(plan, stage, num_stages)
+        self.embedder = Embedder(plan) if self.pre_process else None
         self.blocks = Blocks()
-        for number in stage_blocks(sizes.num_blocks, num_stages)[stage]:
-            self.blocks[str(number)] = Block(config, options, groups, number)
-        self.head = Head(config, sizes, options, groups.tp) if self.post_process else None
+        for number in stage_blocks(plan.sizes.num_blocks, num_stages)[stage]:
+            self.blocks[str(number)] = Block(plan, number)
+        self.head = Head(plan) if self.post_process else None
 
     def boundary_shape(self, x: Tensor, timesteps: Tensor, text: Tensor) -> list[int]:
         """Return the shape of the tensor between stages for such inputs, ``[s + r, b, h]``.
@@ -112,8 +85,7 @@ class VideoDiT(VideoChunk):
             capacity_frames: frames that it holds; None is as few as the chunk needs.
 
         Raises:
-            ConfigError: the model has no use for a cache, or the capacity is too small; the message
-                says what is needed.
+            ConfigError: the model has no use for a cache, or the capacity is too small.
         """
         window = self.options.window
         if window is None or self.num_stages > 1:
@@ -123,15 +95,11 @@ class VideoDiT(VideoChunk):
             )
         chunk = window.block if chunk_frames is None else chunk_frames
         capacity = window.capacity_for(chunk) if capacity_frames is None else capacity_frames
-        weight = next(self.parameters())
+        weight, shape = next(self.parameters()), self._cache_shape(batch_size, height, width)
         return KVCache(
-            window,
-            self._cache_shape(batch_size, height, width),
-            capacity_frames=capacity,
-            chunk_frames=chunk,
-            dtype=weight.dtype,
+            window, shape, capacity_frames=capacity, chunk_frames=chunk, dtype=weight.dtype,
             device=weight.device,
-        )
+        )  # fmt: skip
 
     def forward(
         self,
@@ -145,8 +113,8 @@ class VideoDiT(VideoChunk):
     ) -> Tensor:
         """Run this chunk on inputs that are whole, and the same, on all ranks of a replica.
 
-        They are given by keyword, so that a wrapper for 16-bit precision leaves the timesteps
-        alone. Stages after the first read only the shapes of latents, timesteps and text.
+        Keywords let a wrapper for 16-bit precision leave the timesteps alone. Stages after the
+        first read only the shapes of latents, timesteps and text.
 
         Args:
             x: noised latents, ``[b, t, c, h, w]``; of whole frame blocks if the model is causal.
@@ -158,10 +126,9 @@ class VideoDiT(VideoChunk):
 
         Returns:
             On the last stage the flow ``noise - x0``, ``[b, t, c, h, w]`` on every rank; before it
-            hidden states and what all blocks need, see `boundary_shape`. Over context-parallel
-            ranks the gradients
-            of the losses are summed: each rank's loss counts, as those of data-parallel ranks do.
-            The gradient of ``x`` lies on the ranks that hold the tokens.
+            hidden states and what all blocks need, see `boundary_shape`. Context-parallel ranks sum
+            the gradients of their losses, as data-parallel ranks do. The gradient of ``x`` lies on
+            the ranks that hold the tokens.
 
         Raises:
             ConfigError: the cache does not fit the model or the order of the passes.
@@ -278,17 +245,15 @@ def recache(
 ) -> None:
     """Encode history anew under a new prompt, block by block, so that each sees only its own past.
 
-    Nothing that was made under the old prompt is left: frames before ``first_frame`` are seen no
-    more, but for the sinks, which are made anew from their latents. The next frame is the one after
-    the last of ``latents``.
+    Frames before ``first_frame`` are seen no more, but for the sinks, which are made anew from
+    their latents. The next frame is the one after the last of ``latents``.
 
     Args:
         model: causal, without wrappers.
         latents: clean frames from ``first_frame`` up to the newest, ``[b, t, c, h, w]``.
         timestep: timestep that the model is told, the context noise.
         text: the new prompt, ``[b, l, text_width]``.
-        sink_latents: clean frames from frame 0 on, at least the sinks before ``first_frame``;
-            needed only if there are such.
+        sink_latents: clean frames from frame 0 on, at least the sinks before ``first_frame``.
         keep_sink: leave the sinks as the old prompt made them, as LongLive's sampling does;
             ``first_frame`` must then lie behind them.
 

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -24,6 +23,7 @@ from megatron_ext.layers.compiled import FusedResidual, compiled
 from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import norm
 from megatron_ext.video.model.attention import rotate
+from megatron_ext.video.model.chunk import Blueprint, Part
 from megatron_ext.video.model.linear import mark_replicated, modulated
 from megatron_ext.video.model.tokens import frames_first
 
@@ -31,7 +31,8 @@ from megatron_ext.video.model.tokens import frames_first
 class ModulationTable(torch.nn.Module):
     """A learned ``[num_parts, h]``, added to the modulation that the timesteps give.
 
-    A block has 6 parts (shift, scale, gate of the attention, then of the feed-forward layers).
+    A block has 6 parts (shift, scale, gate of the attention, then of the feed-forward layers). They
+    start from a normal distribution of standard deviation ``1 / sqrt(h)``.
     """
 
     def __init__(self, config: TransformerConfig, num_parts: int) -> None:
@@ -41,14 +42,10 @@ class ModulationTable(torch.nn.Module):
         mark_replicated(self, config)
 
     def reset_parameters(self) -> None:
-        """Draw from a normal distribution of standard deviation ``1 / sqrt(h)``."""
         torch.nn.init.normal_(self.weight, std=self.weight.size(-1) ** -0.5)
 
     def forward(self, time: Tensor) -> tuple[Tensor, ...]:
-        """Return ``num_parts`` tensors ``[f, 1, b, h]`` for ``[f, b, num_parts or 1, h]``.
-
-        f is 1 if all frames have one timestep, else the number of frames.
-        """
+        """Return ``num_parts`` tensors ``[f, 1, b, h]`` for ``[f, b, num_parts or 1, h]``."""
         return (self.weight + time).unsqueeze(1).unbind(3)
 
 
@@ -73,27 +70,24 @@ def _frames(x: Tensor, part: Tensor) -> Tensor:
     return torch.unflatten(x, 0, (part.size(0), -1))
 
 
-class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
+class FullWidthRMSNorm(Part):
     """RMSNorm of queries or keys over the full width of all heads, which are dealt to ranks.
 
     ``y = x / sqrt(mean(x^2) + eps) * weight`` with the mean over all h features (arXiv:1910.07467),
-    so that its sum of squares is summed over the tensor-parallel ranks. The sum enters the outputs
-    of all of them, so its gradient is summed as well. Each rank holds the scales of its heads, ``[h
-    / tp]``, whose gradients need no reduction.
+    so that the tensor-parallel ranks sum their squares. Each holds the scales of its heads, ``[h /
+    tp]``, whose gradients need no reduction.
     """
 
-    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
-        self.width = config.hidden_size
-        self.weight = torch.nn.Parameter(torch.ones(self.width // tp_group.size()))
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        self.width = plan.config.hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.width // plan.groups.tp.size()))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Normalize the heads of this rank, ``[s, b, n, d]``, after the bias ``[n * d]`` is added.
 
-        None gives the scales, for functions that normalize by themselves, once data parallelism has
-        gathered them.
+        None gives the scales, which data parallelism has gathered by now.
         """
         if x is None:
             return self.weight
@@ -110,14 +104,11 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the shard of the scales."""
+        dp_cp = (metadata or {})["dp_cp_group"]
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight},
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
-        )
+            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=dp_cp,
+        )  # fmt: skip
         return state
 
 
@@ -224,19 +215,15 @@ def heads(
     num_parts: int,
     num_frames: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys, normed and rotated, and values of one projection, frame after frame.
+    """Return queries and keys, normed and rotated, and values, ``[t, parts * m, b, n, d]`` each.
 
     Args:
         qkv: ``[parts * t * m, b, n * 3 * d]``, for each head its query, key and value.
-        total: sums of squares over all ranks, see `squares_of_heads`; None: this rank has all
-        heads.
+        total: sums of squares over all ranks, see `squares_of_heads`; None where this rank has all
+            heads.
         q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
         cos, sin: see `attention.frame_rotary_table`.
         sizes: d, the width of all ranks' heads, and epsilon.
-
-    Returns:
-        Three tensors ``[t, parts * m, b, n, d]``; the values are copied, since a compiled function
-        may return no view of its argument.
     """
     head_dim, width, eps = sizes
     query, key, value = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim)).unbind(-2)
@@ -246,5 +233,6 @@ def heads(
         for x, sums, weight in ((query, of_query, q_weight), (key, of_key, k_weight))
     )
     q, k, v = (frames_first(x, num_parts, num_frames) for x in (query, key, value))
+    # A compiled function may return no view of its argument.
     copied = v.clone(memory_format=torch.contiguous_format)
     return rotate(q, (cos, sin)), rotate(k, (cos, sin)), copied
