@@ -17,7 +17,7 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 class Blueprint(NamedTuple):
-    """What every part of a network is built from.
+    """The description from which every part of a network is built.
 
     Attributes:
         config: holds the fields of ``sizes.transformer_fields()``.
