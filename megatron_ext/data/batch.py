@@ -1,8 +1,7 @@
 """The batches of one training step on one rank: documents, targets, loss weights, slices.
 
 The first tensor-parallel rank of a pipeline stage reads the samples of a step, and all its
-tensor-parallel peers receive them by one broadcast. Each context-parallel rank keeps two slices of
-``2 * cp``, mirrored, as megatron-core cuts it.
+tensor-parallel peers receive them by one broadcast.
 
 The reduction of a loss decides what weighs alike. With w_t the weight that the data gives a token
 (1 at a target, 0 elsewhere) and n_i the sum of w_t over the sample i that it belongs to, a token
@@ -37,10 +36,8 @@ class Batch:
     """One micro-batch of one rank; s is the full sequence, c the context-parallel size.
 
     Attributes:
-        tokens: input ids, ``[b, s/c]`` int64.
-        labels: ids to predict, ``[b, s/c]`` int64.
+        tokens, labels, position_ids: ``[b, s/c]`` int64.
         loss_weights: weight of each label, ``[b, s/c]`` float32.
-        position_ids: ``[b, s/c]`` int64.
         attention_mask: True where attention is forbidden, ``[b, 1, s/c, s]``; None means causal.
         mtp_labels, mtp_loss_weights: the same for each multi-token-prediction depth.
         sample_ids: number in the dataset of the sample that each position belongs to, -1 in
@@ -60,39 +57,28 @@ class Batch:
 
 
 def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
-    """Return the document, from 0, of each position of the rows ``[b, s]``.
-
-    A document ends with its end-of-document token, which still belongs to it.
-    """
+    """Return the document, from 0, of each position ``[b, s]``; ``eod`` belongs to what it ends."""
     is_end = (tokens == eod).long()
     return is_end.cumsum(dim=1) - is_end
 
 
 def documents_of_positions(position_ids: Tensor) -> Tensor:
-    """Return the document, from 0, of each position ``[b, s]``; position 0 begins a document.
-
-    Padding with positions of 0 is documents of one token each, so that it attends to itself only.
-    """
+    """Return the document, from 0, of each position ``[b, s]``; position 0 begins a document."""
     return (position_ids == 0).long().cumsum(dim=1) - 1
 
 
 def document_attention_mask(documents: Tensor) -> Tensor:
-    """Return the causal mask that also stops at document ends.
-
-    It is ``[b, 1, s, s]`` bool, True where attention is forbidden, for documents ``[b, s]``.
-    """
+    """Return True ``[b, 1, s, s]`` for the future and for other documents, of ``[b, s]``."""
     position = torch.arange(documents.size(1), device=documents.device)
     future = position[None, :] > position[:, None]
     return (future | (documents[:, :, None] != documents[:, None, :])).unsqueeze(1)
 
 
 def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Shift values by a position; 0 where the sequence, or its document, has no next position.
+    """Shift ``[b, s]`` by a position; 0 where the sequence, or its document, has no next position.
 
-    Args:
-        tensor: ``[b, s]``, like the result.
-        documents: number of each position's document, negative in padding, ``[b, s]`` or
-            ``[1, s]``; None means that documents do not end.
+    ``documents`` is the number of each position's document, negative in padding, ``[b, s]`` or
+    ``[1, s]``; None means that documents do not end.
     """
     shifted = torch.roll(tensor, -1, dims=1)
     shifted[:, -1] = 0
@@ -106,13 +92,8 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
     """Add the labels and masks of each multi-token-prediction depth to a full-sequence batch.
 
     At depth k a position is to learn what the main model learns k positions on; at the end of the
-    sequence, or of its document, it learns nothing. The targets are made before the
-    context-parallel cut, so that no rank needs its neighbour's tokens and documents may be shorter
-    than the ranks' slices.
-
-    Args:
-        batch: ``[b, s]``, not yet cut.
-        documents: see `shift_left`; None rolls through the documents of a sample.
+    sequence, or of its document (see `shift_left`), it learns nothing. The targets are made before
+    the context-parallel cut, so that no rank needs its neighbour's tokens.
     """
     labels, weights = [batch.labels], [batch.loss_weights]
     for _ in range(depths):
@@ -127,15 +108,13 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
         return batch
     plain = ("tokens", "labels", "loss_weights", "position_ids", "attention_mask", "sample_ids")
     named: dict[str, Tensor | None] = {name: getattr(batch, name) for name in plain}
-    named |= {f"mtp_labels_{i}": t for i, t in enumerate(batch.mtp_labels)}
-    named |= {f"mtp_weights_{i}": t for i, t in enumerate(batch.mtp_loss_weights)}
+    for name in ("mtp_labels", "mtp_loss_weights"):
+        named |= {f"{name} {i}": t for i, t in enumerate(getattr(batch, name))}
     cut = get_batch_on_this_cp_rank(named, cp_group=cp_group)
-    depths = range(len(batch.mtp_labels))
-    return Batch(
-        **{name: cut[name] for name in plain},
-        mtp_labels=tuple(cut[f"mtp_labels_{i}"] for i in depths),
-        mtp_loss_weights=tuple(cut[f"mtp_weights_{i}"] for i in depths),
-    )
+    found: dict[str, Any] = {name: cut[name] for name in plain}
+    for name in ("mtp_labels", "mtp_loss_weights"):
+        found[name] = tuple(cut[f"{name} {i}"] for i in range(len(batch.mtp_labels)))
+    return Batch(**found)
 
 
 EXPONENTS = {"token": 0.0, "sample": 1.0, "square": 0.5}
@@ -148,7 +127,6 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
         weights: w_t of whole rows, ``[b, s]`` float32, not negative.
         documents: number of each position's sample in its row, -1 in padding, ``[b, s]`` or
             ``[1, s]``; None means that a row is one sample.
-        reduction: a key of `EXPONENTS`.
     """
     exponent = EXPONENTS[reduction]
     if not exponent:
@@ -164,13 +142,11 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
 
 def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str) -> Batch:
     """Weigh the labels of a batch of whole rows, those of each prediction depth by themselves."""
-    return replace(
-        batch,
-        loss_weights=reduced_weights(batch.loss_weights, documents, reduction),
-        mtp_loss_weights=tuple(
-            reduced_weights(mask, documents, reduction) for mask in batch.mtp_loss_weights
-        ),
+    weights, *of_depths = (
+        reduced_weights(mask, documents, reduction)
+        for mask in (batch.loss_weights, *batch.mtp_loss_weights)
     )
+    return replace(batch, loss_weights=weights, mtp_loss_weights=tuple(of_depths))
 
 
 @dataclass
@@ -184,10 +160,8 @@ class StepLoader:
         shape: ``(micro_batch_size, seq_length)``.
         mask_documents_at: end-of-document id where neither attention nor multi-token prediction
             may cross documents.
-        documents_by_position: neither may cross from one document into the next, and a document
-            begins wherever a position is 0.
+        documents_by_position: the same, of documents that begin wherever a position is 0.
         with_sample_ids: the samples have ``sample_ids`` too.
-        reduction: what weighs alike in the loss.
         ignore_index: the label of positions that weigh nothing.
     """
 
@@ -237,14 +211,14 @@ class StepLoader:
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Return ids ``[m, keys, b, s]`` and masks ``[m, b, s]`` on the device, after broadcast."""
         if self.samples is not None:
-            drawn: list[tuple[Tensor, Tensor]] = []
+            parts, own = list[Tensor](), list[Tensor]()
             for _ in range(num_microbatches):
                 sample = next(self.samples)
                 # Copies, since what a loader's process has sent keeps a file open for each tensor.
-                parts = torch.stack([sample[key] for key in self._keys])
-                drawn.append((parts, sample["loss_mask"].clone()))
-            ids = to_device(torch.stack([parts for parts, _ in drawn]), self.device)
-            masks = to_device(torch.stack([mask for _, mask in drawn]).float(), self.device)
+                parts.append(torch.stack([sample[key] for key in self._keys]))
+                own.append(sample["loss_mask"].clone())
+            ids = to_device(torch.stack(parts), self.device)
+            masks = to_device(torch.stack(own).float(), self.device)
         else:
             shape = (num_microbatches, len(self._keys), *self.shape)
             ids = torch.empty(shape, dtype=torch.int64, device=self.device)
@@ -279,21 +253,14 @@ class Sample(dict[str, Any]):
 
 @dataclass
 class MappingLoader:
-    """The loader of micro-batches as a dataset's own mappings; see `StepLoader`.
-
-    All tensor-parallel ranks get the same mappings.
-    """
+    """The loader of micro-batches as a dataset's own mappings; see `StepLoader`."""
 
     samples: Iterator[dict[str, Any]] | None
     context: ParallelContext
     device: torch.device
 
     def next_step(self, num_microbatches: int) -> list[Sample]:
-        """Return the micro-batches of the next step, in order.
-
-        Raises:
-            StopIteration: the data is at its end.
-        """
+        """Do the same as `StepLoader.next_step`."""
         drawn: list[Any] = [None] * num_microbatches
         if self.samples is not None:
             drawn = [next(self.samples) for _ in range(num_microbatches)]

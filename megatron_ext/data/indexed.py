@@ -5,8 +5,7 @@ sequences Q, u64 number of document boundaries D + 1, i32 lengths [Q] in tokens,
 [Q], i64 boundaries [D + 1] in sequences (first 0, last Q), and i8 modes [Q] in multimodal sets.
 `.bin` holds the tokens alone.
 
-This module reads and checks them with numpy only, so that tools start without torch; it reads what
-megatron-core writes, and megatron-core's `IndexedDataset` reads what `indexed_writer` writes.
+This module reads and checks them with numpy only, so that tools start without torch.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ if TYPE_CHECKING:
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER_BYTES = 34
-CODE_OF_DTYPE: dict[str, int] = {
-    name: code
-    for code, name in enumerate("uint8 int8 int16 int32 int64 float64 float32 uint16".split(), 1)
-}
+_DTYPES = "uint8 int8 int16 int32 int64 float64 float32 uint16".split()
+CODE_OF_DTYPE: dict[str, int] = {name: code for code, name in enumerate(_DTYPES, 1)}
 DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {c: np.dtype(n) for n, c in CODE_OF_DTYPE.items()}
 SCAN_ITEMS = 1 << 20
 
@@ -99,8 +96,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Map `<prefix>.idx` into memory.
 
     Raises:
-        DataError: the file is missing, cannot be read, is no index, has another version or dtype
-            code, or its size does not follow from its counts.
+        DataError: the file cannot be read, or is no whole index of a known kind.
     """
     path = idx_path(prefix)
     with readable(path):
@@ -178,9 +174,7 @@ def _map_arrays(
 
 
 def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
-    """Check that `.idx` and `.bin` are whole and belong together.
-
-    It reads the index once, in pieces, and the size of `.bin`: seconds for a billion sequences.
+    """Check that `.idx` and `.bin` are whole and belong together: seconds for a billion sequences.
 
     Raises:
         DataError: one sentence naming the file and what is wrong with it.
@@ -245,8 +239,7 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
 def why_not_writable(folder: Path) -> str | None:
     """Return why files could not be written to a folder that need not exist yet, None if they can.
 
-    The answer comes from writing a file without a name to the nearest folder that exists:
-    permissions say nothing of a read-only mount, of a full disk or of the superuser.
+    A file is tried: permissions say nothing of a read-only mount or of a full disk.
     """
     nearest = folder.absolute()
     while not nearest.exists() and nearest != nearest.parent:
@@ -267,9 +260,7 @@ def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, n
     megatron-core lets numpy unpickle a file that is no array, and a stranger's data set may bring
     such a file in its cache; on rank 0 it fails where it cannot write.
 
-    Args:
-        data_cache_path: ``--data-cache-path``; None means a folder beside each data set.
-        name: the class of data set, after which these folders are named.
+    These are ``data_cache_path``, or folders beside each data set, named after its class.
 
     Raises:
         DataError: a file that is no array, or a folder that can neither be written nor be used as

@@ -39,10 +39,8 @@ def write_index(
 ) -> None:
     """Write one `.idx` in flat memory.
 
-    Args:
-        lengths: a function that gives, each time, the lengths of sequences in pieces (i32).
-        document_lengths: likewise, the number of sequences of each document.
-        modes: likewise, the mode of each sequence (multimodal sets only).
+    Functions give, each time, in pieces: the ``lengths`` of sequences, the number of sequences of
+    each document, and the ``modes`` of sequences (multimodal sets only).
     """
     code = CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())
@@ -83,16 +81,15 @@ def append_file(
 ) -> None:
     """Append bytes [start, end) of `source` to `out`, inside the kernel where it can.
 
-    Args:
-        advance: a function that is told how many bytes were just copied.
+    ``advance`` is told how many bytes were just copied.
 
     Raises:
         DataError: the source ended early.
     """
     out.flush()
     with open(source, "rb", buffering=0) as stream:
-        left = (os.fstat(stream.fileno()).st_size if end is None else end) - start
-        at = start
+        end = os.fstat(stream.fileno()).st_size if end is None else end
+        at, left = start, end - start
         while left > 0:
             done = _kernel_copy(stream.fileno(), out.fileno(), at, min(left, _COPY_BYTES))
             if done == 0:
@@ -170,15 +167,14 @@ def merge_indexed(
             for prefix in prefixes:
                 append_file(out, bin_path(prefix), advance=bar.update)
             os.fsync(out.fileno())
+        modes = [index.modes for index in indices if index.modes is not None]
         write_index(
             idx_path(temporary),
             first.dtype,
             lambda: _pieces(index.lengths for index in indices),
             # Neighbours share a boundary, so that their differences lose none.
             lambda: map(np.diff, _pieces((i.documents for i in indices), shared=1)),
-            (lambda: _pieces(i.modes for i in indices if i.modes is not None))
-            if multimodal
-            else None,
+            (lambda: _pieces(modes)) if multimodal else None,
         )
         publish([(f(temporary), f(output_prefix)) for f in (bin_path, idx_path)])
     except OSError as error:
@@ -193,7 +189,7 @@ def merge_indexed(
 
 
 def _pieces(arrays: Iterable[Array], shared: int = 0) -> Iterator[Array]:
-    """Yield pieces that share as many numbers with the next."""
+    """Yield pieces that share ``shared`` numbers with the next."""
     for array in arrays:
         for start in range(0, len(array) - shared, SCAN_ITEMS):
             yield array[start : start + SCAN_ITEMS + shared]
@@ -202,8 +198,7 @@ def _pieces(arrays: Iterable[Array], shared: int = 0) -> Iterator[Array]:
 class IndexedWriter:
     """A writer of one dataset, document by document, in flat memory, under temporary names.
 
-    Use as a context: leaving it normally publishes `<prefix>.bin` and `.idx`, an exception leaves
-    nothing behind.
+    Leaving its block publishes `<prefix>.bin` and `.idx`, an exception leaves nothing behind.
     """
 
     def __init__(
@@ -268,8 +263,8 @@ def narrow(ids: Array, dtype: np.dtype[Any]) -> Array:
     if ids.size and np.issubdtype(dtype, np.integer) and ids.dtype != dtype:
         low, high = int(ids.min()), int(ids.max())
         bounds = np.iinfo(dtype)
-        if low < bounds.min or high > bounds.max:
-            bad = low if low < bounds.min else high
+        bad = low if low < bounds.min else high
+        if not bounds.min <= bad <= bounds.max:
             raise DataError(
                 f"Token id {bad} does not fit the dataset's {dtype.name} "
                 f"({bounds.min} to {bounds.max}); ids go beyond the vocabulary size, check "

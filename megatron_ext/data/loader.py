@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,7 @@ from megatron_ext.parallel.context import ParallelContext, mtp_rank
 def stage_reads_data(
     model: ModelConfig, parallel: ParallelConfig, context: ParallelContext
 ) -> bool:
-    """Tell whether this pipeline stage needs batches.
-
-    The first stage needs the ids, the last one the labels, and multi-token prediction both; the
-    others need them only where attention stops at document ends, whose mask is made from the ids.
-    """
+    """Tell whether this pipeline stage needs ids, labels, or the masks that are made of ids."""
     if context.is_first_stage or context.is_last_stage or model.document_masks:
         return True
     return context.pp_rank == mtp_rank(model, parallel)
@@ -42,7 +39,7 @@ class BatchSource:
     """An endless or finite supply of the steps of one split on this rank.
 
     Args:
-        loader: the loader of micro-batches; None on stages that read no data.
+        loader: None on stages that read no data.
         num_samples: length of the split, None where this rank does not open it.
         plan: the micro-batches of each step, where the dataset brings a plan.
         first_step: the step of the plan that comes next.
@@ -116,8 +113,9 @@ def build_source(
     plan: StepPlan | None = getattr(dataset, "plan", None)
     first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
     packs = plan is not None and plan.packs_documents
+    source = partial(BatchSource, plan=plan, first_step=first_step, whole_epochs=full_epoch)
     if not packs and not stage_reads_data(config.model, config.parallel, context):
-        return BatchSource(None, None, plan, first_step, whole_epochs=full_epoch)
+        return source(None, None)
     if not full_epoch:
         # Megatron-LM's loaders take this number from torch's generator when they start, so its
         # dropout on a CPU follows from it. Ours have a generator of their own, since only one of
@@ -132,17 +130,11 @@ def build_source(
             samples = iter(_loader(dataset, sampler, config.training, device))
         else:
             samples = _samples(
-                dataset,
-                config.training,
-                context,
-                device,
-                consumed_samples,
-                full_epoch=full_epoch,
-                sharded=data_sharding if cyclic else None,
-            )
+                dataset, config.training, context, device, consumed_samples,
+                full_epoch=full_epoch, sharded=data_sharding if cyclic else None,
+            )  # fmt: skip
     if as_mappings:
-        mappings = MappingLoader(samples, context, device)
-        return BatchSource(mappings, length, plan, first_step, whole_epochs=full_epoch)
+        return source(MappingLoader(samples, context, device), length)
     micro_batch_size, _ = config.training.batch_sizes
     assert config.model.seq_length is not None
     loader = StepLoader(
@@ -157,7 +149,7 @@ def build_source(
         ignore_index=config.loss.ignore_index,
         with_sample_ids=plan is not None,
     )
-    return BatchSource(loader, length, plan, first_step, whole_epochs=full_epoch)
+    return source(loader, length)
 
 
 def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
@@ -173,11 +165,7 @@ def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
 
 
 class FilledUp(Dataset[dict[str, Any]]):
-    """A dataset filled up to whole global batches with samples that have no targets.
-
-    They are copies of the first sample without its loss mask, so that they cost no more and every
-    rank has the same number of micro-batches.
-    """
+    """A dataset filled up to whole global batches with copies of a sample that have no targets."""
 
     def __init__(self, dataset: Dataset[Any], global_batch_size: int) -> None:
         self._dataset = dataset
@@ -216,13 +204,8 @@ def _samples(
         # Whole global batches, so that every pass over the split starts at its beginning.
         dataset = FilledUp(dataset, global_batch_size)
     length: int = len(dataset)  # type: ignore[arg-type]
-    share = (
-        length,
-        consumed_samples,
-        micro_batch_size,
-        context.dp_rank,
-        context.layout.data_parallel_size,
-    )
+    replicas = context.dp_rank, context.layout.data_parallel_size
+    share = (length, consumed_samples, micro_batch_size, *replicas)
     sampler: SequentialSampler | RandomSampler
     if sharded is not None and not full_epoch:
         sampler = RandomSampler(*share, data_sharding=sharded)

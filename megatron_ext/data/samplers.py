@@ -1,14 +1,14 @@
 """Samplers: which samples each data-parallel rank reads in each micro-batch of a run.
 
-`SequentialSampler` and `RandomSampler` give each rank its share of every micro-batch in
-Megatron-LM's order. `StepSampler` follows a `StepPlan`, which a data set brings where its samples
-decide how many micro-batches a step has. All of them resume where a run has stopped.
+`SequentialSampler` and `RandomSampler` follow Megatron-LM's order, `StepSampler` a `StepPlan`,
+which a data set brings where its samples decide how many micro-batches a step has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -27,9 +27,7 @@ Row = list[int]
 class SequentialSampler(Sampler[list[int]]):
     """Micro-batches in the order of the (already shuffled) dataset, ``--dataloader-type single``.
 
-    Attributes:
-        consumed_samples: samples already used by all data-parallel ranks together.
-        micro_batch_size: samples of one micro-batch on one rank.
+    All data-parallel ranks together have consumed ``consumed_samples``.
 
     Raises:
         DataError: no sample is left.
@@ -50,14 +48,13 @@ class SequentialSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of micro-batches left for this rank."""
-        return (self.total_samples - self.consumed_samples) // (
-            self.micro_batch_size * self.dp_size
-        )
+        left = self.total_samples - self.consumed_samples
+        return left // (self.micro_batch_size * self.dp_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        stride = self.micro_batch_size * self.dp_size
         for index in range(len(self)):
-            begin = self.consumed_samples + index * stride + self.dp_rank * self.micro_batch_size
+            own = index * self.dp_size + self.dp_rank
+            begin = self.consumed_samples + own * self.micro_batch_size
             yield list(range(begin, begin + self.micro_batch_size))
 
 
@@ -67,7 +64,6 @@ class RandomSampler(Sampler[list[int]]):
 
     With ``data_sharding`` each rank shuffles its own contiguous shard, otherwise all ranks deal
     from one permutation. The seed of a permutation is the number of the epoch, as in Megatron-LM.
-    The attributes are those of `SequentialSampler`.
 
     Raises:
         DataError: the dataset is smaller than one micro-batch on all ranks.
@@ -109,17 +105,13 @@ class RandomSampler(Sampler[list[int]]):
             consumed = (epoch + 1) * per_epoch
 
 
-def shuffled(count: int, *seeds: int) -> Ints:
-    """Return a permutation ``[count]`` made of raw generator bits, which numpy never changes."""
-    return np.argsort(np.random.PCG64(seeds).random_raw(count), kind="stable").astype(np.int64)
+def shuffled(length: int, *seeds: int) -> Ints:
+    """Return a permutation ``[length]`` made of raw generator bits, which numpy never changes."""
+    return np.argsort(np.random.PCG64(seeds).random_raw(length), kind="stable").astype(np.int64)
 
 
 class Epochs(Protocol):
-    """The rows of each rank in each step of each epoch.
-
-    They are a function of ``(epoch, step)`` and of the data alone, with no communication, so that
-    all ranks find the same rows and a run resumes at any step.
-    """
+    """The rows of each rank in each step of each epoch, which all ranks find by themselves."""
 
     steps_per_epoch: int
 
@@ -132,7 +124,6 @@ class StepPlan:
     """The micro-batches of a run, step by step through its epochs.
 
     Args:
-        epochs: the rows of each step.
         micro_batch_size: rows of one micro-batch.
         identity: a digest of all that decides which samples a step sees; a layout does not.
         packs_documents: a row may hold several documents, each with positions from 0, and neither
@@ -148,8 +139,7 @@ class StepPlan:
         packs_documents: bool = False,
     ) -> None:
         self.identity, self.packs_documents = identity, packs_documents
-        self._epochs = epochs
-        self._micro_batch_size = micro_batch_size
+        self._epochs, self._micro_batch_size = epochs, micro_batch_size
         self._last: tuple[int, list[list[Row]]] = (-1, [])
 
     @property
@@ -182,7 +172,5 @@ class StepSampler(Sampler[list[tuple[int, ...]]]):
     first_step: int
 
     def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
-        step = self.first_step
-        while True:
+        for step in count(self.first_step):
             yield from self.plan.microbatches(step, self.dp_rank)
-            step += 1

@@ -26,24 +26,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Device:
-    """The device that ranks run on.
-
-    Attributes:
-        kind: ``"cuda"`` or ``"cpu"``.
-        backend: the collective library, ``"nccl"`` or ``"gloo"``.
-    """
+    """The device that ranks run on, and the collective library, ``"nccl"`` or ``"gloo"``."""
 
     kind: Literal["cuda", "cpu"]
     backend: str
 
     def activate(self, local_rank: int) -> torch.device:
-        """Make this process use the device; every rank calls it once, before any group exists.
+        """Make this process use the device, before any group exists.
 
         On a CPU this installs the shim of ``torch.cuda``. On GPUs it also sets the environment
         that Megatron-LM makes its users export.
-
-        Args:
-            local_rank: index of the rank on its machine.
 
         Raises:
             ConfigError: more ranks than GPUs on this machine.
@@ -65,11 +57,9 @@ class Device:
 
 
 def select(backend: str | None = None) -> Device:
-    """Choose CUDA where there is a GPU, else the CPU.
+    """Choose CUDA where there is a GPU, else the CPU, and by default the backend that fits it.
 
-    Args:
-        backend: None takes the one that fits the device. ``"nccl"`` on a machine without a GPU
-            gives Gloo, so that a launch script runs unchanged.
+    ``"nccl"`` on a machine without a GPU gives Gloo, so that a launch script runs unchanged.
 
     Raises:
         ConfigError: a backend that is neither ``nccl`` nor ``gloo``.
@@ -89,9 +79,8 @@ def select(backend: str | None = None) -> Device:
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Return a copy on the device, or the tensor itself where it lies there.
 
-    A GPU fetches by itself from pinned memory only; from other memory the host copies first, and
-    without ``non_blocking`` it also waits for all that the GPU has still to do. The copy has a
-    stream of its own, so that the GPU fetches while it computes what was launched before.
+    A GPU fetches it from pinned memory on a stream of its own, while it computes what was launched
+    before and the host goes on.
     """
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device, non_blocking=True)
@@ -144,10 +133,9 @@ def other_threads_go_on() -> Iterator[None]:
 
 
 def destroy_graphs() -> None:
-    """Destroy all CUDA graphs of this process, whoever still refers to them.
+    """Destroy all CUDA graphs of this process, for whose operations NCCL would wait for ever.
 
-    NCCL takes no communicator down as long as a graph holds its operations, but waits, and a
-    failed step's traceback may hold graphs:
+    A failed step's traceback may hold graphs:
     https://docs.nvidia.com/dl-cuda-graph/troubleshooting/process-hang.html
     """
     if torch.cuda.graph.default_capture_stream is None:

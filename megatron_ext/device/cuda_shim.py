@@ -1,10 +1,8 @@
 """The shim that stands in for ``torch.cuda`` on a machine without a GPU.
 
 megatron-core addresses ``torch.cuda`` by name. `install` puts the answers of `TABLE` in the place
-of those names, on request only, and `uninstall` takes them away again. Every row of the table names
-the file of megatron-core 0.16.1 that asks, and how far its answer is from a GPU's: true on a CPU
-(there is nothing to wait for), redirected (the CPU carries the request out), untrue (the answer is
-false, and core needs it to be), or denied (any answer would be an invented measurement).
+of those names, and `uninstall` takes them away again. Every row of the table names the file of
+megatron-core 0.16.1 that asks, and how far its answer is from a GPU's (`Heading`).
 """
 
 from __future__ import annotations
@@ -101,15 +99,12 @@ def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def moves_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``Tensor.to`` or ``Module.to`` whose first argument or ``device=`` may be a GPU."""
+    """Return ``Tensor.to``, whose first argument or ``device=`` may be a GPU."""
+    moved = on_cpu(move)
 
     @functools.wraps(move)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (as_cpu(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = as_cpu(kwargs["device"])
-        return move(self, *args, **kwargs)
+        return moved(self, *map(as_cpu, args[:1]), *args[1:], **kwargs)
 
     return wrapper
 
@@ -138,7 +133,11 @@ def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Heading(Enum):
-    """The distance of an answer from what a GPU would say."""
+    """The distance of an answer from what a GPU would say.
+
+    Nothing to wait for is true on a CPU; the CPU carries out what is redirected; megatron-core
+    needs what is untrue; what is denied would be an invented measurement.
+    """
 
     TRUE_ON_A_CPU = "true on a CPU"
     REDIRECTED = "redirected"
@@ -186,23 +185,7 @@ def _denied(original: Any) -> Any:
     return deny
 
 
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _run_at_once(callback: Callable[[], Any], **_kwargs: Any) -> None:
-    callback()
-
-
-cuda = torch.cuda
+cuda, generator = torch.cuda, torch.default_generator
 TRUE, REDIRECTED = Heading.TRUE_ON_A_CPU, Heading.REDIRECTED
 
 _STATE = [
@@ -213,7 +196,8 @@ _STATE = [
     Row(cuda, "empty_cache", TRUE, "optimizer/optimizer.py:362", _answer(None)),
     Row(cuda, "is_initialized", TRUE, "tensor_parallel/random.py:111", _answer(True)),
     Row(cuda, "_lazy_init", TRUE, "tensor_parallel/random.py:57", _answer(None)),
-    Row(cuda, "_lazy_call", TRUE, "tensor_parallel/random.py:111", _instead(_run_at_once)),
+    Row(cuda, "_lazy_call", TRUE, "tensor_parallel/random.py:111",
+        _instead(lambda callback, **_kwargs: callback())),
     Row(cuda, "Stream", TRUE, "pipeline_parallel/utils.py:157", _instead(CpuStream)),
     Row(cuda, "Event", TRUE, "utils.py:1347", _instead(CpuEvent)),
     Row(cuda, "stream", TRUE, "pipeline_parallel/utils.py:213", _instead(contextlib.nullcontext)),
@@ -226,14 +210,17 @@ _STATE = [
 
 _RANDOM = [
     Row(cuda, "default_generators", REDIRECTED, "tensor_parallel/random.py:66",
-        lambda original: (torch.default_generator,)),
+        _instead((generator,))),
     *(
         Row(owner, name, REDIRECTED, needed_by, _instead(answer))
         for owner in (cuda, cuda.random)
         for name, needed_by, answer in (
-            ("get_rng_state", "tensor_parallel/random.py:55", _get_rng_state),
-            ("set_rng_state", "tensor_parallel/random.py:80", _set_rng_state),
-            ("manual_seed", "tensor_parallel/random.py:237", _manual_seed),
+            ("get_rng_state", "tensor_parallel/random.py:55",
+             lambda device=None: generator.get_state()),
+            ("set_rng_state", "tensor_parallel/random.py:80",
+             lambda new_state, device=None: generator.set_state(new_state)),
+            ("manual_seed", "tensor_parallel/random.py:237",
+             lambda seed: generator.manual_seed(int(seed))),
         )
     ),
 ]  # fmt: skip
@@ -285,10 +272,7 @@ def _filter(record: logging.LogRecord) -> bool:
 
 
 def install() -> None:
-    """Put the answers in place; a second call does nothing.
-
-    Also makes ``torch.compile`` run its functions eagerly: core compiles small functions at import,
-    which on a CPU costs minutes and wins nothing.
+    """Put the answers in place, and let ``torch.compile`` run functions as they are written.
 
     Raises:
         ConfigError: this machine has a GPU, where the answers would be wrong.

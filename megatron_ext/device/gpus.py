@@ -9,9 +9,8 @@ Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-
 NVIDIA H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX
 B200 datasheets (a system's figures divided by its eight GPUs), NVIDIA L40S Datasheet.
 
-What a run reaches of these rates is in no datasheet: `rates` measures it, and `planning.hardware`
-says what a plan assumes. ``python -m megatron_ext.device.gpus --index 0`` prints the rates of a GPU
-as JSON, in a process of its own, so that a broken driver ends that process only.
+``python -m megatron_ext.device.gpus --index 0`` prints measured rates of a GPU as JSON, in a
+process of its own, so that a broken driver ends that process only.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ TFLOPS = 10**12
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates of a machine as the doctor measured them.
+    """Rates of a machine as the doctor measured them and wrote them into the file ``source``.
 
     Attributes:
-        bf16: operations a second of a large bfloat16 product.
-        fp8: operations a second of an 8-bit product; None on GPUs without them.
+        bf16, fp8: operations a second of large products; None on GPUs without them.
         copy: bytes a second that a copy within the memory reads and writes.
-        source: the file that holds the measurement.
     """
 
     bf16: float
@@ -55,13 +52,10 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        bf16: dense bfloat16 rate, operations a second.
-        fp8: dense fp8 rate; None on GPUs without it.
-        fp32: rate of float32 products without TensorFloat.
+        bf16, fp8, fp32: dense operations a second, without TensorFloat; None on GPUs without fp8.
         memory, memory_bandwidth: bytes, and bytes a second.
         link, network: bytes a second in one direction to a GPU of the node, and of another node.
         hopper: Hopper or newer, whose matrix library takes more memory.
-        measured: rates measured on this very machine; None for the datasheet alone.
     """
 
     name: str
@@ -113,14 +107,9 @@ GPUS = {
 """The kinds that a run can be planned for (`config.output.GPU_NAMES`)."""
 
 PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
-    "H100 PCIe": 756e12,
-    "H800": 989e12,
-    "GB200": 2500e12,
-    "A800": 312e12,
-    "A40": 150e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-}
+    "H100 PCIe": 756e12, "H800": 989e12, "GB200": 2500e12, "A800": 312e12, "A40": 150e12,
+    "A10G": 70e12, "RTX 4090": 165e12,
+}  # fmt: skip
 """Dense bfloat16 rates by a part of the device's name."""
 
 
@@ -138,11 +127,8 @@ FP8: Capability = (8, 9)
 """The capability of the first GPUs with 8-bit products, Ada; Hopper and newer have them too."""
 
 FIRST: dict[str, Capability] = {
-    "delayed": FP8,
-    "tensorwise": FP8,
-    "blockwise": (9, 0),
-    "mxfp8": (10, 0),
-}
+    "delayed": FP8, "tensorwise": FP8, "blockwise": (9, 0), "mxfp8": (10, 0),
+}  # fmt: skip
 """The first capability with the products of each recipe of Transformer Engine."""
 
 CONSUMER_BLACKWELL: Capability = (12, 0)
@@ -152,8 +138,7 @@ CONSUMER_BLACKWELL: Capability = (12, 0)
 def engine_recipes(capability: Capability) -> tuple[str, ...]:
     """Return the recipes of Transformer Engine that a GPU has the products for.
 
-    The rules are those of ``transformer_engine/pytorch/quantization.py`` 2.9: its blocks of 128
-    are made for Hopper, and MXFP8 for Blackwell of data centres (10.0 and 10.3).
+    The rules are those of ``transformer_engine/pytorch/quantization.py`` 2.9.
     """
     return tuple(
         recipe
@@ -169,11 +154,7 @@ COPIED = 2**30
 def seconds_of(
     work: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3
 ) -> float:
-    """Return the median seconds of some work, by CUDA's events on a GPU and the clock on a CPU.
-
-    Args:
-        repeats: measured calls, each by itself, after the warm-ups.
-    """
+    """Return the median seconds of some work, by CUDA's events on a GPU and the clock on a CPU."""
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":
@@ -203,13 +184,10 @@ def has_fp8(device: torch.device) -> bool:
 def matrix_rate(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int = MATRIX
 ) -> float:
-    """Return the operations per second of a square product of normal random numbers.
+    """Return the operations per second, 2 size^3 each, of a product of normal random numbers.
 
-    Zeros would flatter the device, which then takes less power and clocks higher. A product of m,
-    n and k counts 2 m n k operations.
-
-    Args:
-        dtype: dtype of both factors; products of ``float8_e4m3fn`` are scaled, and give bfloat16.
+    Zeros would flatter the device, which then takes less power and clocks higher. Products of
+    ``float8_e4m3fn`` are scaled, and give bfloat16.
 
     Raises:
         DeviceNotSupported: the device multiplies no 8-bit floats.
@@ -234,10 +212,7 @@ def matrix_rate(
 
 
 def copy_rate(device: torch.device, size: int = COPIED) -> float:
-    """Return the bytes per second, read and written, of a copy within the device's memory.
-
-    The block of ``size`` bytes should be far more than the caches hold.
-    """
+    """Return the bytes per second, read and written, of a copy of ``size`` bytes on the device."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds_of(lambda: target.copy_(source), device)

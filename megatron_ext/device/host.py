@@ -17,14 +17,12 @@ RDMA = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Host:
-    """The limits of what one process may take of its host.
+    """The limits of what one process may take of its host or container; None without a limit.
 
     Attributes:
         cores: number of cores; a fraction where a container limits the processor time.
-        memory: bytes, of the container where it has a limit.
         shared_memory: bytes that ``/dev/shm`` holds, None where there is none.
-        open_files: files open at once, None without a limit.
-        locked_memory: bytes that may be kept from being swapped, None without a limit.
+        locked_memory: bytes that may be kept from being swapped.
         rdma: names of network cards that write into other hosts' memory.
     """
 

@@ -1,8 +1,4 @@
-"""Core attention through torch's scaled_dot_product_attention, with context parallelism.
-
-It takes the place of megatron-core's DotProductAttention (which refuses context parallelism and
-materialises every score) and of Transformer Engine's, on GPUs without it and on CPUs.
-"""
+"""Core attention through torch's scaled_dot_product_attention, with context parallelism."""
 
 from __future__ import annotations
 
@@ -70,8 +66,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         # layer number and multiplying again in single precision. The fused kernels hold scores
         # in single precision anyway; only the eager path has to do it.
         self.layer_scaling = max(1, layer_number) if config.apply_query_key_layer_scaling else 1
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.dropout = dropout
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.deterministic = bool(getattr(config, "deterministic_dropout", False))
         self.site = f"scores {layer_number}"
         self.tp_rank = groups.tp.rank()
@@ -80,11 +75,6 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         )
         self.window_size: tuple[int, int] | None = config.window_size if windowed else None
         self.backend = AttnBackend(config.attention_backend)
-        if config.softmax_type != "vanilla":
-            raise ConfigError(
-                f"`--softmax-type` ({config.softmax_type}) must be vanilla with the torch layers; "
-                "use `--transformer-impl transformer_engine`."
-            )
         if self.cp_group.size() > 1 and self.cp_comm_type not in (*GATHER, "a2a"):
             raise ConfigError(
                 f"`--cp-comm-type` ({self.cp_comm_type}) must be p2p, all_gather or a2a with the "
@@ -126,19 +116,18 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Attend with own queries to all keys; ``[s/c, b, n, d]``."""
-        size, rank = self.cp_group.size(), self.cp_group.rank()
         key, value = gather_sequence(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
-        length = query.size(0) // 2
-        outputs = []
-        for part, chunk in enumerate(slices_of(rank, size)):
-            own = query[part * length : (part + 1) * length]
-            first, end = chunk * length, (chunk + 1) * length
-            if mask is not None:
-                own_mask = mask[:, :, part * length : (part + 1) * length]
-                outputs.append(self._attend(own, key, value, own_mask, first_query=first))
-            else:
-                end = end if self.causal else key.size(0)
-                outputs.append(self._attend(own, key[:end], value[:end], None, first_query=first))
+        length, outputs = query.size(0) // 2, []
+        for part, index in enumerate(slices_of(self.cp_group.rank(), self.cp_group.size())):
+            own, first = slice(part * length, (part + 1) * length), index * length
+            # A mask is as long as all keys.
+            end = first + length if self.causal and mask is None else key.size(0)
+            outputs.append(
+                self._attend(
+                    query[own], key[:end], value[:end],
+                    None if mask is None else mask[:, :, own], first_query=first,
+                )
+            )  # fmt: skip
         return torch.cat(outputs)
 
     def _attend_with_traded_heads(
@@ -171,14 +160,12 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         where forbidden, ``[b, 1, q, k]``. The first query stands at ``first_query``, the first key
         at 0.
         """
-        if self._follows_core(query):
-            if self.window_size is not None:
-                mask = self._with_window(mask, query, key, first_query)
-            return self._attend_eagerly(query, key, value, mask, first_query)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         masked = mask is not None or self.window_size is not None
-        if masked and self.backend == AttnBackend.auto and sdpa.flex_fits(q, dropout):
+        follows_core = self._follows_core(query)
+        auto = self.backend == AttnBackend.auto and not follows_core
+        if masked and auto and sdpa.flex_fits(q, dropout):
             # Blocks of keys that a mask or window hides are left out.
             # A mask says what is causal itself.
             causal = self.causal and (mask is None or self.window_size is not None)
@@ -188,10 +175,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             return context.permute(2, 0, 1, 3)
         if self.window_size is not None:
             mask = self._with_window(mask, query, key, first_query)
-        bias: Any = None
-        if mask is not None:
-            bias = ~mask
-        elif self.causal and q.size(2) != k.size(2):
+        if follows_core:
+            return self._attend_eagerly(query, key, value, mask, first_query)
+        bias: Any = None if mask is None else ~mask
+        if bias is None and self.causal and q.size(2) != k.size(2):
             bias = causal_lower_right(q.size(2), k.size(2))
         with _random_state(self.config, dropout):
             causal = self.causal and bias is None
@@ -221,10 +208,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _follows_core(self, query: Tensor) -> bool:
         """Return whether to compute step by step as megatron-core's unfused attention does.
 
-        Kernels draw their own masks, so ``--deterministic-dropout`` needs it everywhere; on a GPU
-        ``--attention-backend local`` asks for it. On a CPU it keeps a run with dropout (the same
-        random numbers) or in half precision (the same roundings) at Megatron-LM's losses; in fp32
-        the kernels agree anyway.
+        A GPU does with ``--attention-backend local``, and where ``--deterministic-dropout`` draws
+        the masks. A CPU does to draw and to round as Megatron-LM; in fp32 the kernels agree anyway.
         """
         drops = self.dropout > 0 and self.training
         if query.device.type != "cpu":

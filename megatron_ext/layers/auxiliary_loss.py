@@ -6,9 +6,7 @@ megatron-core uses it for experts and multi-token prediction). Scale and normali
 step, so that the log and the gradients do not depend on the layout.
 
 In multi-token prediction depth k of K predicts the token k+1 positions ahead (DeepSeek-V3,
-arXiv:2412.19437, section 2.2). megatron-core's MTP block computes the hidden states; the losses are
-attached with the weights that the caller gives, so the same model serves per-token normalization
-and the mean of micro-batch means.
+arXiv:2412.19437, section 2.2).
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ from torch.distributed import ProcessGroup
 class AuxiliaryScale:
     """The factor that turns a micro-batch's auxiliary loss into its share of the step.
 
-    The gradients of a step are divided by its number of targets N; an auxiliary loss that is to be
-    averaged over M micro-batches on each of DP data-parallel ranks is therefore attached times N /
-    (DP * M). In the mean of micro-batch means the factor is CP / M, which data parallelism divides
-    by DP * CP. The step sets it before its first forward pass.
+    With M micro-batches on each of DP data-parallel ranks it is N / (DP * M) where the gradients
+    are divided by the number N of targets, and CP / M in the mean of micro-batch means, which data
+    parallelism divides by DP * CP. The step sets it before its first forward pass.
     """
 
     value: Tensor | float = 1.0
@@ -51,10 +48,10 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
-    """Add ``loss.sum()`` to what the backward pass through ``carrier`` differentiates.
+    """Return ``carrier``, whose backward pass also differentiates ``loss.sum()``.
 
     The step divides all gradients by its number of targets; multiply a loss that is to be divided
-    by something else before. The carrier is returned; the loss is lost if it is not used.
+    by something else before.
     """
     attached: Tensor = _Attach.apply(carrier, loss, transformer_config)  # type: ignore[no-untyped-call]
     return attached
@@ -64,8 +61,7 @@ def attach_microbatch_loss(carrier: Tensor, loss: Tensor, transformer_config: An
     """Attach a scalar loss whose mean over all micro-batches of the step is to be minimized.
 
     For a task's own auxiliary loss, declare `Task.auxiliary_losses`. Context-parallel ranks give
-    parts that add up, tensor-parallel ranks the same value each. See `attach` for the arguments;
-    ``config`` carries the step's `AuxiliaryScale`.
+    parts that add up, tensor-parallel ranks the same value each.
     """
     scale: AuxiliaryScale | None = getattr(transformer_config, "auxiliary_scale", None)
     return attach(carrier, loss if scale is None else loss * scale.value, transformer_config)
@@ -76,10 +72,8 @@ class MTPTargets:
     """The targets of a micro-batch's multi-token-prediction depths, and what came out.
 
     Attributes:
-        labels: per depth, ids ``[b, s/c]``.
-        masks: per depth, 0 or 1 ``[b, s/c]`` float32.
-        weights: per depth, the gradient weight of each position's loss ``[b, s/c]`` float32.
-        reports: per depth, filled by the forward pass: ``[sum, count]`` of the masked losses.
+        labels, masks, weights: ids, 0 or 1, and the gradient weights of the losses, ``[b, s/c]``.
+        reports: ``[sum, count]`` of the masked losses, filled by the forward pass.
     """
 
     labels: Sequence[Tensor]
@@ -101,8 +95,8 @@ def per_token_weights(
 
     The gradients of a step are divided by the number N of its main targets, so depth k, with D_k
     targets in the step, is weighted by N / D_k: its share of the loss is then exactly
-    ``scaling_factor / K`` times its own mean over the global batch. A depth without any target
-    contributes nothing. N and D_k ``[K]`` count the whole step; the masks are ``[b, s/c]``.
+    ``scaling_factor / K`` times its own mean over the global batch. The masks are ``[b, s/c]``, N
+    and D_k ``[K]``.
     """
     coefficient = scaling_factor / len(masks)
     ratios = main_count / depth_counts.clamp(min=1)

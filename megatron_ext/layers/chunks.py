@@ -31,14 +31,13 @@ def build_chunks(
     context: ParallelContext,
     vocab_size: int | None = None,
 ) -> list[MegatronModule]:
-    """Build the bare chunks of this rank, one for each virtual stage.
+    """Build the bare chunks of this rank, one for each virtual stage, by `Task.model_chunk`.
 
-    Args:
-        build: the task's model provider, see `Task.model_chunk`.
-        vocab_size: entries of the vocabulary, before padding.
+    ``vocab_size`` counts the entries of the vocabulary before padding.
     """
     placement, parallel = context.placement, config.parallel
-    tied = not config.model.untie_embeddings_and_output_weights
+    several = parallel.pipeline_model_parallel_size > 1
+    tied_stages = several and not config.model.untie_embeddings_and_output_weights
     by_name, random_state = not config.model.use_cpu_initialization, torch.get_rng_state()
     if by_name:
         mark_methods(transformer_config)
@@ -50,7 +49,7 @@ def build_chunks(
             config, transformer_config, context, pre_process=position == 0,
             post_process=position == placement.num_stages - 1, vp_stage=stage,
         )  # fmt: skip
-        check_chunk(chunk, tied_stages=tied and parallel.pipeline_model_parallel_size > 1)
+        check_chunk(chunk, tied_stages=tied_stages)
         chunk.vp_stage = stage
         chunks.append(chunk)
     if by_name:
@@ -62,13 +61,9 @@ def build_chunks(
         attach_adapters(chunks, config.lora, config.training.seed)
     if config.fp8.fp8_format is not None and config.model.transformer_impl != TE_IMPL:
         attach_fp8(
-            chunks,
-            config.fp8,
-            context.pgs,
-            num_layers=config.model.num_layers,
-            on_gpu=config.device == "cuda",
-            varies=config.model.blocks_dealt_by_cost,
-        )
+            chunks, config.fp8, context.pgs, num_layers=config.model.num_layers,
+            on_gpu=config.device == "cuda", varies=config.model.blocks_dealt_by_cost,
+        )  # fmt: skip
     for chunk in chunks:
         mark_experts(chunk, context.pgs)
         for parameter in chunk.parameters():
@@ -101,14 +96,22 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
     required = dict(_REQUIRED)
     if tied_stages:
         required |= dict.fromkeys(("pre_process", "share_embeddings_and_output_weights"), _TIED)
-    missing = [name for name in required if not hasattr(chunk, name)]
+    missing = [
+        f"The model `{type(chunk).__name__}` has no `{name}`, by which {why}."
+        for name, why in required.items()
+        if not hasattr(chunk, name)
+    ]
     if missing:
-        raise ConfigError(
-            [
-                f"The model `{type(chunk).__name__}` has no `{name}`, by which {required[name]}."
-                for name in missing
-            ]
-        )
+        raise ConfigError(missing)
+
+
+def bucket_size(optimizer: OptimizerConfig, num_parameters: int, replicas: int) -> int | None:
+    """Return the elements of a bucket of the first chunk; None makes one bucket of it."""
+    if not optimizer.overlap_grad_reduce:
+        return None
+    if optimizer.ddp_num_buckets is not None:
+        return num_parameters // optimizer.ddp_num_buckets
+    return optimizer.ddp_bucket_size or max(40_000_000, 1_000_000 * replicas)
 
 
 def _ddp_config(
@@ -118,11 +121,6 @@ def _ddp_config(
     context: ParallelContext,
     num_parameters: int,
 ) -> DistributedDataParallelConfig:
-    bucket_size = optimizer.ddp_bucket_size
-    if optimizer.ddp_num_buckets is not None:
-        bucket_size = num_parameters // optimizer.ddp_num_buckets
-    if bucket_size is None:
-        bucket_size = max(40_000_000, 1_000_000 * context.pgs.dp_cp.size())
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
@@ -131,7 +129,7 @@ def _ddp_config(
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
         # The step looks at the global norm and skips.
         check_for_nan_in_grad=False,
-        bucket_size=bucket_size if optimizer.overlap_grad_reduce else None,
+        bucket_size=bucket_size(optimizer, num_parameters, context.pgs.dp_cp.size()),
         average_in_collective=optimizer.ddp_average_in_collective,
         fp8_param_gather=fp8.fp8_param_gather,
         reuse_grad_buf_for_mxfp8_param_ag=fp8.reuse_grad_buf_for_mxfp8_param_ag,
@@ -171,9 +169,8 @@ def wrap_chunks(
         ]
     trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     num_parameters = sum(parameter.numel() for parameter in trained)
-    ddp_config = _ddp_config(
-        config.optimizer, config.precision, config.fp8, context, num_parameters
-    )
+    sections = config.optimizer, config.precision, config.fp8
+    ddp_config = _ddp_config(*sections, context, num_parameters)
     ddp = [
         DistributedDataParallel(
             config=transformer_config,

@@ -4,11 +4,10 @@ A function marked with `compiled` runs as it is written on CPU tensors, bit for 
 it is compiled on first use into one graph for each direction, so that its intermediate results
 never reach memory.
 
-The number of compilations is bounded. A function is compiled once for every set of dtypes, widths
-and gradient needs (and of floats and switches among its arguments), so that no width ever becomes a
-symbol. What varies within one set, the first two axes (sequence and batch, or frames and tokens)
-and integers, is compiled for the first lengths, and once more for any lengths when others come.
-However many lengths a run has, they cost two compilations of a function.
+A function is compiled for every set of dtypes, widths and gradient needs (and of floats and
+switches among its arguments). What varies within one set, the first two axes (sequence and batch,
+or frames and tokens) and integers, is compiled for the first lengths, and once more for any
+lengths when others come, so that all lengths of a run cost two compilations.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def compile_nothing() -> None:
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
     """Compile functions of CPU tensors inside the block, as tests and traffic counts do.
 
-    The backend ``aot_eager`` makes graphs and runs them op by op. ``strict`` raises the compiler's
-    errors instead of running the function as written.
+    ``strict`` raises the compiler's errors instead of running the function as written.
     """
     before = dict(vars(_compiler))
     vars(_compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
@@ -110,7 +108,13 @@ def _signature(arg: Any, by_shape: bool) -> Any:
 
 
 class Compiled(Generic[R]):
-    """A function that is compiled for GPU tensors; see `compiled`.
+    """A pure function that is compiled for GPU tensors; see the module.
+
+    Args:
+        function: takes positional arguments: tensors, None, numbers, strings and switches, the
+            first a tensor. It may not depend on values of tensors, nor return one of its arguments
+            or a view of one, whose gradients would be summed outside of the graph.
+        by_shape: compile each shape by itself, so that the kernels know all lengths.
 
     Attributes:
         eager: the function as it is written, to be called from other compiled functions.
@@ -150,11 +154,7 @@ class Compiled(Generic[R]):
             return self.eager(*args, **kwargs)
 
     def _compile(self) -> Callable[..., R]:
-        """Return another compilation of the function.
-
-        It gets a code object with a name of its own, by which torch keeps what it compiled and
-        learned.
-        """
+        """Return another compilation of the function, of the name by which torch remembers it."""
         count, function = len(self._variants), self.eager
         if count >= MAX_VARIANTS:
             if count == MAX_VARIANTS:
@@ -166,35 +166,22 @@ class Compiled(Generic[R]):
                 )
             return function
         assert isinstance(function, types.FunctionType) and _compiler.backend is not None
-        name = f"{function.__name__}_{count}"
+        name, bound = f"{function.__name__}_{count}", (function.__defaults__, function.__closure__)
         code = function.__code__.replace(co_name=name)
-        copy = types.FunctionType(
-            code, function.__globals__, name, function.__defaults__, function.__closure__
-        )
+        copy = types.FunctionType(code, function.__globals__, name, *bound)
         made: Callable[..., R] = torch.compile(copy, backend=_compiler.backend, fullgraph=True)
         return made
 
 
-def compiled(function: Callable[..., R], *, by_shape: bool = False) -> Compiled[R]:
-    """Mark a pure function for compilation; see the module.
-
-    Args:
-        function: takes positional arguments: tensors, None, numbers, strings and switches, the
-            first a tensor. It may not depend on values of tensors, nor return one of its arguments
-            or a view of one, whose gradients would be summed outside of the graph.
-        by_shape: compile each shape by itself, for a function that sees few shapes; its kernels
-            then know all lengths.
-    """
-    return Compiled(function, by_shape=by_shape)
+compiled = Compiled
 
 
 class FusedResidual:
     """``x`` and the outputs of a pure function of ``x``, as a residual connection needs both.
 
-    Autograd adds the gradients of the two uses of ``x`` in a kernel of its own: two reads and one
-    write of the residual stream. Here they are added where the function's own gradient is made. The
-    backward pass computes the function again from its arguments, within that one kernel; nothing
-    else is kept.
+    Autograd adds the gradients of the two uses of ``x`` in a kernel of its own; here they are added
+    where the function's own gradient is made. That kernel computes the function again from its
+    arguments; nothing else is kept.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:

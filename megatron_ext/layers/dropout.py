@@ -1,9 +1,8 @@
 """Dropout whose masks do not depend on the layout (``--deterministic-dropout``).
 
-megatron-core's masks come from the generator of each rank, so another layout drops other elements.
-Here the mask of a full sample is drawn from a generator that is seeded with the sample's number in
-the run, the layer and the place in it, and each rank keeps its part. While a micro-batch passes a
-model chunk, the number of its first sample stands among the states of megatron-core's random number
+The mask of a full sample is drawn from a generator that is seeded with the sample's number in the
+run, the layer and the place in it, and each rank keeps its part. While a micro-batch passes a model
+chunk, the number of its first sample stands among the states of megatron-core's random number
 tracker, which activation checkpointing puts back before it computes a layer again.
 """
 
@@ -45,9 +44,9 @@ def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
 
 
 def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return numbers in [0, 1) for one sample of the micro-batch at one place of the model.
+    """Return numbers in [0, 1) for a sample of the micro-batch at a place with a name.
 
-    The place has the same name on every layout; masks agree between layouts on one kind of device.
+    They depend on the kind of device, but on no layout.
     """
     generator = torch.Generator(device)
     first_sample = int(get_cuda_rng_tracker().get_states()[_STATE])
@@ -56,10 +55,7 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 
 
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
-    """Return the positions in the full sequence of what this rank holds, ``[s_local]``.
-
-    With ``cut`` the sequence is also cut over the tensor-parallel ranks.
-    """
+    """Return this rank's positions ``[s_local]``, with ``cut`` among tensor-parallel ranks too."""
     shards = groups.tp.size() if cut else 1
     whole, size = length * shards, groups.cp.size()
     half = whole // 2
@@ -76,10 +72,8 @@ class HiddenDropout(torch.nn.Module):
         self, probability: float, site: str, groups: ProcessGroupCollection, sequence_parallel: bool
     ) -> None:
         super().__init__()
-        self.probability = probability
-        self.site = site
-        self.groups = groups
-        self.cut = sequence_parallel
+        self.probability, self.site = probability, site
+        self.groups, self.cut = groups, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of ``[s_local, b, h]`` in training."""
@@ -94,10 +88,8 @@ class HiddenDropout(torch.nn.Module):
         """Return a number in [0, 1) for every element, which drops below the probability."""
         positions = local_positions(x.size(0), self.groups, cut=self.cut).to(x.device)
         full = x.size(0) * self.groups.cp.size() * (self.groups.tp.size() if self.cut else 1)
-        drawn = [
-            uniform(self.site, sample, (full, x.size(2)), x.device)[positions]
-            for sample in range(x.size(1))
-        ]
+        shape = full, x.size(2)
+        drawn = [uniform(self.site, i, shape, x.device)[positions] for i in range(x.size(1))]
         return torch.stack(drawn, dim=1)
 
 
@@ -133,13 +125,11 @@ def attention_dropout(
     first_query: int,
 ) -> Tensor:
     """Drop attention probabilities ``[b, n, q, k]``, from ``first_head`` and ``first_query`` on."""
-    _, heads, queries, keys = probabilities.shape
-    drawn = [
-        uniform(site, sample, (num_heads, length, length), probabilities.device)[
-            first_head : first_head + heads, first_query : first_query + queries, :keys
-        ]
-        for sample in range(probabilities.size(0))
-    ]
+    batch, heads, queries, keys = probabilities.shape
+    rows = slice(first_query, first_query + queries)
+    own = slice(first_head, first_head + heads), rows, slice(keys)
+    shape = num_heads, length, length
+    drawn = [uniform(site, i, shape, probabilities.device)[own] for i in range(batch)]
     return _drop(probabilities, torch.stack(drawn), probability)
 
 

@@ -3,8 +3,7 @@
 The kernels of a layer's forward pass are recorded once and launched by one call from then on, and
 so are those of its backward pass. What they read and write lies at fixed places, so there is one
 pair of graphs for each layer and each micro-batch in flight: a *slot*. The graphs of one slot share
-a memory pool. No two micro-batches use a pool at the same time, so graphs need not be replayed in
-the order in which they were recorded.
+a memory pool, so graphs of different slots may be replayed in any order.
 
 `torch.cuda.make_graphed_callables` records. It gets the weights as arguments: a fresh leaf of the
 same storage for each, because data parallelism keeps the gradient accumulators of the parameters
@@ -12,17 +11,14 @@ themselves, made on the default stream, and a recording may not wait for that. W
 replayed it gets the parameters, whose accumulators and hooks then run as ever. The hooks of data
 parallelism take each gradient away at once, before the next replay overwrites it.
 
-megatron-core's own manager of such graphs (0.16.1) is not used. It lends the buffer of a chunk's
-input to the gradient of its output before the backward pass has read it, so the gradient that
-leaves the chunk is wrong; it would replay the training graphs, with their dropout, in evaluation;
-it wants the same number of micro-batches in all steps; and its outputs may not be deallocated once
-sent, which our pipeline does.
+megatron-core's own manager of such graphs (0.16.1) is not used (DECISIONS, 62). It also lends the
+buffer of a chunk's input to the gradient of its output before the backward pass has read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,15 +45,13 @@ class Argument:
 def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
     """Return the tensors among a layer's keyword arguments; all others must be None."""
     found = []
-    for name, value in call.items():
-        if value is not None:
-            assert torch.is_tensor(value), f"{name} of a layer is neither a tensor nor None"
-            found.append(
-                Argument(name, value.shape, value.dtype, value.device, value.requires_grad)
-            )
+    for name, x in ((name, value) for name, value in call.items() if value is not None):
+        assert torch.is_tensor(x), f"{name} of a layer is neither a tensor nor None"
+        found.append(Argument(name, x.shape, x.dtype, x.device, x.requires_grad))
     return tuple(found)
 
 
+@dataclass
 class LayerGraphs:
     """The graphs of one layer; the first of a chunk hands its input's gradient out.
 
@@ -69,13 +63,12 @@ class LayerGraphs:
         added: for each weight, whether the graphs add its gradient to the data-parallel buffer.
     """
 
-    def __init__(self, *, is_first: bool) -> None:
-        self.is_first = is_first
-        self.live = False
-        self.arguments: tuple[Argument, ...] = ()
-        self.seen: dict[str, Tensor | None] = {}
-        self.slots: list[Graphed] = []
-        self.added: list[bool] = []
+    is_first: bool
+    live: bool = False
+    arguments: tuple[Argument, ...] = ()
+    seen: dict[str, Tensor | None] = field(default_factory=dict)
+    slots: list[Graphed] = field(default_factory=list)
+    added: list[bool] = field(default_factory=list)
 
     def note(self, call: dict[str, Any]) -> None:
         """Remember how the layer is called."""
@@ -87,9 +80,8 @@ class LayerGraphs:
     def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
         """Return the tensors from which a graph reads its arguments.
 
-        Arguments that need no gradient hold the value seen, since layers may keep what they derive
-        from a tensor (a table of cosines from the rotary angles) and know it by the tensor. Layers
-        of a micro-batch share ``copies``, by the ids of the originals.
+        Arguments that need no gradient hold the value seen, since layers know by the tensor what
+        they derive from it. Layers of a micro-batch share ``copies``, by the ids of the originals.
         """
         found = []
         for argument in self.arguments:
@@ -155,8 +147,7 @@ class ChunkGraphs:
 
     Attributes:
         gradient_placeholder: given to autograd for gradients that are already in the gradient
-            buffer. All weights of a shape share one, or every graph would hold as much memory as
-            its weights.
+            buffer; shared by all weights of a shape.
     """
 
     def __init__(self, layers: Sequence[TransformerLayer], warmup_steps: int) -> None:

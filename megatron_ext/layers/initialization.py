@@ -3,8 +3,7 @@
 megatron-core draws each rank's part of a weight from that rank's generator, so its weights depend
 on the layout. Here a parameter is only marked while the model is built (`Marked`); then each full
 tensor is drawn in float32 on the CPU from a generator that its name and the seed decide, and the
-rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's own way. `shards_of` names the
-full tensors and tells which part of each a rank holds, by names that no layout changes.
+rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's own way.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +36,10 @@ class Shard:
     """A part of one full tensor.
 
     Attributes:
-        name: name of the full tensor, with the indices of its layer and expert along the whole
-            model, such as ``decoder.layers.mlp.linear_fc1.weight[3]``.
-        tensor: the part, a view of the memory it was asked for, from ``offset`` on.
-        is_main: false for a copy that another rank, or this one, holds too.
+        name: name of the full tensor on any layout, with the indices of its layer and expert, such
+            as ``decoder.layers.mlp.linear_fc1.weight[3]``.
+        tensor: the part from ``offset`` on, a view of the parameter's memory.
+        is_main: false for a copy of a part that is held elsewhere too.
         is_vocabulary: the rows are entries of a vocabulary that the layout may pad differently.
     """
 
@@ -61,10 +59,7 @@ class Shard:
 def shards_of(
     chunk: Any, tensor_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
 ) -> Iterator[Shard]:
-    """Yield the parts of all parameters of a model chunk, with fused ones taken apart.
-
-    megatron-core's ``sharded_state_dict`` tells each part's global name, shape and offset, whatever
-    the layout; gated and grouped weights come as the parts that they are made of.
+    """Yield the parts of all parameters of a model chunk, with gated and grouped ones taken apart.
 
     Args:
         tensor_of: maps a parameter to what to take in its place, such as its gradient; None leaves
@@ -100,7 +95,6 @@ def _place(tensor: Tensor) -> int:
 
 _METADATA = {"singleton_local_shards": False}
 
-
 Initialize = Callable[[Tensor], Any]
 
 METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -109,8 +103,7 @@ METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 class Marks:
     """Parameters that wait for their weights, known by their memory.
 
-    An attribute would not do: Transformer Engine puts a weight that it has initialized into a new
-    Parameter, without the attributes of the old one.
+    Transformer Engine puts a weight into a new Parameter, without the old one's attributes.
     """
 
     def __init__(self) -> None:
@@ -125,8 +118,7 @@ class Marks:
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize) -> None:
         """Let a parameter wait, filled with NaN, so that one that is forgotten shows."""
-        # References keep the memory from being given to another parameter, which would take the
-        # place of this one: the second where this one has moved on.
+        # Both references keep the memory, also after a move, from another parameter.
         self._waiting[_memory(parameter)] = parameter, method
         if not is_float8tensor(parameter):
             self._held.append(parameter.untyped_storage())
@@ -137,7 +129,6 @@ class Marks:
         return self._waiting.get(_memory(tensor), (None, None))[1]
 
     def clear(self) -> None:
-        """Forget all parameters."""
         self._waiting.clear()
         self._held.clear()
 
@@ -156,7 +147,7 @@ class Marked:
         self.marks.add(tensor, self.method)
         return tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Marked:
+    def __deepcopy__(self, _memo: Any) -> Marked:
         """Return this object, so that modules that copy their configuration mark in one place."""
         return self
 
@@ -179,12 +170,6 @@ def unmark_methods(transformer_config: Any) -> None:
             setattr(transformer_config, name, method.method)
 
 
-def seed_of(name: str, seed: int) -> int:
-    """Return the seed of a tensor's generator, 63 bits."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
 @torch.no_grad()
 def initialize_by_name(
     chunks: Sequence[torch.nn.Module],
@@ -199,7 +184,7 @@ def initialize_by_name(
 
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
-        transformer_config: the TransformerConfig that they were built with, its methods marked.
+        transformer_config: what they were built with, after `mark_methods`.
         vocab_size: entries before padding, which changes none of their weights; None is all.
 
     Raises:
@@ -209,7 +194,13 @@ def initialize_by_name(
     marks.settle()
     for chunk in chunks:
         staged = _stage_quantized(chunk, marks)
-        shards = list(shards_of(chunk, partial(_unquantized, staged)))
+
+        def unquantized(parameter: Tensor, staged: Staged = staged) -> Tensor | None:
+            if id(parameter) in staged:
+                return staged[id(parameter)][1]
+            return None if is_float8tensor(parameter) else parameter
+
+        shards = list(shards_of(chunk, unquantized))
         _fill_marked(chunk, shards, transformer_config, seed, vocab_size)
         for parameter, values in staged.values():
             parameter.copy_(values)
@@ -247,8 +238,7 @@ Staged = dict[int, tuple[Any, Tensor]]
 def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
     """Let plain tensors wait in the place of parameters that Transformer Engine keeps in 8 bits.
 
-    It quantizes a weight right after its initialization, so the marked memory is gone by then; but
-    its module remembers the method.
+    The marked memory is gone after quantization, but the module remembers the method.
     """
     staged: Staged = {}
     for module in chunk.modules():
@@ -257,18 +247,11 @@ def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
                 continue
             method = module.param_init_meta[name].init_fn  # type: ignore[index, union-attr]
             if isinstance(method, Marked):
-                shape, dtype = parameter.shape, parameter.dtype
-                values = torch.empty(shape, dtype=dtype, device=parameter.device)
+                like: Any = {"dtype": parameter.dtype, "device": parameter.device}
+                values = torch.empty(parameter.shape, **like)
                 marks.add(values, method.method)
                 staged[id(parameter)] = parameter, values
     return staged
-
-
-def _unquantized(staged: Staged, parameter: Tensor) -> Tensor | None:
-    """Return what is filled in a parameter's place; None for a quantized one that does not wait."""
-    if id(parameter) in staged:
-        return staged[id(parameter)][1]
-    return None if is_float8tensor(parameter) else parameter
 
 
 def _memory(tensor: Tensor) -> int:
@@ -303,21 +286,21 @@ def _fill_marked(
 @contextmanager
 def _generator_of(name: str, seed: int) -> Iterator[None]:
     """Let the CPU's generator, and no other, draw what belongs to a name."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed_of(name, seed))
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         yield
 
 
 def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -> Tensor:
     full = torch.empty(shard.full_shape, dtype=torch.float32)
-    real = vocab_size if shard.is_vocabulary and vocab_size is not None else None
     with _generator_of(shard.name, seed):
-        if real is None or real >= len(full):
+        if not shard.is_vocabulary or vocab_size is None or vocab_size >= len(full):
             method(full)
         else:
             # A method may look at the shape, and padding depends on the layout.
-            method(full[:real])
-            method(full[real:])
+            method(full[:vocab_size])
+            method(full[vocab_size:])
     return full
 
 
@@ -353,7 +336,7 @@ def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
     """Reset a copy of the module on the CPU in float32, and take over its values.
 
     A parameter that was written more often than a reset writes it was initialized by the user's own
-    code after the module was built, such as a last layer that starts at zero; it stays.
+    code; it stays.
     """
     fresh = copy.copy(module)
     fresh._parameters = {

@@ -1,11 +1,9 @@
 """megatron-core's parallel linear layers, with control over their weight gradients.
 
-A zero-bubble schedule computes the gradient of a chunk's input first, because the stage before
-waits for it. Within `DeferredWeightGradients.collect` the backward pass of these layers leaves its
-weight gradients to a later call of `compute`. On a GPU the product itself may add a weight gradient
-to the gradient buffer (see `layers.weight_gradients`). Otherwise they are megatron-core's layers,
-bit for bit. A layer may hold an adapter (see `layers.lora`), whose output it adds to its own, and
-may multiply in 8 bits (see `layers.fp8`).
+A weight gradient may be deferred, or added to the gradient buffer by its product (see
+`layers.weight_gradients`); otherwise they are megatron-core's layers, bit for bit. A layer may hold
+an adapter (see `layers.lora`), whose output it adds to its own, and may multiply in 8 bits (see
+`layers.fp8`).
 """
 
 from __future__ import annotations
@@ -13,14 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.mappings import (
-    _gather_along_first_dim,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -39,15 +32,15 @@ def enter(x: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     ``[s/tp, b, h]`` with sequence parallelism, else ``[s, b, h]``, becomes ``[s, b, h]``.
     """
     if sequence_parallel:
-        return gather_from_sequence_parallel_region(x, group=tp_group)  # type: ignore[no-any-return]
-    return copy_to_tensor_model_parallel_region(x, group=tp_group)  # type: ignore[no-any-return]
+        return mappings.gather_from_sequence_parallel_region(x, group=tp_group)  # type: ignore[no-any-return]
+    return mappings.copy_to_tensor_model_parallel_region(x, group=tp_group)  # type: ignore[no-any-return]
 
 
 def leave(partial_sums: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     """Sum the partial results of the tensor-parallel ranks, and invert the shapes of `enter`."""
     if sequence_parallel:
-        return reduce_scatter_to_sequence_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
-    return reduce_from_tensor_model_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
+        return mappings.reduce_scatter_to_sequence_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
+    return mappings.reduce_from_tensor_model_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
 
 
 def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tensor | None:
@@ -78,7 +71,7 @@ class _Linear(torch.autograd.Function):
         ctx.use_bias = bias is not None
         total = input
         if call.sequence_parallel:
-            total = _gather_along_first_dim(input, call.tp_group)
+            total = mappings._gather_along_first_dim(input, call.tp_group)
         output = torch.matmul(total, weight.t())
         return output if bias is None else output + bias
 
@@ -118,10 +111,8 @@ def _gathered(part: Tensor, call: LinearCall) -> _Sent:
     if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
         return _Sent(part)
     whole = part.new_empty(part.size(0) * call.tp_group.size(), *part.shape[1:])
-    work = torch.distributed.all_gather_into_tensor(
-        whole, part.contiguous(), group=call.tp_group, async_op=True
-    )
-    return _Sent(whole, work)
+    sends: Any = {"group": call.tp_group, "async_op": True}
+    return _Sent(whole, dist.all_gather_into_tensor(whole, part.contiguous(), **sends))
 
 
 def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
@@ -129,15 +120,11 @@ def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
     group = call.tp_group
     if group is None or group.size() == 1:
         return _Sent(whole)
+    sends: Any = {"group": group, "async_op": True}
     if call.sequence_parallel:
         part = whole.new_empty(whole.size(0) // group.size(), *whole.shape[1:])
-        work = torch.distributed.reduce_scatter_tensor(
-            part, whole.contiguous(), group=group, async_op=True
-        )
-        return _Sent(part, work)
-    if call.allreduce_dgrad:
-        return _Sent(whole, torch.distributed.all_reduce(whole, group=group, async_op=True))
-    return _Sent(whole)
+        return _Sent(part, dist.reduce_scatter_tensor(part, whole.contiguous(), **sends))
+    return _Sent(whole, dist.all_reduce(whole, **sends) if call.allreduce_dgrad else None)
 
 
 class _ParallelLinear:
@@ -159,17 +146,11 @@ class _ParallelLinear:
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return (output if self.lora is None else output + self.lora(input_)), bias
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the layer's shards; the adapter knows how its own are cut."""
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[misc]
         if self.lora is not None:
-            adapter = self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
-            state.update(adapter)
+            state.update(self.lora.sharded_state_dict(f"{prefix}lora.", *args, **kwargs))
         return state
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

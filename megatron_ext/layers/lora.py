@@ -2,7 +2,7 @@
 
 A layer ``y = W x`` becomes ``y = W x + scale * B A dropout(x)``; W is frozen, and A ``[r, in]`` and
 B ``[out, r]`` are trained. Each matrix is cut as the layer cuts its weight along the same side, so
-that only the r-wide ``A x`` is communicated, and `merge_adapters` needs no communication at all:
+that only the r-wide ``A x`` is communicated:
 
 ====================  ============  ============  =================================================
 layer                 A             B             ``A x`` between the two products
@@ -13,8 +13,7 @@ row-parallel          columns cut   whole         summed; reduce-scattered along
 
 Under sequence parallelism the gradient of the whole matrix is a sum over a rank's part of the
 sequence, which megatron-core completes where a parameter is marked ``sequence_parallel``.
-Zero-bubble schedules find little to defer: frozen weights have no gradient, and those of A and B
-are computed together with the input's.
+Their gradients are not deferred.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    get_cuda_rng_tracker,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -65,12 +61,11 @@ class Adapter(torch.nn.Module):
         self.gated = gated
         self.tp_group = layer.tp_group
         self.sequence_parallel = layer.sequence_parallel
-        parameters: dict[str, Any] = dict(self.named_parameters())
-        for name, parameter in parameters.items():
+        for name, parameter in self.named_parameters():
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
             else:
-                parameter.sequence_parallel = self.sequence_parallel
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output, from the layer's input on this rank."""
@@ -89,7 +84,7 @@ class Adapter(torch.nn.Module):
         return self.scale * (self.b.float() @ self.a.float())
 
     def sharded_state_dict(
-        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
+        self, prefix: str, sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """Return the shards of A and B under names that no layout changes."""
         metadata = metadata or {}
@@ -136,8 +131,7 @@ class RowAdapter(Adapter):
 def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
     """Freeze the model chunks of this rank and give their layers adapters.
 
-    B is zero, so the model starts as it is without them; A is drawn by name, kaiming-uniform as in
-    the authors' code, so it depends on no layout.
+    A is drawn by name, kaiming-uniform as in the authors' code.
 
     Raises:
         ConfigError: a chunk whose layers have none of the targets.
@@ -160,20 +154,14 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
             )
         uniform = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
         draw_by_name(chunk, matrices, uniform, seed)
-        _begin_backward_at_embedding(chunk)
+        embedding: Any = getattr(chunk, "embedding", None)
+        if embedding is not None:
+            # Recomputed layers, and the backward pass of a stage without layers, begin there.
+            embedding.register_forward_hook(_require_gradient)
 
 
-def _begin_backward_at_embedding(chunk: torch.nn.Module) -> None:
-    """Let the output of a frozen embedding require a gradient, at which recomputed layers and the
-    backward pass of a stage without layers begin.
-    """
-
-    def require_gradient(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        return output.requires_grad_(True) if torch.is_grad_enabled() else output
-
-    embedding = getattr(chunk, "embedding", None)
-    if embedding is not None:
-        embedding.register_forward_hook(require_gradient)
+def _require_gradient(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_(True) if torch.is_grad_enabled() else output
 
 
 def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
@@ -184,10 +172,7 @@ def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
-    """Add ``scale * B A`` to the weights, in float32, and return the number of adapters.
-
-    Every rank does its own part, and the adapters are taken off; the chunks may have wrappers.
-    """
+    """Take the adapters off, add ``scale * B A`` to the weights in float32; return their number."""
     adapted = [pair for chunk in chunks for pair in _adapted(chunk)]
     for layer, adapter in adapted:
         layer.weight.copy_(layer.weight.float() + adapter.delta())

@@ -1,16 +1,11 @@
 """Experts: megatron-core's, made to work without Transformer Engine, on a CPU and per token.
 
-Three methods of the router are replaced. `gating` calls a name that does not exist where
-Transformer Engine is missing. And under per-token normalization core multiplies the auxiliary
-losses by the number of local tokens, which makes their weight depend on the layout, on the
-micro-batch size and on the loss mask; here their coefficient is always that of the mean over all
-micro-batches.
+megatron-core's `gating` calls a name that does not exist where Transformer Engine is missing. Under
+per-token normalization core multiplies the auxiliary losses by the number of local tokens; here
+their coefficient is always that of the mean over all micro-batches, on every layout.
 
-The all-to-all dispatcher reads its split sizes from GPU tensors only, and exchanges unequal numbers
-of tokens between the parts of an expert as Gloo cannot; ours does both on a CPU too.
-
-`mark_experts` says which ranks hold copies of an expert, which megatron-core gets wrong where an
-expert is shared over another number of ranks than a dense matrix.
+megatron-core's all-to-all dispatcher reads its split sizes from GPU tensors only, and exchanges
+unequal numbers of tokens between the parts of an expert as Gloo cannot.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
@@ -59,10 +53,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return input * factor.to(input.dtype)
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return the logits of the experts, ``[s, b, e]``, from the input ``[s, b, h]``.
-
-        They are in ``--moe-router-dtype``, or in the dtype of the input.
-        """
+        """Return the logits ``[s, b, e]`` in ``--moe-router-dtype``, or in the input's dtype."""
         dtype = ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
@@ -77,18 +68,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         reduce_group_has_dp: bool = False,
         valid_token_count: Tensor | int | None = None,
     ) -> Tensor:
-        """Attach this micro-batch's load-balancing loss, weighted, with its share of the step.
-
-        It is logged without that share, completed over ``reduce_group``.
-        """
-        save_to_aux_losses_tracker(
-            aux_loss_name,
-            aux_loss / aux_loss_coeff,
-            self.layer_number,
-            _num_layers(self.config),
-            reduce_group=reduce_group,
-            reduce_group_has_dp=reduce_group_has_dp,
-        )
+        """Attach this micro-batch's load-balancing loss, weighted, with its share of the step."""
+        reduce: Any = {"reduce_group": reduce_group, "reduce_group_has_dp": reduce_group_has_dp}
+        self._log(aux_loss_name, aux_loss / aux_loss_coeff, **reduce)
         return attach_microbatch_loss(activation, aux_loss, self.config)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -101,14 +83,12 @@ class Router(TopKRouter):  # type: ignore[misc]
             return logits
         coefficient /= self.tp_cp_group.size()
         z_loss = z_loss_func(logits, coefficient, padding_mask=padding_mask)
-        save_to_aux_losses_tracker(
-            "z_loss", z_loss / coefficient, self.layer_number, _num_layers(self.config)
-        )
+        self._log("z_loss", z_loss / coefficient)
         return attach_microbatch_loss(logits, z_loss, self.config)
 
-
-def _num_layers(transformer_config: TransformerConfig) -> int:
-    return int(transformer_config.num_layers + (transformer_config.mtp_num_layers or 0))
+    def _log(self, name: str, loss: Tensor, **reduce: Any) -> None:
+        num_layers = int(self.config.num_layers + (self.config.mtp_num_layers or 0))
+        save_to_aux_losses_tracker(name, loss, self.layer_number, num_layers, **reduce)
 
 
 class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
@@ -143,8 +123,8 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         if self.tp_size == 1 or self.output_splits_tp is None:
             return None
         sizes = [int(size) for size in self.output_splits_tp]
-        unequal = len(set(sizes)) > 1
-        return sizes if unequal and torch.distributed.get_backend(self.tp_group) == "gloo" else None
+        on_gloo = torch.distributed.get_backend(self.tp_group) == "gloo"
+        return sizes if len(set(sizes)) > 1 and on_gloo else None
 
     @contextmanager
     def _gathered_already(self) -> Iterator[None]:

@@ -1,12 +1,10 @@
 """The pointwise parts of a transformer layer as pure functions, each one kernel where it compiles.
 
-Every function reads its inputs and writes its outputs once in each direction; what lies between
-them never reaches memory. In half precision a compiled function rounds its results only, where the
-kernels one by one round every intermediate, so it is nearer to the exact value.
+In half precision a compiled function rounds its results only, where the kernels one by one round
+every intermediate, so it is nearer to the exact value.
 
 The norms are torch's with a zero-centred gain and with sequence parallelism, both of which
-megatron-core's wrapped torch norms refuse: they mark their parameters, so that core sums their
-gradients over the tensor-parallel ranks that each saw a part of the sequence.
+megatron-core's wrapped torch norms refuse.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ class Fusions:
 
 def fusions_of(transformer_config: TransformerConfig) -> Fusions:
     """Return which parts may compile; a configuration that is not ours allows all of them."""
-    given: Fusions = getattr(transformer_config, "fusions", Fusions())
-    return given
+    return getattr(transformer_config, "fusions", Fusions())
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -67,8 +64,7 @@ ACTIVATIONS = {
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:
     """Apply LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) to ``[..., h]``.
 
-    ``x`` may be a residual stream in float32 while the weights ``[h]`` are in 16 bits, whose dtype
-    the result has.
+    The result has the dtype of the weights ``[h]``, also where ``x`` is in float32.
     """
     kind, eps, zero_centered = spec
     dtype = weight.dtype
@@ -133,13 +129,10 @@ def masked_bias_dropout_add(
 def activated(
     x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str, gated: bool
 ) -> Tensor:
-    """Apply what stands between the two matrices of an MLP.
+    """Apply what stands between the two matrices of an MLP, ``[s, b, f]`` or ``[tokens, f]``.
 
-    Args:
-        x: ``[s, b, f]`` or ``[tokens, f]``; gated ``2 f``: first what the activation gets, then
-            what its result is multiplied with (arXiv:2002.05202).
-        scale: ``[tokens, 1]``, for an expert's tokens.
-        activation: key of `ACTIVATIONS`.
+    Gated, x is ``2 f``: first what the activation gets, then what its result is multiplied with
+    (arXiv:2002.05202). The scale of an expert's tokens is ``[tokens, 1]``.
     """
     function: Any = ACTIVATIONS[activation]
     if bias is not None:
@@ -197,7 +190,7 @@ def queries_keys_values(
 
     Args:
         projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
-        bias: bias of the projection, to be added here.
+        bias: what is added to the projection.
         groups, head_dim: g of this rank, and d.
         cos, sin: see `rotary_table`; None rotates nothing.
         interleaved: neighbouring features make a pair, else the halves.
@@ -216,8 +209,9 @@ def queries_keys_values(
         query, key = norm(query, q_weight, q_bias, spec), norm(key, k_weight, k_bias, spec)
     if cos is not None and sin is not None:
         query, key = (rotated(x, cos, sin, interleaved) for x in (query, key))
-    copied = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))
-    query, key, value = copied
+    query, key, value = (
+        x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
     return query, key, value
 
 
@@ -256,10 +250,7 @@ class RMSNorm(_GainNorm, torch.nn.RMSNorm):
 
 
 def weights_of(norm: Any) -> Weights:
-    """Return weight and bias, for functions that normalize by themselves.
-
-    The module is called, because data parallelism waits there until it has gathered them.
-    """
+    """Return weight and bias, by a call for which data parallelism waits until they are there."""
     weights: Weights = norm(None)
     return weights
 
@@ -288,11 +279,9 @@ class Norm:
                 f"`--normalization` ({config.normalization}) must be LayerNorm or RMSNorm with "
                 "the torch layers."
             )
+        zero_centered, fuses = config.layernorm_zero_centered_gamma, fusions_of(config).norm
         norm: torch.nn.Module = NORMS[config.normalization](
-            hidden_size,
-            eps,
-            zero_centered=config.layernorm_zero_centered_gamma,
-            compiled=fusions_of(config).norm,
+            hidden_size, eps, zero_centered=zero_centered, compiled=fuses
         )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

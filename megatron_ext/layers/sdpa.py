@@ -1,19 +1,15 @@
 """Attention by torch's kernels: scaled_dot_product_attention, and FlexAttention for masks on a GPU.
 
 `attend` tries the kernel that is fastest on the device first. On Hopper and data-center Blackwell
-GPUs cuDNN's kernels come before FlashAttention 2, which was written for the GPUs before them; torch
-orders them so by itself only from cuDNN 9.15.1 on, whose predecessors it distrusts at lengths that
-128 does not divide (pytorch/pytorch, issue 169849). A kernel that does not fit a call is passed
-over, up to the products written out. None of cuDNN's and FlashAttention's kernels needs a copy:
-both take any strides of ``[b, n, s, d]`` but the last, and return their output in the queries'
-layout, so tensors in Megatron's order ``[s, b, n, d]`` go in as views and come back contiguous.
-Grouped keys are not repeated.
+GPUs cuDNN's kernels come before FlashAttention 2; torch orders them so by itself only from cuDNN
+9.15.1 on, whose predecessors it distrusts at lengths that 128 does not divide (pytorch/pytorch,
+issue 169849). Both take any strides of ``[b, n, s, d]`` but the last, and return their output in
+the queries' layout, so tensors in Megatron's order ``[s, b, n, d]`` go in as views and come back
+contiguous. Grouped keys are not repeated.
 
-`flex_attend` skips what no query sees. A dense mask leaves SDPA its slower kernels only, which
-compute forbidden scores too: with documents of an eighth of the sequence sixteen times as many as
-are allowed. Here the mask is summed up in blocks of 128 x 128 once for each mask, and shared by the
-layers; blocks that no query sees are skipped, and the mask itself is read in those that are partly
-seen.
+`flex_attend` skips what no query sees, which SDPA's kernels compute under a dense mask. The mask is
+summed up in blocks of 128 x 128, once for all layers; the mask itself is read only in blocks that
+are partly seen.
 """
 
 from __future__ import annotations
@@ -116,17 +112,10 @@ def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SD
 
 
 def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[int]) -> bool:
-    """Return whether cuDNN's kernels are the fastest, and trusted at these lengths.
-
-    ``version`` is cuDNN's, 91501 for 9.15.1.
-    """
+    """Return whether cuDNN (91501 is 9.15.1) is the fastest, and trusted at these lengths."""
     whole_tiles = all(length % TILE == 0 for length in lengths)
     trusted = version >= (CUDNN_OF_TORCH_2_8 if whole_tiles else CUDNN_ANY_LENGTH)
     return capability[0] in CUDNN_GENERATIONS and trusted
-
-
-NUM_KEPT = 16
-"""How many block masks are kept of those that follow from positions alone."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +142,7 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
 
 
 def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Return ``softmax(q k * scale) v`` where the mask allows it, ``[b, n, q, d]``.
-
-    Keys and values are ``[b, g, k, d]``.
-    """
+    """Return what `attend` does, where the mask allows it, ``[b, n, q, d]``."""
     out: Tensor = compiled_flex_attention()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
     )
@@ -183,11 +169,6 @@ def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None)
     return _newest.find(span, lengths, forbidden)
 
 
-@lru_cache(maxsize=NUM_KEPT)
-def _of_positions(span: Span, lengths: tuple[int, int], device: torch.device) -> BlockMask:
-    return _made(span, lengths, device, None)
-
-
 def _made(
     span: Span, lengths: tuple[int, int], device: torch.device, forbidden: Tensor | None
 ) -> BlockMask:
@@ -198,12 +179,16 @@ def _made(
     return create_block_mask(rule, batch, None, *lengths, device=str(device))
 
 
+@lru_cache(maxsize=16)
+def _of_positions(span: Span, lengths: tuple[int, int], device: torch.device) -> BlockMask:
+    return _made(span, lengths, device, None)
+
+
 class _NewestMask:
     """Block masks of the newest dense mask, and of its parts under context parallelism.
 
     A mask is known by its place and version in memory, since recomputed layers see it as another
-    tensor. It is held, so that its place cannot become another's, but one only: it has a byte for
-    every pair of positions.
+    tensor, and held, so that its place cannot become another's.
     """
 
     def __init__(self) -> None:

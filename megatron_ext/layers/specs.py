@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext.config.precision import TE_IMPL
+from megatron_ext.config.rules.build import RECOMPUTED_WITH_TE
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -46,8 +47,6 @@ from megatron_ext.layers.transformer_layer import (
     TransformerLayer,
     get_bias_dropout_add,
 )
-
-RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def has_transformer_engine() -> bool:
@@ -79,11 +78,9 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
 
 def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     """Return the spec of one transformer layer; with ``moe``, of experts instead of a dense MLP."""
-    backend = TorchSpecProvider()
+    num_experts = transformer_config.num_moe_experts if moe else None
     mlp = get_mlp_module_spec_for_backend(
-        backend,
-        num_experts=transformer_config.num_moe_experts if moe else None,
-        moe_grouped_gemm=False,
+        TorchSpecProvider(), num_experts=num_experts, moe_grouped_gemm=False
     )
     if moe:
         mlp.submodules.router = Router
@@ -92,9 +89,9 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=backend.column_parallel_linear(),
+            linear_qkv=ColumnParallelLinear,
             core_attention=DotProductAttention,
-            linear_proj=backend.row_parallel_linear(),
+            linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
@@ -156,12 +153,10 @@ def layer_spec(
     Raises:
         ConfigError: an option that needs Transformer Engine, or a bad pattern of experts.
     """
+    normalization = transformer_config.normalization
     if impl == TE_IMPL:
         block = get_gpt_decoder_block_spec(
-            transformer_config,
-            True,
-            normalization=transformer_config.normalization,
-            vp_stage=vp_stage,
+            transformer_config, True, normalization=normalization, vp_stage=vp_stage
         )
         _adapted(block.layer_specs, transformer_config)
         return block
@@ -176,9 +171,8 @@ def layer_spec(
     pattern = expert_pattern(transformer_config)
     first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
     count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
-    layers = [
-        torch_layer_spec(transformer_config, moe=moe) for moe in pattern[first : first + count]
-    ]
+    own = pattern[first : first + count]
+    layers = [torch_layer_spec(transformer_config, moe=moe) for moe in own]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 

@@ -50,22 +50,18 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-ZERO_BUBBLE = ("zb-h1", "zb-v")
-
 
 @dataclass
 class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     """TransformerConfig that also carries what a step hands to its layers.
 
     Attributes:
-        auxiliary_scale: what a micro-batch's auxiliary loss counts in the step.
-        weight_gradients: queue in which zero-bubble schedules defer weight gradients; None with
-            others.
+        weight_gradients: queue of a zero-bubble schedule; None with others.
         deterministic_dropout: see `layers.dropout`.
         adds_in_place: the product that makes a weight gradient adds it to the data-parallel buffer;
-            see `layers.weight_gradients`. megatron-core's own layers would need apex for it.
+            see `layers.weight_gradients`.
         te_gradient_accumulation_fusion: Transformer Engine's layers sum weight gradients in the
-            main buffer, also where megatron-core's cannot.
+            main buffer, also where megatron-core's would need apex.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
@@ -93,22 +89,20 @@ def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
     """Translate a run's configuration for megatron-core.
 
-    With megatron-core's interleaved schedule, messages follow two rules that keep it exact. Virtual
-    chunks never use batched messages: with two stages both neighbours are the same peer, and
-    batched messages swap. Overlapped messages never go with the deallocation of stage outputs: a
-    buffer would be freed while it is being sent. Our own runtime has neither fault.
+    With megatron-core's interleaved schedule messages are never batched, since with two stages both
+    neighbours are the same peer, and they would swap; nor are stage outputs deallocated, which
+    would be freed while they are sent. Our own runtime has neither fault.
     """
     fields: dict[str, Any] = dict(transformer_fields(config))
     model, parallel = config.model, config.parallel
-    dtype = params_dtype(config.precision)
-    fields["params_dtype"] = dtype
-    fields["pipeline_dtype"] = torch.float32 if model.fp32_residual_connection else dtype
-    fields["activation_func"] = ACTIVATIONS[str(fields.get("activation_func", "gelu"))]
-    fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
-    schedule = parallel.pipeline_schedule
+    dtype, schedule = params_dtype(config.precision), parallel.pipeline_schedule
     core_interleaved = schedule == "core-interleaved"
     in_te, fuses = model.transformer_impl == TE_IMPL, model.gradient_accumulation_fusion
     fields |= {
+        "params_dtype": dtype,
+        "pipeline_dtype": torch.float32 if model.fp32_residual_connection else dtype,
+        "activation_func": ACTIVATIONS[str(fields.get("activation_func", "gelu"))],
+        "attention_backend": AttnBackend[str(fields["attention_backend"])],
         "overlap_p2p_comm": core_interleaved,
         "batch_p2p_comm": not core_interleaved,
         "deallocate_pipeline_outputs": not core_interleaved,
@@ -116,7 +110,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "deterministic_dropout": model.deterministic_dropout,
         "adds_in_place": fuses and not in_te and config.device == "cuda",
         "te_gradient_accumulation_fusion": fuses and in_te,
-        "weight_gradients": DeferredWeightGradients() if schedule in ZERO_BUBBLE else None,
+        "weight_gradients": DeferredWeightGradients() if schedule in ("zb-h1", "zb-v") else None,
         "auxiliary_scale": AuxiliaryScale(),
         "fusions": Fusions(
             norm=model.persist_layer_norm,

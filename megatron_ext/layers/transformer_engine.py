@@ -1,9 +1,4 @@
-"""Preparation of a rank for Transformer Engine's layers, beyond megatron-core's specs.
-
-At the start of a run variables of the environment are set, the GPU is checked for the recipe, and
-the buffers of overlapped communication are made. A layer here lets Transformer Engine's kernel sum
-its weight gradients, which megatron-core's own output layer could not do.
-"""
+"""Preparation of a rank for Transformer Engine's layers, beyond megatron-core's specs."""
 
 from __future__ import annotations
 
@@ -55,9 +50,9 @@ def recipe_error(
 
 
 def prepare_transformer_engine(config: RunConfig) -> None:
-    """Make this rank ready for Transformer Engine's layers, before any of them is built.
+    """Make this rank ready for Transformer Engine's layers if the run has them, before it does.
 
-    It does nothing in a run of the torch layers. All ranks call this together.
+    All ranks call this together.
 
     Raises:
         ConfigError: a GPU or a build of torch that cannot run what is asked for.
@@ -116,8 +111,7 @@ def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
 class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]
     """megatron-core's layer, told to sum weight gradients in the main buffer.
 
-    Transformer Engine's products do that themselves. megatron-core's own layers, such as the output
-    head, need a kernel of apex for it, so the option is off for them where apex is not there.
+    Transformer Engine's products do that themselves; megatron-core's own layers would need apex.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

@@ -1,13 +1,8 @@
 """megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
 
-megatron-core's layer adds a branch to the residual stream in one kernel and norms the sum in
-another, and autograd adds the gradients of norm and residual connection in a third. Here the sum
-and its norm are one kernel, and so are the gradients. Without Transformer Engine megatron-core
-rotates by ten kernels for queries and keys each, and makes their cosines anew in every layer; here
-norm and rotary embedding of queries and keys are one kernel, and the cosines are made once.
-megatron-core compiles SwiGLU and GELU with a bias, behind options that it refuses for other
-activations and without biases; here every activation is compiled, with its bias and the scale of an
-expert's tokens.
+The sum of a branch and the residual stream and the norm of the sum are one kernel, and so are their
+gradients; so are the norm and the rotary embedding of queries and keys, whose cosines are made once
+for all layers. Every activation is compiled, with its bias and the scale of an expert's tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +44,6 @@ from megatron_ext.layers.pointwise import (
 )
 
 WithBias = tuple[Tensor, Tensor | None]
-
 Table = tuple[Tensor, Tensor]
 
 _tables: Any = WeakIdKeyDictionary()
@@ -84,21 +78,19 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             )
             return given
         query, key, value = self._projected(hidden_states, rotary)
-        attend = self.core_attention
-        if self.checkpoint_core_attention and self.training:
-            attend = self._checkpointed_attention_forward
+        checkpoints = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
         attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
         output: WithBias = self.linear_proj(attended)
         return output
 
     def _fuses(self, x: Tensor) -> bool:
-        """Return whether `queries_keys_values` makes queries and keys: not with fewer groups than
-        tensor-parallel ranks, where megatron-core gathers them.
-        """
+        """Return whether `queries_keys_values` makes queries and keys."""
         config = self.config
         return (
             fusions_of(config).rotary
             and compiles(x)
+            # megatron-core gathers fewer groups than tensor-parallel ranks.
             and config.num_query_groups >= self.world_size
             and not (config.attention_output_gate or config.test_mode)
         )
@@ -112,25 +104,15 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             projected, bias = linear(hidden)
         finally:
             linear.skip_bias_add = before
-        cos, sin = None, None
+        table: tuple[Tensor | None, Tensor | None] = None, None
         if rotary is not None:
-            cos, sin = table_of(rotary, projected.dtype, interleaved=interleaved)
-        q, k = self.q_layernorm, self.k_layernorm
-        normed = isinstance(q, (LayerNorm, RMSNorm))
-        nothing = None, None
-        of_query, of_key = (weights_of(q), weights_of(k)) if normed else (nothing, nothing)
-        return queries_keys_values(
-            projected,
-            bias,
-            self.num_query_groups_per_partition,
-            self.hidden_size_per_attention_head,
-            cos,
-            sin,
-            interleaved,
-            *of_query,
-            *of_key,
-            spec_of(q) if normed else None,
-        )
+            table = table_of(rotary, projected.dtype, interleaved=interleaved)
+        norms: tuple[Any, ...] = (None,) * 5
+        if isinstance(self.q_layernorm, (LayerNorm, RMSNorm)):
+            of_query, of_key = weights_of(self.q_layernorm), weights_of(self.k_layernorm)
+            norms = *of_query, *of_key, spec_of(self.q_layernorm)
+        groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        return queries_keys_values(projected, bias, groups, head_dim, *table, interleaved, *norms)
 
 
 NAMES = {function: name for name, function in ACTIVATIONS.items()}
@@ -140,9 +122,8 @@ class MLP(core.MLP):  # type: ignore[misc]
     """Two matrices and an activation; see the module.
 
     Attributes:
-        adds_bias: the second bias is added here instead of being left to the caller. Recomputation
-            needs that: a parameter that it returned would become its result, and the backward pass
-            of the parameter would recompute for ever.
+        adds_bias: add the second bias here instead of leaving it to the caller, as recomputation
+            needs: its backward pass would recompute for ever where it returns a parameter.
     """
 
     adds_bias: bool = False
@@ -152,16 +133,13 @@ class MLP(core.MLP):  # type: ignore[misc]
     ) -> WithBias:
         """Return the output, shaped like the input, and the bias that is to be added.
 
-        The input is ``[s, b, h]``, or an expert's tokens ``[tokens, h]``, to which the router gives
-        ``per_token_scale``, ``[tokens]``.
+        The input is ``[s, b, h]``, or an expert's ``[tokens, h]`` with a scale ``[tokens]``.
         """
         if fusions_of(self.config).activation and compiles(hidden_states):
             output, bias = self._fused(hidden_states, per_token_scale)
         else:
             output, bias = super().forward(hidden_states, per_token_scale, **kwargs)
-        if self.adds_bias and bias is not None:
-            return output + bias, None
-        return output, bias
+        return (output + bias, None) if self.adds_bias and bias is not None else (output, bias)
 
     def _fused(self, hidden_states: Tensor, per_token_scale: Tensor | None) -> WithBias:
         """Do what `forward` does, with a compiled activation."""
@@ -185,8 +163,7 @@ OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}
 def use_own_mlps(module: torch.nn.Module) -> None:
     """Turn megatron-core's MLPs within a module into ours, which hold nothing more.
 
-    megatron-core names their class itself for experts, and gives its process groups to no other
-    class.
+    megatron-core gives its process groups to experts of its own class only.
     """
     for part in module.modules():
         if type(part) in OWN:
@@ -202,11 +179,11 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
     def function(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
         x, bias = x_with_bias
-        if residual.dtype != x.dtype and not (fused and compiles(x)):
+        if fused and compiles(x):
+            return bias_dropout_add(x, bias, residual, probability, training)
+        if residual.dtype != x.dtype:
             return added(x, bias, residual, probability, training)
-        if not (fused and compiles(x)):
-            return unfused(x_with_bias, residual, probability)
-        return bias_dropout_add(x, bias, residual, probability, training)
+        return unfused(x_with_bias, residual, probability)
 
     return function
 
@@ -237,15 +214,14 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 )
                 for name in ("attention", "mlp")
             )
-        if self.is_moe_layer and type(self.mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
-            self.mlp.token_dispatcher = AlltoAllDispatcher(
-                self.mlp.num_local_experts,
-                self.mlp.local_expert_indices,
-                config=self.config,
-                pg_collection=groups,
+        mlp = self.mlp
+        if self.is_moe_layer and type(mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            local = mlp.num_local_experts, mlp.local_expert_indices
+            mlp.token_dispatcher = AlltoAllDispatcher(
+                *local, config=self.config, pg_collection=groups
             )
-            if self.mlp.shared_expert_overlap:
-                self.mlp.token_dispatcher.set_shared_experts(self.mlp.shared_experts)
+            if mlp.shared_expert_overlap:
+                mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output and its context, by a graph where there is one for the call."""
@@ -273,10 +249,9 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         )
         hidden, normed = self._added(attended, residual, self.pre_mlp_layernorm)
         mlp = functools.partial(self.mlp, padding_mask=kwargs.get("padding_mask"))
-        if self.recompute_mlp:
-            output = tensor_parallel.checkpoint(mlp, False, normed)
-        else:
-            output = mlp(normed)
+        output = (
+            tensor_parallel.checkpoint(mlp, False, normed) if self.recompute_mlp else mlp(normed)
+        )
         return self._forward_post_mlp(output, hidden), kwargs.get("context")
 
     def _fuses(self, x: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -25,11 +25,7 @@ Key = tuple[int, int]
 
 
 def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add ``gradient^T inputs`` to ``total`` ``[out, in]``.
-
-    The gradient of a layer's output is ``[tokens, out]``, its input ``[tokens, in]`` of the same
-    dtype.
-    """
+    """Add ``gradient^T inputs``, of ``[tokens, out]`` and ``[tokens, in]``, to ``[out, in]``."""
     transposed = gradient.t()
     if total.dtype == inputs.dtype:
         total.addmm_(transposed, inputs)
@@ -43,7 +39,7 @@ def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
 def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch adds a product of 16-bit matrices to a float32 matrix in one call.
 
-    GPUs do so from torch 2.8 on; some releases ignore the summand, so the result is checked once.
+    From torch 2.8 on GPUs do; some releases ignore the summand, so it is tried.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
@@ -57,14 +53,11 @@ def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def gradient_placeholder(weight: Tensor) -> Tensor:
-    """Return a tensor for autograd in place of a gradient that is already in the buffer.
+    """Return a tensor ``[out, in]`` for autograd in place of a gradient that is in the buffer.
 
     megatron-core's hooks run on the thread of the backward pass only if there is a gradient; the
     mark on the weight tells them not to add it. For a weight with ``zero_out_wgrad``, which is used
-    elsewhere in the step too, they add it nevertheless, so it is zero.
-
-    Returns:
-        ``[out, in]``, its values undefined unless the weight has ``zero_out_wgrad``.
+    elsewhere in the step too, they add it nevertheless, so it is zero; else it is undefined.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     shared: Tensor | None = getattr(weight, "gradient_placeholder", None)  # see layers.graphs
@@ -111,10 +104,6 @@ class DeferredWeightGradients:
         else:
             self._collecting.append(compute)
 
-    def add_gradient(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Defer the gradient of a weight, which `accumulate` then adds to what is there."""
-        self.add(lambda: accumulate(parameter, compute()))
-
     def compute(self, key: Key) -> None:
         """Compute the gradients that wait under a key."""
         with torch.no_grad():
@@ -132,7 +121,7 @@ class LinearCall:
         tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
         sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
         allreduce_dgrad: the input's gradient is summed over the ranks.
-        scaling: source of the scales of 8-bit products (see `layers.fp8`); None for others.
+        scaling: scales of 8-bit products (see `layers.fp8`).
     """
 
     parameter: Tensor

@@ -26,22 +26,19 @@ OPTIMIZERS = {"adam": AdamOptimizerConfig, "sgd": SGDOptimizerConfig}
 
 
 def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Build the optimizer of this rank's chunks; biases and norm weights do not decay.
-
-    The process groups are those that `parallel.init_groups` created in megatron-core: passing them
-    as a collection would lose the Gloo groups that checkpoints on GPUs need.
-    """
+    """Build the optimizer of this rank's chunks; biases and norm weights do not decay."""
     cls = OPTIMIZERS[config.optimizer.optimizer]
     ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
     ours["params_dtype"] = params_dtype(config.precision)
     # The class names the optimizer that megatron-core is to make.
     names = {field.name for field in dataclasses.fields(cls)} - {"optimizer"}
-    core_config = cls(**{name: value for name, value in ours.items() if name in names})
+    core_config = cls(**{name: ours[name] for name in names & ours.keys()})
     overrides = get_standard_config_overrides(core_config)
     for override in overrides.values():
         if "max_lr" in override:
             # megatron-core finds the groups of a checkpoint by this mark, but does not set it.
             override["is_decoupled_lr"] = True
+    # Process groups passed as a collection would lose the Gloo groups that checkpoints need.
     optimizer = get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
     if config.optimizer.optimizer == "adam" and config.model.transformer_impl == "torch":
         take_torchs_adam(optimizer)
@@ -54,10 +51,7 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
 
 
 def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
-    """Give torch's Adam or SGD, where it has made no update yet, its state of step 0: all zeros.
-
-    A checkpoint then holds the same tensors whether or not an update was made before it.
-    """
+    """Give torch's Adam or SGD, where it has made no update yet, its state of step 0: all zeros."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             if inner.state[parameter]:
@@ -74,11 +68,7 @@ def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
 
 
 class CountedAdam(torch.optim.AdamW):
-    """torch's Adam where megatron-core stores the state of Transformer Engine's or apex's.
-
-    Those count their steps once for each group of parameters, torch's for each parameter. In a
-    state dict this one does both.
-    """
+    """torch's Adam whose state dict also counts the steps of each group, as apex's Adam does."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with the count of each group that has been updated."""
@@ -100,10 +90,7 @@ class CountedAdam(torch.optim.AdamW):
 
 
 def take_torchs_adam(optimizer: MegatronOptimizer) -> None:
-    """Replace the Adam of Transformer Engine or apex, which cannot skip an update by itself.
-
-    megatron-core takes it wherever it is installed. It must have made no update yet.
-    """
+    """Replace an unused Adam of Transformer Engine or apex, which cannot skip updates by itself."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if inner is not None and not isinstance(inner, torch.optim.Adam):
@@ -118,9 +105,8 @@ def take_torchs_adam(optimizer: MegatronOptimizer) -> None:
 def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
     """Let torch's Adam update all parameters in one kernel, or one after the other.
 
-    The fused kernel keeps its count of steps on the device and can skip an update by itself. What
-    is fastest belongs to the device, so a checkpoint that says otherwise is not followed; and what
-    it does not say, because another optimizer wrote it, keeps its default.
+    A checkpoint that says otherwise is not followed; what it does not say, because another
+    optimizer wrote it, keeps its default.
     """
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
@@ -139,31 +125,23 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
 
 
 def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the lengths of the phases in samples, from flags in iterations, samples or shares.
-
-    They are named as the arguments of megatron-core's OptimizerParamScheduler.
-    """
+    """Return the lengths of the scheduler's phases in samples, by the names of its arguments."""
     if training.train_samples is not None:
         total = training.train_samples
         decay = optimizer.lr_decay_samples or total
         warmup: float = optimizer.lr_warmup_samples
-        wsd_decay = optimizer.lr_wsd_decay_samples
+        wsd = optimizer.lr_wsd_decay_samples
     else:
         batch = training.global_batch_size
         assert training.train_iters is not None and batch is not None
         total = training.train_iters * batch
         decay = (optimizer.lr_decay_iters or training.train_iters) * batch
         warmup = (optimizer.lr_warmup_iters or 0) * batch
-        wsd = optimizer.lr_wsd_decay_iters
-        wsd_decay = None if wsd is None else wsd * batch
+        wsd = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * batch
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
-    return {
-        "lr_warmup_steps": warmup,
-        "lr_decay_steps": decay,
-        "wd_incr_steps": total,
-        "wsd_decay_steps": wsd_decay,
-    }
+    lengths = {"lr_warmup_steps": warmup, "lr_decay_steps": decay, "wd_incr_steps": total}
+    return {**lengths, "wsd_decay_steps": wsd}
 
 
 def build_scheduler(

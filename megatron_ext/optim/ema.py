@@ -1,12 +1,8 @@
 """Exponential moving average of the weights: fp32, cut like the shards of the optimizer.
 
-After each applied update
-
-    average <- average + (1 - decay) * (weight - average),
-
-where the weight is the fp32 one that the optimizer updates, so the average of a bf16 model moves
-from the first step on. Each operation rounds once: neither the place of a number in its shard nor
-the number of ranks changes a bit of the average.
+After each applied update ``average <- average + (1 - decay) * (weight - average)``, where the
+weight is the fp32 one that the optimizer updates. Each operation rounds once, so that no layout
+changes a bit of the average.
 """
 
 from __future__ import annotations
@@ -34,10 +30,9 @@ class _Part:
     """The part of one parameter that this rank averages.
 
     Attributes:
-        main: what the optimizer updates on this rank: a piece of the flattened parameter, which is
-            empty where other ranks update all of it; or the whole.
+        main: what the optimizer updates on this rank: the whole parameter, or a piece of the
+            flattened one, perhaps empty, from ``start`` on.
         average: like ``main``, in fp32.
-        start: where the piece begins.
         group: ranks that hold the other pieces, in order; None where this one holds the whole.
     """
 
@@ -64,15 +59,13 @@ class _Part:
 
 
 class ShardedEMA:
-    """The averaged weights of a rank's model chunks.
+    """The averages of the trained parameters of a rank's model chunks.
 
-    Parameters that are not trained are not averaged. All methods but `update` communicate: all
-    ranks call them together.
+    All methods but `update` communicate: all ranks call them together.
 
     Args:
-        chunks: chunks of the model; only looked at where there is no optimizer.
-        optimizer: megatron-core's, of any kind; None averages nothing, but holds what a checkpoint
-            gives, whole.
+        optimizer: megatron-core's, of any kind; None holds what a checkpoint gives the chunks,
+            whole.
         decay: share of the average that an update leaves.
         start: first training step, counted from 1, that is averaged. Until then the average is the
             weights.
@@ -108,9 +101,8 @@ class ShardedEMA:
 
         Args:
             step: training steps done, this one and skipped ones included.
-            applied: whether the step updated the weights, bool ``[]`` on their device; the host
-                does not wait for it. The average stays where it is after a skipped step. None means
-                that it did.
+            applied: whether the step updated the weights, bool ``[]`` on their device, where the
+                average stays after a skipped step; None means that it did.
         """
         if self._swapped:
             raise RuntimeError("The averaged weights are in the model; put the others back first.")
@@ -127,9 +119,9 @@ class ShardedEMA:
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Yield each trained parameter with its average, fp32, in the shape that this rank holds.
+        """Yield each trained parameter with its whole average on this rank, fp32.
 
-        One at a time is gathered from the data-parallel ranks. All ranks consume all of them.
+        One at a time is gathered from the data-parallel ranks, which consume all of them.
         """
         for part in self._parts:
             yield part.parameter, part.whole()
@@ -147,17 +139,13 @@ class ShardedEMA:
 
     @contextmanager
     def swapped_in(self, chunks: Iterable[Module]) -> Iterator[None]:
-        """Put averaged weights in the model inside the block, and restore the others bit for bit.
+        """Put averaged weights in the chunks inside the block, and restore the others bit for bit.
 
         The others wait in the host's memory, so that no rank needs another one to bring them back,
-        also after an error. Forward hooks that gather parameters must be off
-        (`optim.update.ParameterGather.paused`).
-
-        Args:
-            chunks: their parameters are exchanged; wrapped ones will do.
+        also after an error.
 
         Raises:
-            RuntimeError: already swapped in, or hooks are on.
+            RuntimeError: already swapped in, or not within `optim.update.ParameterGather.paused`.
         """
         chunks = list(chunks)
         if self._swapped or any(getattr(x, "remove_forward_pre_hook_handles", ()) for x in chunks):
@@ -216,8 +204,7 @@ def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
 
 def _in_batches(parts: Sequence[_Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Return weights and averages, so many at a time that their differences stay small."""
-    batches: list[tuple[list[Tensor], list[Tensor]]] = []
-    size = _BATCH
+    batches, size = list[tuple[list[Tensor], list[Tensor]]](), _BATCH
     for part in (part for part in parts if part.main.numel()):
         size += part.main.numel()
         if size > _BATCH:

@@ -1,14 +1,9 @@
 """One optimizer update that a non-finite gradient cannot spoil.
 
-megatron-core checks for infinities only under fp16; in bf16 and fp32 one NaN would turn every
-weight into NaN. Here the global gradient norm, which all model-parallel ranks agree on, decides.
-Where torch's fused Adam updates, the device decides by itself, and the host learns of it later.
-
-A skipped step uses up its samples and counts as an iteration, but the learning rate stays where it
-is: like Megatron-LM, the schedule counts updates only, so no part of a warm-up is lost.
-
-`ParameterGather` switches the hooks that gather parameters in the forward pass
-(--overlap-param-gather).
+The global gradient norm, which all model-parallel ranks agree on, decides; megatron-core checks for
+infinities only under fp16. Where torch's fused Adam updates, the device decides by itself, and the
+host learns of it later. A skipped step uses up its samples and counts as an iteration, but the
+learning rate stays where it is.
 """
 
 from __future__ import annotations
@@ -32,11 +27,8 @@ from megatron_ext.device import HostCopy
 class UpdateResult:
     """Result of an update, known on the device at once and on the host when it asks.
 
-    The host then waits for this update, but not for what was launched after it.
-
-    Attributes:
-        flag, norm: what `applied` and `grad_norm` say, bool and float64 ``[]`` on the device.
-        zeros: float64 ``[]`` on the device; None where zeros are not counted.
+    The host then waits for this update, but not for what was launched after it. On the device
+    ``flag`` (`applied`) is bool, ``norm`` and ``zeros`` are float64 ``[]``.
     """
 
     def __init__(self, flag: Tensor, norm: Tensor, zeros: Tensor | None = None) -> None:
@@ -71,11 +63,9 @@ class UpdateResult:
 
 @torch.no_grad()
 def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateResult:
-    """Clip and apply the gradients of all chunks, or skip the step.
+    """Clip and apply the gradients of all chunks, reduced and normalized, or skip the step.
 
-    Args:
-        optimizer: megatron-core's optimizer, its gradients reduced and normalized.
-        clip_grad: largest allowed global norm; 0 switches clipping off.
+    ``clip_grad`` is the largest allowed global norm; 0 switches clipping off.
     """
     if optimizer.prepare_grads():
         _share_loss_scale(optimizer)
@@ -92,10 +82,9 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
         if clip_grad > 0.0:
             for part in _with_parameters(optimizer):
                 exact = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                if part.get_parameters():
-                    clip_grad_by_total_norm_fp32(
-                        part.get_parameters(), clip_grad, update.grad_norm, use_decoupled_grad=exact
-                    )
+                if own := part.get_parameters():
+                    norms = clip_grad, update.grad_norm
+                    clip_grad_by_total_norm_fp32(own, *norms, use_decoupled_grad=exact)
         optimizer.step_with_ready_grads()
     return update
 
@@ -103,8 +92,7 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
 def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
     """Let all parts of a chain follow the one whose gradients have overflown.
 
-    Each part of megatron-core's chain has a dynamic scale of its own, which it lowers after its own
-    overflows only; but the loss is multiplied by the scale of the first part.
+    megatron-core lowers that one's scale only, but multiplies the loss by the first part's.
     """
     parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
     scales = [p.grad_scaler.state_dict() for p in parts if p.found_inf.item() > 0]
@@ -124,10 +112,7 @@ def decides_on_device(optimizer: MegatronOptimizer) -> bool:
 def _update_where_finite(
     optimizer: MegatronOptimizer, update: UpdateResult, clip_grad: float
 ) -> None:
-    """Let the fused kernel divide the gradients, and leave everything as it is after a bad one.
-
-    It takes both as the gradient scaler of torch's automatic mixed precision hands them over.
-    """
+    """Let the fused kernel divide the gradients or skip, as torch's gradient scaler tells it to."""
     inner = [part.optimizer for part in _with_parameters(optimizer)]
     for each in inner:
         each.found_inf = update.flag.logical_not().float()
@@ -153,17 +138,13 @@ def global_grad_norm(optimizer: MegatronOptimizer) -> Tensor:
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
     All ranks call this together. Squares are summed in short pieces, and the pieces in double
-    precision. Summed in single precision, as by megatron-core, the result depends on how the ranks
-    cut the gradients: 2e-6 between one and eight ranks for a model of 0.4 million parameters.
+    precision, so that it does not depend on how the ranks cut the gradients.
     """
     return _over_ranks(optimizer, _sum_of_squares).sqrt()
 
 
 def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
-    """Return the zeros of all gradients, each counted once, float64 ``[]``.
-
-    All ranks call this together.
-    """
+    """Return the zeros of all gradients, as `global_grad_norm` the norm, float64 ``[]``."""
 
     def zeros(grads: list[Tensor]) -> Tensor:
         return torch.stack([grad.numel() - torch.count_nonzero(grad) for grad in grads]).sum()
@@ -190,17 +171,11 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     """Return the sum of squares; a GPU takes a few kernels, whose blocks sum short pieces."""
     if grads[0].is_cuda:
         return torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
-    total = torch.zeros((), dtype=torch.float64)
-    for grad in grads:
-        total += _square(grad)
-    return total
+    return sum(map(_square, grads), torch.zeros((), dtype=torch.float64))
 
 
 def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
-    """Return a sum of squares exact to about 1e-9: short pieces in single precision, then double.
-
-    This is three times faster on a CPU than converting the gradient to double precision.
-    """
+    """Return a sum of squares, exact to about 1e-9: pieces in single precision, then double."""
     flat = grad.reshape(-1)
     whole = flat.numel() // piece * piece
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, piece), dim=1)
@@ -210,7 +185,7 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
 
 
 class ParameterGather:
-    """Switches the hooks off where the parameters must be whole.
+    """Switches off the hooks of ``--overlap-param-gather`` where the parameters must be whole.
 
     The first step also runs without them, so that an error in initial or loaded weights is not
     copied to all ranks by the first gather.

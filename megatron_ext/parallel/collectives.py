@@ -1,7 +1,7 @@
 """Work of some ranks whose failure becomes every rank's, so that none waits for another for ever.
 
-`gather_or_raise` and `on_first_rank` are for work on checkpoints. The others are for work that one
-rank does for the run, or for its replica, such as encoding with a large model that is held once.
+`gather_or_raise` and `on_first_rank` are for work on checkpoints, the others for work that one rank
+does for the run or for its replica.
 """
 
 from __future__ import annotations
@@ -23,14 +23,10 @@ T = TypeVar("T")
 def from_all_ranks(
     value: T, fault: MegatronExtError | None, group: ProcessGroup | None = None
 ) -> list[T]:
-    """Gather the values of all ranks, by rank; all ranks call this together.
-
-    Args:
-        fault: what went wrong on this rank.
-        group: ranks that take part, None for all of the run.
+    """Gather the values of all ranks of a group, by rank; all of them call this together.
 
     Raises:
-        MegatronExtError: the first fault, on every rank.
+        MegatronExtError: the first fault of a rank, on every rank.
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, (value, fault), group=group)
@@ -42,9 +38,6 @@ def from_all_ranks(
 
 def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
     """Run work that does not communicate on every rank, and gather the results by rank.
-
-    Args:
-        what: names the work in the error.
 
     Raises:
         CheckpointError: on every rank, with the first failing rank's message.
@@ -73,7 +66,7 @@ def on_first_rank(work: Callable[[], T], what: str) -> T:
 def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
     """Run work that does not communicate on the reporting rank; all ranks call this together.
 
-    The others get None. ``what`` names the work in the error.
+    The others get None.
 
     Raises:
         MegatronExtError: on every rank of the run. An error that is not this package's becomes a
@@ -90,10 +83,7 @@ def on_first_of_replica(work: Callable[[], T], what: str, context: ParallelConte
 def on_first_of_this_replica(
     work: Callable[[], T], what: str, context: ParallelContext
 ) -> T | None:
-    """Do the same as `on_first_of_replica` in one replica, whose ranks call this together.
-
-    Other replicas do not hear of an error; see `from_all_ranks`.
-    """
+    """Do the same as `on_first_of_replica` in one replica; the others do not hear of an error."""
     return _on_some_ranks(is_first_of_replica(context), work, what, context, context.pgs.tp_cp)
 
 
@@ -128,9 +118,7 @@ def share(
 ) -> Tensor:
     """Give what the first rank of a replica knows to all its ranks, which call this together.
 
-    Args:
-        known: float tensor of the shape on the first rank; not looked at on the others.
-        device: device of the result, which is float32.
+    The result is float32; ``known`` is not looked at on the others.
     """
     if is_first_of_replica(context):
         assert known is not None

@@ -29,11 +29,7 @@ class ParallelContext:
     """The position of this rank, and the groups that it belongs to.
 
     Attributes:
-        rank: global rank.
-        pgs: megatron-core's collection of process groups, handed down to everything that
-            communicates.
-        pipeline_channels: two more groups of the pipeline's ranks, for the messages to higher and
-            to lower ranks.
+        pipeline_channels: groups for the messages to higher and to lower pipeline ranks.
     """
 
     layout: Layout
@@ -81,10 +77,7 @@ class ParallelContext:
         return self.rank == self.reporting_rank
 
     def destroy(self) -> None:
-        """Take the groups down; a rank may then build others.
-
-        CUDA graphs go first: see `destroy_graphs`.
-        """
+        """Take the CUDA graphs and the groups down; a rank may then build others."""
         destroy_graphs()
         destroy_groups()
 
@@ -92,8 +85,7 @@ class ParallelContext:
 def destroy_groups() -> None:
     """Take down what `init_groups` has built, or a part of it."""
     parallel_state.destroy_model_parallel()
-    # Which forgets these two. A rank that is forked later would free them when it builds its own,
-    # and wait for ever for gloo's threads, which only this process has.
+    # megatron-core forgets these two. A rank that is forked later would wait for their threads.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
     if torch.distributed.is_initialized():
@@ -130,14 +122,12 @@ def mtp_rank(model: ModelConfig, parallel: ParallelConfig) -> int | None:
     return Layout.from_config(parallel).placement.rank_of(mtp_stage(parallel))
 
 
-def embedding_ranks(*, tied: bool, mtp_rank: int | None) -> Callable[[list[int]], list[int]]:
-    """Return a function to the ranks of a pipeline that hold copies of the word embedding.
-
-    Args:
-        tied: the output layer uses the embedding's weight.
-        mtp_rank: the pipeline rank with multi-token prediction, which has its own copy, if any.
-    """
-    places = [0, *[-1] * tied, *([] if mtp_rank is None else [mtp_rank])]
+def embedding_ranks(
+    model: ModelConfig, parallel: ParallelConfig
+) -> Callable[[list[int]], list[int]]:
+    """Return a function to the ranks of a pipeline that hold copies of the word embedding."""
+    last = None if model.untie_embeddings_and_output_weights else -1
+    places = [x for x in (0, last, mtp_rank(model, parallel)) if x is not None]
     return lambda pp_ranks: sorted({pp_ranks[place] for place in places})
 
 
@@ -158,8 +148,7 @@ def init_groups(
     Args:
         get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
         init_method: rendezvous address such as ``file:///path``; a single rank needs none.
-        hierarchical_context_parallel_sizes: factors of the context-parallel size, for
-            ``--cp-comm-type a2a+p2p``.
+        hierarchical_context_parallel_sizes: see ``--cp-comm-type a2a+p2p``.
 
     Raises:
         ConfigError: the number of started ranks is not the layout's.
@@ -245,16 +234,9 @@ def _checked_context(layout: Layout, timeout: timedelta) -> ParallelContext:
 def seed_everything(
     context: ParallelContext, seed: int, *, data_parallel_random_init: bool = False
 ) -> None:
-    """Seed all generators as Megatron-LM does: apart for each pipeline stage.
-
-    Args:
-        data_parallel_random_init: start the replicas from different weights.
-
-    Raises:
-        ConfigError: a seed that is not positive.
+    """Seed all generators as Megatron-LM does: apart for each pipeline stage, and, with
+    ``data_parallel_random_init``, for each replica.
     """
-    if seed <= 0:
-        raise ConfigError(f"`--seed` ({seed}) must be positive; 1234 is the default.")
     seed += 100 * context.pp_rank
     if data_parallel_random_init:
         seed += 10 * context.dp_rank
@@ -268,11 +250,7 @@ def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> Parallel
     """Create the groups of a second layout, for a network that lies otherwise on a run's ranks.
 
     All ranks of the run call this together. megatron-core's ``parallel_state`` keeps the run's
-    groups, so that whatever is built on these must be given them; the collection holds tensor-,
-    context-, pipeline- and data-parallel groups, and asking it for another raises AttributeError.
-
-    Args:
-        layout: the layout of all ranks, with neither experts nor virtual stages.
+    groups, so whatever is built on these, which hold none of experts, must be given them.
     """
     timeout = timedelta(minutes=timeout_minutes)
     groups = {axes: _group(layout.groups(axes), timeout) for axes in ("tp", "cp", "pp", "dp")}
@@ -293,12 +271,8 @@ def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> Parallel
 def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10) -> ProcessGroup:
     """Create a group of the ranks at this rank's place in each of the stretches of a block.
 
-    All ranks of the run call this together.
-
-    Args:
-        step: consecutive ranks of a stretch.
-        block: consecutive ranks of a block, a multiple of ``step``.
-        world_size: all ranks, a multiple of ``block``.
+    All ranks of the run call this together. A stretch is ``step`` consecutive ranks, a block
+    ``block``, which is a multiple of ``step`` and divides the ``world_size``.
     """
     sizes = {"place": step, "stretch": block // step, "block": world_size // block}
     ranks = groups_of(("place", "stretch", "block"), sizes, {"stretch"})

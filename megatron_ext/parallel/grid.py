@@ -53,15 +53,7 @@ EXPERT_GROUPS = ("ep", "tp-ep", "tp-ep-pp", "dp")
 
 
 def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) -> list[list[int]]:
-    """Return all groups along some axes of a grid.
-
-    Args:
-        order: axes, fastest-changing first.
-        varying: the axes that run within a group; the others are fixed in it.
-
-    Returns:
-        Groups in the order of their first rank's fixed axes, ranks ascending.
-    """
+    """Return all groups along the ``varying`` axes; the fastest-changing axis is first in order."""
     stride, step = {}, 1
     for axis in order:
         stride[axis] = step
@@ -83,8 +75,7 @@ class Layout:
 
     Attributes:
         expert_tensor_parallel_size: ranks that share each expert; None means the tensor size.
-        virtual_pipeline_model_parallel_size: chunks of each stage, None without interleaving.
-        use_tp_pp_dp_mapping: number pipeline stages before data-parallel replicas.
+        virtual_pipeline_model_parallel_size: chunks of each rank, None without interleaving.
         v_shape: stages run through the pipeline ranks there and back (zb-v).
 
     Raises:
@@ -102,18 +93,16 @@ class Layout:
     v_shape: bool = False
 
     def __post_init__(self) -> None:
-        errors = list(
-            rank_errors(
-                self.world_size,
-                tensor=self.tensor_model_parallel_size,
-                pipeline=self.pipeline_model_parallel_size,
-                context=self.context_parallel_size,
-                expert=self.expert_model_parallel_size,
-                expert_tensor=self.expert_tp,
-            )
+        errors = rank_errors(
+            self.world_size,
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tp,
         )
-        if errors:
-            raise ConfigError(errors)
+        if found := list(errors):
+            raise ConfigError(found)
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:
@@ -133,11 +122,8 @@ class Layout:
     @property
     def model_parallel_size(self) -> int:
         """Return how many ranks one replica of the model takes."""
-        return (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-        )
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return tp * pp * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:

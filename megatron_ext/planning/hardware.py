@@ -1,8 +1,7 @@
 """The GPUs of a plan: a kind of `device.gpus` or a measured machine, and what is assumed of it.
 
-Shares multiply the figures of the datasheets. They stand here with where they come from because
-nothing but a measurement could say them; a plan prints the table, and a file of the doctor
-(``tools/doctor.py --json``) takes the place of the first three.
+A plan prints the assumed shares of the datasheets' figures with where they come from; a file of the
+doctor (``tools/doctor.py --json``) takes the place of the first three.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU of the table, or of a file that the doctor wrote.
+    """Return a GPU of the table by its name, or by a path ``.json`` the slowest of a machine.
 
-    A file gives the slowest GPU of its machine. The doctor cannot measure links and networks: their
-    figures are the datasheet's where the table has the kind, and else those of PCIe.
-
-    Args:
-        name: as the table has it, in any case; or a path that ends in ``.json``.
+    The doctor cannot measure links and networks: their figures are the datasheet's where the table
+    has the kind, and else those of PCIe.
 
     Raises:
         ConfigError: a name that the table lacks, or a file that does not say what is needed.
@@ -100,8 +96,8 @@ def _measured_gpu(found: dict[str, Any], path: str) -> Gpu:
     )
 
 
-def _assumed(value: float, what: str, source: str) -> Any:
-    return field(default=value, metadata={"what": what, "source": source})
+def _assumed(value: float, what: str) -> Any:
+    return field(default=value, metadata={"what": what})
 
 
 @dataclass(frozen=True)
@@ -114,38 +110,38 @@ class Efficiency:
 
     products: float = _assumed(
         0.73,
-        "of the datasheet's bf16 or fp32 rate, by a large matrix product",
+        "of the datasheet's bf16 or fp32 rate, by a large matrix product; "
         "720 of 989 TFLOP/s on H100 (SemiAnalysis, MI300X vs H100 vs H200, 2024)",
     )
     fp8_products: float = _assumed(
         0.65,
-        "of the datasheet's fp8 rate, by a large 8-bit product",
+        "of the datasheet's fp8 rate, by a large 8-bit product; "
         "1280 of 1979 TFLOP/s on H100 (the same)",
     )
     copies: float = _assumed(
         0.90,
-        "of the datasheet's memory bandwidth, by a copy",
+        "of the datasheet's memory bandwidth, by a copy; "
         "about 3.0 of 3.35 TB/s on H100, as STREAM-like benchmarks report",
     )
     layers: float = _assumed(
         0.85,
-        "of the rate of a large product, by those of layers, attention among them",
+        "of the rate of a large product, by those of layers, attention among them; "
         "chosen so that runs come to the MFU of 0.38 to 0.47 that Llama 3 (arXiv:2407.21783, "
         "table 4) and Megatron-LM's README report on H100",
     )
     kernels: float = _assumed(
         0.85,
-        "of the rate of a copy, by kernels that read and write",
+        "of the rate of a copy, by kernels that read and write; "
         "a guess; eager kernels of several inputs stay below a copy",
     )
     links: float = _assumed(
         0.75,
-        "of a link's bandwidth, by collectives",
+        "of a link's bandwidth, by collectives; "
         "about 350 of 450 GB/s on H100 (NVIDIA/nccl issue 864)",
     )
     hidden: float = _assumed(
         0.80,
-        "of the replicas' exchange that overlaps, where the run asks for overlap",
+        "of the replicas' exchange that overlaps, where the run asks for overlap; "
         "a guess; the first and the last bucket are never hidden",
     )
 
@@ -162,19 +158,14 @@ class Efficiency:
 DEFAULT = Efficiency()
 
 
-def assumed(gpu: Gpu, efficiency: Efficiency = DEFAULT) -> list[tuple[str, str, str, bool]]:
+def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
     """Return name, value and meaning of each share, and whether a measurement replaces it."""
     replaced = set[str]()
     if gpu.measured is not None:
         replaced = {"products", "copies", *["fp8_products"] * (gpu.measured.fp8 is not None)}
     return [
-        (
-            x.name,
-            f"{getattr(efficiency, x.name):.2f}",
-            f"{x.metadata['what']}; {x.metadata['source']}",
-            x.name in replaced,
-        )
-        for x in fields(efficiency)
+        (x.name, f"{getattr(DEFAULT, x.name):.2f}", x.metadata["what"], x.name in replaced)
+        for x in fields(DEFAULT)
     ]
 
 
@@ -218,10 +209,8 @@ def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
     CUDA's context and code take 0.4 to 0.6 GiB. torch gives cuBLAS and cuBLASLt a workspace each of
     32 MiB on Hopper and newer, 8 MiB on others (``aten/src/ATen/cuda/CublasHandlePool.cpp``), for
     the stream of the computation and a second one. NCCL has 4 MiB (``NCCL_BUFFSIZE``) both ways on
-    24 channels of each group of ranks. The 5% that the allocator's blocks leave unused is a guess.
-
-    Args:
-        moving: bytes of activations and transient tensors, which the allocator cuts and joins.
+    24 channels of each group of ranks. That the allocator leaves unused 5% of ``moving``, the bytes
+    of activations and transient tensors, is a guess.
     """
     groups = [ranks.tp, ranks.cp, ranks.dp * ranks.cp, ranks.ep]
     count = sum(size > 1 for size in groups) + 2 * (ranks.pp > 1)

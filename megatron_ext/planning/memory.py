@@ -21,8 +21,6 @@ class RankMemory:
     """Bytes on the ranks of one place in the pipeline.
 
     Attributes:
-        weights: parameters of each of its stages.
-        state: what it keeps between steps.
         activations: the most that the schedule lets it hold of all micro-batches in flight.
         transient: bytes at the peak that live within one forward or backward pass.
         in_flight: micro-batches held at the peak, summed over its stages.
@@ -87,8 +85,7 @@ def walk(
 
     Args:
         costs: bytes of one micro-batch in each stage of the model.
-        deferred: bytes that each stage keeps for weight gradients that are put off; only read where
-            the schedule puts them off.
+        deferred: bytes that each stage keeps for weight gradients that the schedule puts off.
         boundary: bytes of a message, whose buffer exists from the receive to its use.
 
     Returns:
@@ -125,15 +122,10 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """Check that a run on CPUs does not need more memory than this host has.
 
     The least is counted: weights, gradients, optimizer state, and the activations of one
-    micro-batch. The kernel would end the ranks without a word, the first of them or another
-    program.
-
-    Args:
-        config: a resolved run, whose ranks are shared equally by its hosts.
-        cost: the task's; nothing is checked where it does not follow from the flags alone.
+    micro-batch, for an equal share of the ranks on each host.
 
     Raises:
-        ConfigError: the run needs more.
+        ConfigError: the run needs more, where its cost follows from the flags alone.
     """
     if config.device != "cpu" or cost is None or not cost.from_flags:
         return
@@ -152,11 +144,9 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
 
 def _least_memory(network: Network) -> int:
     """Return the bytes that one rank of each place in the pipeline needs at least, in all."""
-    config, needed = network.config, 0
+    needed = sum(network.activations(stage).kept for stage in network.stages())
     for rank in range(network.sizes.pp):
-        mine = network.stages_of(rank)
-        weights = [network.weights(stage) for stage in mine]
-        state = rank_state(config, network.sizes, rank, weights)
-        needed += state.parameters if config.training.skip_train else state.total
-        needed += sum(network.activations(stage).kept for stage in mine)
+        weights = [network.weights(stage) for stage in network.stages_of(rank)]
+        state = rank_state(network.config, network.sizes, rank, weights)
+        needed += state.parameters if network.config.training.skip_train else state.total
     return needed

@@ -10,7 +10,6 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from rich.table import Table
@@ -29,11 +28,7 @@ MULTIPLY_AND_ADD = 2
 """Operations for each product of two numbers that is added to a sum."""
 
 FORWARD_AND_BACKWARD = 3
-"""Matrix products of a training step for each one forward: backward there are two, for the
-gradients of the input and of the weight."""
-
-FP8_LAYOUTS = 2
-"""Layouts in which a step keeps a weight in 8 bits: as it is and transposed."""
+"""Matrix products of a step for each one forward: two more for the gradients of both factors."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +60,11 @@ class Flops(Summed):
 
 @dataclass(frozen=True)
 class Volume(Summed):
-    """Bytes that one rank sends, by kind of communication.
-
-    Collectives are counted as rings (and as NCCL's bus bandwidth does): see `ring`.
+    """Bytes that one rank sends, by kind of communication; collectives are rings, see `ring`.
 
     Attributes:
         tensor: all-reduces of tensor parallelism, or gathers and scatters of sequence parallelism.
         context: keys and values, or heads, of context parallelism.
-        expert: tokens on their way to experts and back.
-        pipeline: outputs and their gradients between stages.
-        data: gradients and parameters between replicas.
         embedding: gradients of the copies of the word embedding.
     """
 
@@ -95,29 +85,23 @@ class Volume(Summed):
 
 
 def ring(ranks: int) -> float:
-    """Return the share of a tensor that a rank sends in a gather or a reduce-scatter.
-
-    An all-reduce sends twice as much.
-    """
+    """Return the share of a tensor that a rank sends in a gather; an all-reduce sends it twice."""
     return (ranks - 1) / ranks
 
 
 def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
     """Return the bytes of the 8-bit matrices that a step keeps beside weights of 8-bit layers.
 
-    With ``--fp8-param-gather`` the weight itself is one of the layouts.
+    A weight is kept as it is and transposed; with ``--fp8-param-gather`` it is one of these.
     """
     numbers = sum(weight.numel for weight in weights if LINEAR.search(weight.name))
-    return (FP8_LAYOUTS - fp8.fp8_param_gather) * numbers
-
-
-_plan = lru_cache(maxsize=64)(build_plan)
+    return (2 - fp8.fp8_param_gather) * numbers
 
 
 def step_plan(parallel: ParallelConfig, training: TrainingConfig) -> Plan:
     """Return the pipeline schedule of a step of the whole batch."""
     micro, batch = training.batch_sizes
-    return _plan(
+    return build_plan(
         (parallel.pipeline_schedule or "no-pipelining").removeprefix("core-"),
         pipeline_size=parallel.pipeline_model_parallel_size,
         num_microbatches=max(1, batch // (micro * parallel.data_parallel_size)),
@@ -127,12 +111,7 @@ def step_plan(parallel: ParallelConfig, training: TrainingConfig) -> Plan:
 
 
 class Network(ABC):
-    """The formulas of one model; all results are for one rank and one micro-batch.
-
-    Attributes:
-        config: the run, resolved.
-        sizes: how the run is cut.
-    """
+    """The formulas of one model in a resolved run, for one rank and one micro-batch."""
 
     config: RunConfig
     sizes: Ranks
@@ -208,14 +187,10 @@ class Network(ABC):
         """Return the tokens of a sample."""
 
     def messages(self, stage: Stage) -> float:
-        """Return the bytes of a stage's output and of the gradient of its input.
-
-        The first stage has no gradient to send, and the last one no output.
-        """
-        if self.sizes.pp == 1:
-            return 0.0
-        last = self.sizes.pp * (self.config.parallel.virtual_pipeline_model_parallel_size or 1) - 1
-        return float(self.boundary * ((stage.index < last) + (stage.index > 0)))
+        """Return the bytes of a stage's output and of its input's gradient, where it sends them."""
+        chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
+        ends = (stage.index < self.sizes.pp * chunks - 1) + (stage.index > 0)
+        return float(self.boundary * ends) if self.sizes.pp > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -243,13 +218,12 @@ class TaskCost:
     """The cost of a task's runs, as the task hands it to planning.
 
     Attributes:
-        cases: ``(config)`` to the kinds of batches of a resolved run; may open its data.
+        cases: the kinds of batches of a resolved run; may open its data.
         modes: modes of recomputation that a plan compares, from none to most.
-        recompute: ``(config, mode)`` to the same run with one of the modes.
+        recompute: the same run with one of the modes.
         from_flags: the cases follow from the flags alone, without the data. Then layouts can be
             searched, and a run on CPUs is checked against the memory of its host.
-        report: ``(config, gpu)`` to a report that takes the place of the usual one, for a task
-            whose step does not train one network; the GPU may be None.
+        report: takes the place of the usual report where a step does not train one network.
     """
 
     cases: Callable[[RunConfig], Sequence[Case]] = lambda _: ()

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GB, Gpu
@@ -19,13 +18,7 @@ from megatron_ext.planning.hardware import assumed, gpu_named, size
 from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
 from megatron_ext.planning.network import Case, Network, Report, TaskCost, Volume, step_plan
 from megatron_ext.planning.state import distinct
-from megatron_ext.planning.step_time import (
-    Estimate,
-    SearchResult,
-    estimate,
-    rank_volume,
-    reserve_of,
-)
+from megatron_ext.planning.step_time import Estimate, SearchResult, estimate, rank_volume
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
 from megatron_ext.schedules.plan import Plan, price
@@ -44,22 +37,16 @@ def console() -> Console:
 
 
 def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
-    """Print the plan of ``--dry-run``; returns whether the run fits, see `show`.
-
-    Raises:
-        ConfigError: see `check_core` and `gpu_named`.
-    """
+    """Print the plan of ``--dry-run`` if it passes `check_core`, and return whether it fits."""
     check_core(config)
     name = config.planning.dry_run_gpu
     return show(config, None if name is None else gpu_named(name), cost)
 
 
 def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
-    """Print all tables of a run; returns whether it fits, True where no GPU is named.
+    """Print all tables of a run, without times if no GPU is named, or the schedule without a cost.
 
-    Args:
-        gpu: the kind to estimate time for; None leaves time out.
-        cost: the task's; None leaves the schedule alone to show.
+    Return whether the run fits, True where no GPU is named.
     """
     parts: Sequence[Table | str]
     if cost is None:
@@ -167,17 +154,15 @@ def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
         )
     x, config = network.sizes, network.config
     if not config.optimizer.use_distributed_optimizer and x.dp * x.cp > 1:
-        others = memory(
-            network.with_config(replace(config, optimizer=_distributed(config.optimizer)))
-        )
+        others = memory(network.with_config(_distributed(config)))
         most = max(rank.state.optimizer for rank in others)
         table.caption = f"with --use-distributed-optimizer: optimizer {size(most)}"
     return table
 
 
-def _distributed(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Return the same optimizer, whose state the replicas share."""
-    return replace(optimizer, use_distributed_optimizer=True)
+def _distributed(config: RunConfig) -> RunConfig:
+    """Return the same run, whose optimizer state the replicas share."""
+    return replace(config, optimizer=replace(config.optimizer, use_distributed_optimizer=True))
 
 
 def recomputation_table(network: Network, cost: TaskCost) -> Table:
@@ -220,15 +205,14 @@ def schedule_line(plan: Plan) -> str:
 
 def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
     """Say time, throughput, utilization, and whether the run fits."""
-    gpu = found.gpu
-    needed = found.peak + found.reserve
+    gpu, reserve = found.gpu, sum(found.reserve.values())
     lines = [
         f"estimated on {gpu.name}: {found.seconds:.3g} s a step, "
         f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%} of "
         f"{gpu.peak(found.network.sizes.width) / 1e12:.0f} TFLOP/s, bubble "
         f"{found.price.bubble_share:.1%}",
         f"{'fits' if found.fits else 'DOES NOT FIT'}: {size(found.peak)} and a reserve of "
-        f"{size(found.reserve)} make {size(needed)} of {size(gpu.memory)}",
+        f"{size(reserve)} make {size(found.peak + reserve)} of {size(gpu.memory)}",
     ]
     if not found.fits:
         lines.append(_advice(found, cost))
@@ -238,7 +222,7 @@ def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
 def reserve_table(found: Estimate) -> Table:
     """Return what no tensor of the run may take; assumed, not measured."""
     table = Table("reserve (assumed)", "bytes", title="kept free on each GPU")
-    for name, count in reserve_of(found.gpu, found.network, found.ranks).items():
+    for name, count in found.reserve.items():
         table.add_row(name, size(count))
     return table
 
@@ -261,9 +245,7 @@ def assumption_table(gpu: Gpu) -> Table:
 def _advice(found: Estimate, cost: TaskCost) -> str:
     """Return the first of the usual remedies that helps."""
     config = found.network.config
-    remedies = {
-        "--use-distributed-optimizer": replace(config, optimizer=_distributed(config.optimizer))
-    }
+    remedies = {"--use-distributed-optimizer": _distributed(config)}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
     config = replace(config, cuda_graphs=CudaGraphConfig())
     instead = " in place of --cuda-graph-impl" if graphs else ""
@@ -274,7 +256,7 @@ def _advice(found: Estimate, cost: TaskCost) -> str:
     }
     for name, run in remedies.items():
         most = fullest(memory(found.network.with_config(run))).total
-        if most + found.reserve <= found.gpu.memory:
+        if most + sum(found.reserve.values()) <= found.gpu.memory:
             return f"it would fit with {name}"
     return "neither the distributed optimizer nor recomputation suffices; use more ranks (--search)"
 
@@ -303,9 +285,7 @@ def search_table(found: SearchResult) -> Table:
 def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
     """Draw the schedule of a run, and one bar of memory for each pipeline rank; return both files.
 
-    Args:
-        path: where the picture of the schedule goes; the picture of the memory lies next to it,
-            with ``_memory`` in its name.
+    The picture of the memory lies next to ``path``, with ``_memory`` in its name.
 
     Raises:
         ConfigError: see `write_figure`.

@@ -28,8 +28,7 @@ class Ranks:
     """The parallel sizes of a run, whatever its model is.
 
     Attributes:
-        tp, cp, pp, dp, ep, etp, expert_dp: ranks along each axis.
-        sequence_parallel: norms and dropout are cut along the sequence too.
+        b: samples of a micro-batch.
         width: bytes of a number in activations and in the parameters of the forward pass.
         gpu: the fused kernels of a GPU are used.
     """
@@ -79,9 +78,8 @@ class Stage:
 
     Attributes:
         index: position along the model.
-        chunk: its index among the chunks of that rank.
+        chunk: its index among the chunks of its rank.
         layers: numbers of its layers, from 0.
-        embedding: it holds the embedding of the model's first stage.
         head: it holds the output layer and the loss.
     """
 
@@ -128,19 +126,15 @@ def in_order(*parts: LayerBytes) -> LayerBytes:
 def recomputed(
     layers: Sequence[LayerBytes], layer_input: int, *, size: int, limit: int
 ) -> list[LayerBytes]:
-    """Return the layers of a stage where the first ones keep their input only and are run again.
+    """Return the layers of a stage where the first ``limit`` are run again, ``size`` at a time.
 
-    Args:
-        layer_input: bytes of the input of a layer.
-        size: layers that are run again together.
-        limit: layers that are run again at most.
+    These keep the bytes of their input only.
     """
-    limit = min(limit, len(layers))
-    found = []
-    for first in range(0, limit, size):
-        again = in_order(*layers[first : min(first + size, limit)])
+    run_again, others, found = layers[:limit], layers[limit:], []
+    for first in range(0, len(run_again), size):
+        again = in_order(*run_again[first : first + size])
         found.append(LayerBytes(layer_input, again.kept + again.transient))
-    return found + list(layers[limit:])
+    return [*found, *others]
 
 
 def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int:

@@ -1,10 +1,9 @@
 """The exact bytes that a rank keeps between steps, counted without building the model.
 
-A network lists its parameters as `Weight`. megatron-core lays those of a chunk into one buffer,
-from the last to the first. With the distributed optimizer each parameter starts at a multiple of 64
-elements, each bucket ends at a multiple of 128 and of the number of replicas, and a rank updates
-its equal share of each bucket (core's ``param_and_grad_buffer.py``, as of 0.16.1). The same walk
-here makes the sums exact; tests compare them, name by name, with what training builds.
+megatron-core lays the parameters of a chunk into one buffer, from the last to the first. With the
+distributed optimizer each starts at a multiple of 64 elements, each bucket ends at a multiple of
+128 and of the number of replicas, and a rank updates its equal share of each bucket (core's
+``param_and_grad_buffer.py``, as of 0.16.1). The same walk here makes the sums exact.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from itertools import product
 
 from megatron_ext.config.optimizer import LoraConfig, OptimizerConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.layers.chunks import bucket_size
 from megatron_ext.planning.stages import FP32, Ranks, Summed
 
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|q|kv)\.weight$")
@@ -31,10 +31,10 @@ class Weight:
     Attributes:
         name: its name in the module of its stage.
         numel: elements on this rank.
-        parts: ranks that hold different parts of it; 1 where all of its ranks hold it whole.
+        parts: ranks that hold different parts of it.
         expert: its replicas are expert-data-parallel, and it has a buffer of its own.
         shared: it is a copy of the word embedding that other stages hold too.
-        frozen: it is not trained: it has no gradient, no optimizer state and no average.
+        frozen: it has no gradient, no optimizer state and no average.
         fp8: it is held, and gathered, in 8 bits.
     """
 
@@ -54,9 +54,7 @@ class Linear:
     Attributes:
         outputs, inputs: sides of the whole matrix.
         rows, columns: ranks that cut its outputs, or its inputs.
-        bias: it has a bias, cut as the outputs.
         copies: equal layers that other ranks hold, as experts are.
-        expert: see `Weight`.
     """
 
     name: str
@@ -94,15 +92,12 @@ def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
 def distinct(chunks: Iterable[Iterable[Weight]]) -> int:
     """Return the elements of the whole model, given the weights of each stage on one rank.
 
-    A copy of the embedding counts once.
+    Copies of the embedding count once.
     """
-    total = copies = 0
-    for chunk in chunks:
-        for weight in chunk:
-            copies += weight.shared
-            if not weight.shared or copies == 1:
-                total += weight.numel * weight.parts
-    return total
+    weights = [weight for chunk in chunks for weight in chunk]
+    first_copy = [weight for weight in weights if weight.shared][:1]
+    own = [weight for weight in weights if not weight.shared]
+    return sum(weight.numel * weight.parts for weight in own + first_copy)
 
 
 @dataclass(frozen=True)
@@ -110,9 +105,8 @@ class State(Summed):
     """The memory that one rank keeps between steps.
 
     Attributes:
-        count: elements of its parameters, padding excluded.
-        parameters, gradients, optimizer, average: bytes of each kind.
-        frozen: bytes of the parameters that are not trained.
+        count: elements of its parameters, padding excluded; all others are bytes.
+        frozen: those of the parameters that are not trained.
     """
 
     count: int = 0
@@ -140,10 +134,9 @@ class Bucket:
 def buckets(
     weights: Sequence[Weight], *, distributed: bool, replicas: int, bucket_size: int | None
 ) -> list[Bucket]:
-    """Lay parameters into a buffer.
+    """Lay parameters, in the order of the module, into one buffer.
 
     Args:
-        weights: the parameters of one buffer, in the order of the module.
         distributed: the optimizer's state is shared over the ``replicas``.
         bucket_size: elements that close a bucket; None for one bucket.
     """
@@ -185,22 +178,20 @@ def rank_state(
     replica: int = 0,
     expert_replica: int = 0,
 ) -> State:
-    """Return what a rank keeps of all its model chunks.
+    """Return what a rank keeps of all its model chunks, given the weights of each.
 
-    Args:
-        chunks: the weights of each chunk on this rank.
-        replica: index of the rank among those that share its dense parameters (data and context).
-        expert_replica: the same for its experts.
+    The rank is ``replica`` of those that share its dense parameters, ``expert_replica`` of those
+    that share its experts.
     """
     optimizer = config.optimizer
     trained = [[weight for weight in chunk if not weight.frozen] for chunk in chunks]
     frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    bucket_size = None
+    size = None
     if rank == 0:
         numel = sum(weight.numel for chunk in trained for weight in chunk)
-        bucket_size = _bucket_size(optimizer, ranks, numel)
+        size = bucket_size(optimizer, numel, ranks.dp * ranks.cp)
     for chunk in trained:
         # Core lays parameters of each type, and those of experts, into a buffer of their own.
         for expert, fp8 in product((False, True), (False, True)):
@@ -208,13 +199,9 @@ def rank_state(
             if not weights:
                 continue
             replicas = ranks.expert_dp if expert else ranks.dp * ranks.cp
-            laid = buckets(
-                weights,
-                distributed=optimizer.use_distributed_optimizer,
-                replicas=replicas,
-                bucket_size=bucket_size,
-            )
-            parts = replicas if optimizer.use_distributed_optimizer else 1
+            distributed = optimizer.use_distributed_optimizer
+            laid = buckets(weights, distributed=distributed, replicas=replicas, bucket_size=size)
+            parts = replicas if distributed else 1
             updated = [_share(x, expert_replica if expert else replica, parts) for x in laid]
             elements, touched = sum(x for x, _ in updated), sum(x for _, x in updated)
             total += State(
@@ -224,17 +211,8 @@ def rank_state(
                 optimizer=_optimizer_bytes(optimizer, elements, touched, half=ranks.half),
                 average=elements * FP32 if config.ema.ema_decay else 0,
             )
-        bucket_size = None
+        size = None  # The first chunk alone has several buckets.
     return total
-
-
-def _bucket_size(optimizer: OptimizerConfig, ranks: Ranks, count: int) -> int | None:
-    """Return the elements of a bucket of the model's first chunk; see `layers.chunks`."""
-    if not optimizer.overlap_grad_reduce:
-        return None
-    if optimizer.ddp_num_buckets is not None:
-        return count // optimizer.ddp_num_buckets
-    return optimizer.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks.dp * ranks.cp)
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:

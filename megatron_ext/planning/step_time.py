@@ -1,14 +1,13 @@
 """An estimate of a step's time, and the search for the layouts that take least of it.
 
-Products, memory traffic and messages go through the schedule. It is a model, not a measurement:
-`hardware.Efficiency` says which shares of the rates are taken to be reached. Layouts of one model
-on one kind of GPU compare well; the seconds are rough.
+It is a model, not a measurement: `hardware.Efficiency` says which shares of the rates are taken to
+be reached. Layouts of one model on one kind of GPU compare well; the seconds are rough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 
 from megatron_ext.config.finalize import finalize
@@ -28,8 +27,7 @@ class Estimate:
 
     Attributes:
         ranks: memory of each pipeline rank.
-        price: the simulation of the schedule; times are seconds.
-        seconds: time of a step.
+        price: the simulation of the schedule, in seconds.
         flops: operations of the model in a step, on all ranks.
     """
 
@@ -44,8 +42,7 @@ class Estimate:
     def mfu(self) -> float:
         """Return the operations of the model over what the GPUs could do by the datasheet.
 
-        The rate is that of float32 or of 16 bits; 8-bit products are compared with 16 bits too, as
-        is usual.
+        8-bit products are compared with the rate of 16 bits too, as is usual.
         """
         world = self.network.config.parallel.world_size
         return self.flops / (self.seconds * world * self.gpu.peak(self.network.sizes.width))
@@ -63,20 +60,24 @@ class Estimate:
         return fullest(self.ranks).total
 
     @property
-    def reserve(self) -> int:
-        """Return the bytes that the fullest rank must leave free."""
-        return sum(reserve_of(self.gpu, self.network, self.ranks).values())
+    def reserve(self) -> dict[str, int]:
+        """Return the bytes that the fullest rank must leave free, see `reserve_on`."""
+        return _reserve(self.gpu, self.network, self.ranks)
 
     @property
     def fits(self) -> bool:
         """Return whether the fullest rank leaves the reserve."""
-        return self.peak + self.reserve <= self.gpu.memory
+        return _fits(self.gpu, self.network, self.ranks)
 
 
-def reserve_of(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> dict[str, int]:
-    """Return what the fullest of some ranks must leave free; see `reserve_on`."""
+def _reserve(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> dict[str, int]:
     most = fullest(ranks)
     return reserve_on(gpu, network.sizes, most.activations + most.transient)
+
+
+def _fits(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> bool:
+    reserve = sum(_reserve(gpu, network, ranks).values())
+    return fullest(ranks).total + reserve <= gpu.memory
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,7 @@ class _Clock:
         return Durations(forward, inputs, weights)
 
     def exchange(self, volume: Volume) -> float:
-        """Return the time of the collectives within a micro-batch's passes.
-
-        Messages between stages are left to the simulation of the schedule.
-        """
+        """Return the time of the collectives, but not of the messages, of a micro-batch."""
         x, link = self.network.sizes, self.rates.link
         return (
             volume.tensor / link(x.tp)
@@ -145,12 +143,9 @@ class _Clock:
         """Return the times of the slowest rank, averaged over its chunks."""
         ranks = []
         for rank in range(self.network.sizes.pp):
-            times = [self.durations(stage) for stage in self.network.stages_of(rank)]
-            forward = sum(time.forward for time in times) / len(times)
-            inputs = sum(time.input_gradient for time in times) / len(times)
-            weights = sum(time.weight_gradient for time in times) / len(times)
-            ranks.append(Durations(forward, inputs, weights))
-        return max(ranks, key=lambda x: x.forward + x.input_gradient + x.weight_gradient)
+            times = [astuple(self.durations(stage)) for stage in self.network.stages_of(rank)]
+            ranks.append([sum(part) / len(times) for part in zip(*times, strict=True)])
+        return Durations(*max(ranks, key=sum))
 
 
 def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Estimate:
@@ -172,10 +167,7 @@ def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Es
 
 
 def rank_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:
-    """Return what a rank of one place in the pipeline sends in a step.
-
-    It sends gradients, parameters and copies of the embedding once.
-    """
+    """Return what a rank of one place in the pipeline sends in a step."""
     total = Volume()
     for stage in rank.stages:
         total += network.traffic(stage) * num_microbatches
@@ -198,14 +190,7 @@ MOST_CHUNKS = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout to try.
-
-    Attributes:
-        tp, pp, cp, ep: ranks along each axis.
-        chunks: virtual chunks of each pipeline rank.
-        micro_batch: samples of a forward pass.
-        recompute: a mode of recomputation, see `TaskCost.modes`.
-    """
+    """A layout to try: ranks along each axis, virtual chunks, and a mode of `TaskCost.modes`."""
 
     tp: int
     pp: int
@@ -249,12 +234,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The layouts that a search finds.
-
-    Attributes:
-        best: layouts that fit, the fastest first, each with its estimate.
-        tried, fitting: how many candidates can be run, and how many of them fit.
-    """
+    """The fastest layouts that fit, and how many candidates can be run and fit."""
 
     best: list[tuple[Candidate, Estimate]]
     tried: int
@@ -262,10 +242,7 @@ class SearchResult:
 
 
 def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
-    """Yield all layouts worth trying; tensor parallelism stays within a node.
-
-    The micro-batch is that of the run and its halves down to 1.
-    """
+    """Yield all layouts worth trying, with the run's micro-batch and its halves down to 1."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     layers = config.model.num_layers or 1
     in_node = [size for size in sizes if size <= gpu.per_node]
@@ -290,25 +267,21 @@ def search(
     cost: TaskCost,
     *,
     count: int = 10,
-    efficiency: Efficiency = DEFAULT,
 ) -> SearchResult:
     """Find the layouts of a run that fit on a number of GPUs and take the least time.
 
-    Recomputation that a layout does not need is not tried: of each layout the cheapest mode that
-    fits is priced.
+    Of each layout the cheapest mode of recomputation that fits is priced.
 
     Args:
         config: the run in any layout; what is not a matter of layout is kept, but the optimizer is
             distributed and sequences are cut wherever matrices are.
-        task: checks each layout by its own rules.
         cost: the task's, whose cases must follow from the flags alone.
 
     Raises:
         ConfigError: no layout can be run at all, with some of the reasons.
     """
     tried, priced = 0, list[tuple[Candidate, Estimate]]()
-    errors: dict[str, None] = {}
-    settled: set[Candidate] = set()
+    errors, settled = dict[str, None](), set[Candidate]()
     for candidate in candidates(config, world_size, gpu, cost):
         layout = replace(candidate, recompute="")
         if layout in settled:
@@ -321,13 +294,12 @@ def search(
             continue
         tried += 1
         network, ranks = worst_case(cost.cases(run))
-        if fullest(ranks).total + sum(reserve_of(gpu, network, ranks).values()) > gpu.memory:
+        if not _fits(gpu, network, ranks):
             continue
         settled.add(layout)
-        priced.append((candidate, estimate(network, gpu, efficiency)))
+        priced.append((candidate, estimate(network, gpu)))
     if not tried:
-        raise ConfigError(
-            [f"No layout of {world_size} ranks can run this model.", *list(errors)[:5]]
-        )
+        none = f"No layout of {world_size} ranks can run this model."
+        raise ConfigError([none, *list(errors)[:5]])
     priced.sort(key=lambda entry: entry[1].seconds)
     return SearchResult(priced[:count], tried, len(priced))

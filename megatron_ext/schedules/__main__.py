@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.config.flags import FACTOR, SIZE, WEIGHT
 from megatron_ext.errors import ConfigError, run_program
@@ -22,34 +24,19 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    size = SIZE.integer
-    parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES, help="which plan")
-    parser.add_argument(
-        "--pipeline-size", type=size, default=4, metavar="RANKS", help="pipeline ranks"
-    )
-    parser.add_argument(
-        "--microbatches", type=size, default=8, metavar="N", help="micro-batches of a step"
-    )
-    parser.add_argument("--chunks", type=size, metavar="N", help="model chunks on each rank")
-    parser.add_argument(
-        "--group-size",
-        type=size,
-        metavar="N",
-        help="micro-batches that an interleaved chunk handles before the next chunk",
-    )
-    parser.add_argument(
-        "--times",
-        type=FACTOR.number,
-        nargs=3,
-        default=[1.0, 1.0, 1.0],
-        metavar=("F", "I", "W"),
-        help="times of forward pass, input gradient and weight gradient of all of a rank's layers",
-    )
-    parser.add_argument(
-        "--latency", type=WEIGHT.number, default=0.0, help="of a message, in the same unit"
-    )
-    parser.add_argument("--forward-only", action="store_true", help="plan an evaluation step")
-    parser.add_argument("--png", type=Path, help="PNG file to draw the plan into")
+    add, count = parser.add_argument, partial(parser.add_argument, type=SIZE.integer, metavar="N")
+    add("--schedule", default="1f1b", choices=SCHEDULES, help="which plan")
+    count("--pipeline-size", default=4, metavar="RANKS", help="pipeline ranks")
+    count("--microbatches", default=8, help="micro-batches of a step")
+    count("--chunks", help="model chunks on each rank")
+    group = "micro-batches that an interleaved chunk handles before the next chunk"
+    count("--group-size", help=group)
+    times = "times of forward pass, input gradient and weight gradient of all of a rank's layers"
+    even: Any = {"nargs": 3, "default": [1.0, 1.0, 1.0], "metavar": ("F", "I", "W")}
+    add("--times", type=FACTOR.number, help=times, **even)
+    add("--latency", type=WEIGHT.number, default=0.0, help="of a message, in the same unit")
+    add("--forward-only", action="store_true", help="plan an evaluation step")
+    add("--png", type=Path, help="PNG file to draw the plan into")
     return parser
 
 

@@ -1,10 +1,7 @@
 """Communication within a step: messages between pipeline ranks, and gradients of done chunks.
 
-megatron-core's P2PCommunicator names neighbours (previous, next), which on two ranks are the same
-peer, so its messages can swap; in `Channels` a message names its ends. Messages to higher and to
-lower ranks go through process groups of their own: the channel between two ranks then carries one
-direction only, and both ends use it in the order of the plan. `GradientSync` says when the
-data-parallel communication of each model chunk starts.
+Messages to higher and to lower ranks go through process groups of their own: the channel between
+two ranks then carries one direction only, and both ends use it in the order of the plan.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ class Channels:
     """The messages of one step on one rank.
 
     Args:
-        transformer_config: gives the dtype of the messages and whether their shapes vary.
         shape: shape of all messages, ``[s, b, h]``; where shapes vary each is sent ahead of its
             message.
     """
@@ -50,12 +46,12 @@ class Channels:
         """Start to send; the message holds the memory until it has left."""
         assert action.peer is not None
         message = tensor.detach().contiguous()
-        parts = [message]
+        ahead = []
         if self.shape is None:
-            parts.insert(0, torch.tensor(message.shape, dtype=torch.int64, device=self.device))
+            ahead = [torch.tensor(message.shape, dtype=torch.int64, device=self.device)]
         group = self.groups[action.peer < self.rank]
         works = []
-        for part in parts:
+        for part in (*ahead, message):
             work = torch.distributed.isend(part, group=group, group_dst=action.peer)
             assert work is not None
             works.append((work, part))
@@ -102,13 +98,10 @@ class GradientSync:
 
     Until the last backward pass of a chunk its gradients are only added up. With
     ``--overlap-grad-reduce`` their reduction starts during that pass; with ``--align-grad-reduce``,
-    or where weight gradients are deferred, right after it. As in megatron-core's schedules there is
-    nothing to align with where one chunk is all or the first of the pipeline, whose backward pass
-    is the last.
+    or where weight gradients are deferred, right after it. As in megatron-core's schedules the
+    first chunk of the pipeline, whose backward pass is the last, aligns with nothing.
 
-    megatron-core takes a bucket as complete when as many gradients have come as in a step that it
-    has counted; one that is not complete after the pass, because a parameter was not used, is
-    reduced then.
+    A bucket that is not complete after the pass, because a parameter was not used, is reduced then.
     """
 
     def __init__(
@@ -161,10 +154,9 @@ class GradientSync:
             return
         done = self.chunks[chunk]
         for bucket in (*done.bucket_groups, *done.expert_parallel_bucket_groups):
-            if bucket.is_first_batch and len(bucket.per_param_grad_ready_counts) < len(
-                bucket.params
-            ):
-                bucket.per_param_grad_ready_counts.clear()  # Not one to count by.
+            counts = bucket.per_param_grad_ready_counts
+            if bucket.is_first_batch and len(counts) < len(bucket.params):
+                counts.clear()  # Not one to count by.
             if bucket.grad_reduce_handle is None:
                 bucket.start_grad_sync()
 

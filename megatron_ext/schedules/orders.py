@@ -1,12 +1,9 @@
-"""The orders in which ranks run their passes, by the name of the schedule.
-
-The classic ones are no pipelining, 1F1B, interleaved 1F1B, and forward passes only; in zero-bubble
-orders input gradients go first and weight gradients fill the gaps. `build_plan` adds the messages.
-"""
+"""The orders in which ranks run their passes, by the name of the schedule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from math import inf
 
@@ -28,8 +25,7 @@ from megatron_ext.schedules.plan import (
 def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
     """Return one forward, one backward (arXiv:2006.09503; arXiv:2104.04473, fig. 3).
 
-    A rank warms up with one forward pass for each stage after it, and so holds the activations of
-    at most ``pipeline_size - rank`` micro-batches. On one rank this is no pipelining.
+    A rank warms up with one forward pass for each stage after it.
     """
     return [
         _alternate(
@@ -44,13 +40,8 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
 def interleaved(placement: Placement, num_microbatches: int, group_size: int) -> list[Order]:
     """Return interleaved 1F1B (arXiv:2104.04473, section 2.2), in megatron-core's order.
 
-    A chunk handles a group of micro-batches before the next chunk takes over.
-
-    Args:
-        placement: stages that run through the ranks again and again.
-        num_microbatches: any number; micro-batches that are left over and too few to fill the
-            pipeline join the last group.
-        group_size: micro-batches of a group, at least the number of ranks.
+    A chunk handles a group of micro-batches before the next chunk takes over. Micro-batches that
+    are left over and too few to fill the pipeline join the last group.
     """
     size, chunks = placement.pipeline_size, placement.num_chunks
     groups = _groups(num_microbatches, group_size, at_least=size)
@@ -169,16 +160,12 @@ class _Rank:
 def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVEN) -> list[Order]:
     """Return ZB-V (arXiv:2405.15362): two chunks on each rank in V shape, in the memory of 1F1B.
 
-    This is a list scheduler: time runs, and a rank that is free takes the first computation that is
-    ready, input gradients before forward passes before weight gradients, later stages first.
-
-    Args:
-        placement: V-shaped.
-        durations: what the order is made for; it is right for any times, and best for these.
+    Time runs, and a rank that is free takes the first computation that is ready, input gradients
+    before forward passes before weight gradients, later stages first. The order is right for any
+    durations, and best for the given ones.
     """
     ranks = [_Rank(placement, rank, num_microbatches) for rank in range(placement.pipeline_size)]
-    ends: dict[tuple[Kind, int, int], float] = {}
-    now = 0.0
+    ends, now = dict[tuple[Kind, int, int], float](), 0.0
     while any(len(rank.order) < 6 * num_microbatches for rank in ranks):
         for rank in ranks:
             action = rank.choose(now, ends)
@@ -193,6 +180,7 @@ def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVE
 SCHEDULES = ("no-pipelining", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
+@lru_cache(maxsize=64)
 def build_plan(
     schedule: str,
     *,
@@ -209,7 +197,6 @@ def build_plan(
         num_chunks: stages on each rank; more than one for interleaved, two for zb-v.
         group_size: micro-batches that an interleaved chunk handles before the next chunk; default
             and least: the pipeline size.
-        forward_only: forward passes alone, on the schedule's placement.
         durations: expected times; they decide zb-v's order and when receives are posted.
 
     Raises:

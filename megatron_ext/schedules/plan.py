@@ -1,10 +1,9 @@
 """A pipeline schedule is data: for each pipeline rank, a list of actions, and what they cost.
 
-A plan is made in two steps. An order says which forward and backward passes a rank runs, one after
-the other (`orders`). `with_messages` then adds the sends and receives, so that all lists are cuts
-of one total order of events in which each message is a single event. Such lists cannot deadlock:
-whatever the channels hold, the first event in that order that has not happened can happen. `price`
-tells the time, the bubble and the memory of a plan.
+An order says which forward and backward passes a rank runs (`orders`). `with_messages` adds the
+sends and receives, so that all lists are cuts of one total order of events in which each message is
+a single event. Such lists cannot deadlock: whatever the channels hold, the first event in that
+order that has not happened can happen.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Action:
     """One entry of a rank's list.
 
     Attributes:
-        microbatch: index of the micro-batch in the step.
         stage: model stage that this rank acts for, counted along the whole model.
         peer: pipeline rank at the other end of a message, None for computation.
     """
@@ -89,11 +87,7 @@ class CyclicOrder(ValueError):
 
 
 def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:
-    """Yield what must have been computed before: ``(kind, microbatch, stage)``.
-
-    For the input gradient of the next stage the kind is INPUT, whether that stage computes it as
-    INPUT or within BACKWARD.
-    """
+    """Yield what must have been computed before, ``(kind, microbatch, stage)``, see `gives`."""
     kind, microbatch, stage = action.kind, action.microbatch, action.stage
     if kind is Kind.FORWARD and stage > 0:
         yield Kind.FORWARD, microbatch, stage - 1
@@ -106,7 +100,7 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return the key under which other actions need this computation."""
+    """Return the key under which other actions need this computation; BACKWARD counts as INPUT."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
 
@@ -128,9 +122,7 @@ def timeline(
 ) -> list[list[Timed]]:
     """Return when each rank runs each computation, if every one starts as soon as it can.
 
-    Args:
-        orders: for each rank, its computations; messages are ignored.
-        latency: time of a message between two ranks.
+    Messages in the orders are ignored; each takes the time ``latency``.
 
     Raises:
         CyclicOrder: an action waits for one that never comes.
@@ -204,11 +196,7 @@ def with_messages(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The lists of all ranks for one step.
-
-    Attributes:
-        ranks: for each pipeline rank its actions, messages included.
-    """
+    """The actions of each pipeline rank for one step, messages included."""
 
     schedule: str
     placement: Placement
@@ -221,12 +209,10 @@ class Price:
     """Cost of one step.
 
     Attributes:
-        timeline: for each rank, when it computes what.
         makespan: time from the first start to the last end.
-        bubble: time that the busiest rank is idle: the makespan without its work.
-        bubble_share: ``bubble / makespan``.
-        peak_activations: for each rank, the most stage activations held at once; one is let go when
-            its weight gradient is done.
+        bubble: time that the busiest rank is idle.
+        peak_activations: for each rank, the most stage activations held until their weight gradient
+            is done.
     """
 
     timeline: list[list[Timed]]

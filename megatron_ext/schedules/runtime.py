@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.errors import ConfigError
@@ -38,25 +36,17 @@ from megatron_ext.schedules.plan import Action, Kind, Plan
 
 
 def scale_by_tokens(
-    chunks: Sequence[DistributedDataParallel],
-    num_tokens: Tensor,
-    *,
-    pp: ProcessGroup,
-    dp_cp: ProcessGroup,
-    last_stage_rank: int,
+    chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, context: ParallelContext
 ) -> None:
-    """Divide the gradients by the tokens of all data- and context-parallel ranks.
+    """Divide the summed gradients by the tokens of all data- and context-parallel ranks.
 
-    This is the arithmetic of megatron-core's ``finalize_model_grads``, which waits for the device
-    to learn whether there was a token at all; here the device decides by itself.
-
-    Args:
-        chunks: chunks of this rank, their gradients summed over the data-parallel ranks.
-        num_tokens: tokens of this rank's micro-batches, int ``[]``; it is overwritten.
-        last_stage_rank: rank within ``pp`` that has counted.
+    megatron-core's ``finalize_model_grads`` waits for the device to learn whether there was a token
+    at all; here the device decides by itself. ``num_tokens`` counts this rank's, int ``[]``, on the
+    last stage; it is overwritten.
     """
-    torch.distributed.broadcast(num_tokens, group=pp, group_src=last_stage_rank)
-    torch.distributed.all_reduce(num_tokens, group=dp_cp)
+    last = context.last_stage_rank
+    torch.distributed.broadcast(num_tokens, group=context.pgs.pp, group_src=last)
+    torch.distributed.all_reduce(num_tokens, group=context.pgs.dp_cp)
     scale = torch.where(num_tokens > 0, 1.0 / num_tokens, 1.0)
     for chunk in chunks:
         chunk.scale_gradients(scale)
@@ -102,18 +92,14 @@ def step_graphs(
 
 ForwardStep = Callable[[Any, torch.nn.Module], tuple[Any, Any]]
 
-cached_plan = lru_cache(maxsize=16)(build_plan)
-
 
 class PipelineEngine:
     """Runs plans on this rank's model chunks.
 
     Args:
         schedule: its name in `orders.SCHEDULES`.
-        chunks: chunks of this rank, in the order of their stages, each wrapped for data
-            parallelism.
-        transformer_config: megatron-core's, with its hooks for the synchronization of gradients and
-            parameters set as for megatron-core's own schedules.
+        chunks: chunks of this rank in the order of their stages, wrapped for data parallelism.
+        transformer_config: its hooks are set as for megatron-core's own schedules.
         graphs: graphs of each chunk's layers; without any they run kernel by kernel.
     """
 
@@ -133,7 +119,7 @@ class PipelineEngine:
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
         """Return the plan of a step, the same on all ranks."""
-        return cached_plan(
+        return build_plan(
             self.schedule,
             pipeline_size=self.context.layout.pipeline_model_parallel_size,
             num_microbatches=num_microbatches,
@@ -158,7 +144,6 @@ class PipelineEngine:
         Args:
             forward_step: maps ``(data_iterator, model)`` to the output and the loss function, as
                 megatron-core's schedules take it.
-            data_iterators: one for each chunk of this rank.
             shape: shape of what passes from stage to stage on this rank, ``[s, b, h]``; not used
                 where shapes vary and are sent along.
             collect_non_loss_data: the loss function is called with ``non_loss_data=True``.
@@ -170,9 +155,8 @@ class PipelineEngine:
         plan = self.plan(num_microbatches, forward_only=forward_only)
         step = _Step(self, plan, forward_step, data_iterators, shape)
         step.trains, step.collect_non_loss_data = not forward_only, collect_non_loss_data
-        transformer_config = self.transformer_config
+        transformer_config, on_last = self.transformer_config, self.context.is_last_stage
         finalizes = transformer_config.finalize_model_grads_func is not None and not forward_only
-        on_last = self.context.is_last_stage
         if self.graphs and not forward_only:
             self._prepare_graphs(most_in_flight(step.actions, plan.placement))
         embedding = None
@@ -186,13 +170,7 @@ class PipelineEngine:
                 self.chunks, None, pg_collection=pgs, force_all_reduce=force_all_reduce
             )
             if transformer_config.calculate_per_token_loss:
-                scale_by_tokens(
-                    self.chunks,
-                    step.num_tokens,
-                    pp=pgs.pp,
-                    dp_cp=pgs.dp_cp,
-                    last_stage_rank=self.context.last_stage_rank,
-                )
+                scale_by_tokens(self.chunks, step.num_tokens, self.context)
         return step.reports
 
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.layers.compiled import compile_nothing
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.losses.custom import load_loss
-from megatron_ext.parallel.context import embedding_ranks, init_groups, mtp_rank, seed_everything
+from megatron_ext.parallel.context import embedding_ranks, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.memory import check_host_memory
 from megatron_ext.planning.report import print_plan
@@ -163,10 +163,7 @@ def pretrain(
         device,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         hierarchical_context_parallel_sizes=config.engine.hierarchical_context_parallel_sizes,
-        get_embedding_ranks=embedding_ranks(
-            tied=not config.model.untie_embeddings_and_output_weights,
-            mtp_rank=mtp_rank(config.model, config.parallel),
-        ),
+        get_embedding_ranks=embedding_ranks(config.model, config.parallel),
     )
     try:
         random_init = config.training.data_parallel_random_init

@@ -200,10 +200,6 @@ def test_what_it_cannot_do_it_says(context: ParallelContext) -> None:
     ours = build(DotProductAttention, config(), context)
     with pytest.raises(ConfigError, match="Attention bias and packed sequences are not supported"):
         ours(*qkv, None, attention_bias=torch.zeros(1))
-    learnable = config()
-    learnable.softmax_type = "learnable"
-    with pytest.raises(ConfigError, match=r"`--softmax-type` \(learnable\) must be vanilla"):
-        build(DotProductAttention, learnable, context)
 
 
 CP_HEADS, CP_WIDTH = 8, 4

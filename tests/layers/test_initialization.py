@@ -20,7 +20,7 @@ from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.initialization import Marked, initialize_by_name, mark_methods, shards_of
 from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
+from megatron_ext.parallel.context import ParallelContext, embedding_ranks
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT
 from tests.ranks import ranks, run_on_ranks
@@ -86,10 +86,7 @@ def weights_of(words: str, num_ranks: int, folder: Path) -> dict[str, Tensor]:
     """Return full weights by name; copies on several ranks must agree."""
     folder.mkdir()
     config, vocab_size = config_of(words, num_ranks)
-    groups = embedding_ranks(
-        tied=not config.model.untie_embeddings_and_output_weights,
-        mtp_rank=mtp_rank(config.model, config.parallel),
-    )
+    groups = embedding_ranks(config.model, config.parallel)
     arguments = {"config": config, "vocab_size": vocab_size, "folder": folder}
     run_on_ranks(
         save_weights, Layout.from_config(config.parallel), arguments, get_embedding_ranks=groups

@@ -116,9 +116,7 @@ def test_d07_cores_embedding_ranks_mix_gradients(
 ) -> None:
     """The last stage is not one of them when untied; the own stage always is."""
     tie, truth = one_rank
-    monkeypatch.setattr(
-        pretrain, "embedding_ranks", lambda **_: lambda ranks: [ranks[0], ranks[-1]]
-    )
+    monkeypatch.setattr(pretrain, "embedding_ranks", lambda *_: lambda ranks: [ranks[0], ranks[-1]])
     mine = run_layout(f"pp3[{PLACE} Etttt|mm|L]", tie, tmp_path / "run")
     found = compare(mine, truth, Tolerances())
     assert found.problem is None

@@ -23,7 +23,7 @@ from megatron_ext.inspect.parity import (
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
+from megatron_ext.parallel.context import ParallelContext, embedding_ranks
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import preflight
@@ -253,7 +253,5 @@ def test_d12_without_labels_on_a_stage_of_its_own(tmp_path: Path) -> None:
         check_pipeline_logits,
         Layout.from_config(config.parallel),
         {"config": config, "path": path},
-        get_embedding_ranks=embedding_ranks(
-            tied=False, mtp_rank=mtp_rank(config.model, config.parallel)
-        ),
+        get_embedding_ranks=embedding_ranks(config.model, config.parallel),
     )

@@ -10,6 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks, peers, secondary_groups
 from megatron_ext.parallel.grid import DENSE_GROUPS, EXPERT_GROUPS, Layout
@@ -107,15 +109,30 @@ def test_embedding_group_is_first_and_last_stage(context: ParallelContext) -> No
         assert group == [pipeline[0], pipeline[-1]]
 
 
-def test_embedding_ranks_by_kind_of_model() -> None:
-    pipeline = [0, 4, 8, 12]
-    assert embedding_ranks(tied=True, mtp_rank=None)(pipeline) == [0, 12]
-    assert embedding_ranks(tied=False, mtp_rank=3)(pipeline) == [0, 12]
-    assert embedding_ranks(tied=True, mtp_rank=3)(pipeline) == [0, 12]
-    assert embedding_ranks(tied=False, mtp_rank=2)(pipeline) == [0, 8]
-    assert embedding_ranks(tied=True, mtp_rank=2)(pipeline) == [0, 8, 12]
-    assert embedding_ranks(tied=False, mtp_rank=None)(pipeline) == [0]
-    assert embedding_ranks(tied=True, mtp_rank=0)([3]) == [3]
+@pytest.mark.parametrize(
+    ("tied", "depths", "stages", "expected"),
+    [
+        (True, None, None, [0, 12]),
+        (False, 1, None, [0, 12]),
+        (True, 1, None, [0, 12]),
+        (False, 1, "Et|t|tm|L", [0, 8]),
+        (True, 1, "Et|t|tm|L", [0, 8, 12]),
+        (False, None, None, [0]),
+    ],
+)
+def test_embedding_ranks_by_kind_of_model(
+    tied: bool, depths: int | None, stages: str | None, expected: list[int]
+) -> None:
+    model = ModelConfig(untie_embeddings_and_output_weights=not tied, mtp_num_layers=depths)
+    parallel = ParallelConfig(
+        world_size=16, pipeline_model_parallel_size=4, pipeline_model_parallel_layout=stages
+    )
+    assert embedding_ranks(model, parallel)([0, 4, 8, 12]) == expected
+
+
+def test_one_rank_holds_all_copies_of_the_embedding() -> None:
+    model = ModelConfig(untie_embeddings_and_output_weights=False, mtp_num_layers=1)
+    assert embedding_ranks(model, ParallelConfig(world_size=1))([3]) == [3]
 
 
 @pytest.mark.parametrize(

@@ -54,18 +54,16 @@ def attach_fp8(
                 f"above, but this one has {found[0]}.{found[1]}; leave it out."
             )
     for chunk in chunks:
+        modules = dict(chunk.named_modules())
         in_bf16 = tuple(
             f"{name}."
-            for name, module in chunk.named_modules()
+            for name, module in modules.items()
             if isinstance(module, TransformerLayer)
             and num_layers is not None
             and config.keeps_bf16(module.layer_number, num_layers)
         )
-        layers = {
-            name: module
-            for name, module in chunk.named_modules()
-            if isinstance(module, Layer) and _IN_A_LAYER.match(name)
-        }
+        inside = [name for name in modules if _IN_A_LAYER.match(name)]
+        layers = {name: x for name in inside if isinstance(x := modules[name], Layer)}
         for name, layer in layers.items():
             if not name.startswith(in_bf16):
                 _attach(name, layer, config, pgs, varies=varies)

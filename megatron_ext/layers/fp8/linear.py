@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from torch import Tensor
 from megatron_ext.device import HostCopy
 from megatron_ext.layers.fp8.matrices import Quantized, product
 from megatron_ext.layers.fp8.scaling import DelayedScaling, Role, Scaling
-from megatron_ext.layers.weight_gradients import LinearCall, gradient_placeholder
+from megatron_ext.layers.weight_gradients import LinearCall, accumulate, gradient_placeholder
 
 
 def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """Return the layer's output ``[s, b, out/tp]`` for a weight ``[out, in]`` on this rank.
+    """Return the layer's output ``[s, b, out]`` for a weight ``[out, in]`` on this rank.
 
-    The input is ``[s, b, in]`` as the layer's products take it, or ``[s/tp, b, in]`` under sequence
-    parallelism, with any number of dimensions before the last; the bias ``[out]``.
+    The input is ``[s, b, in]``, or ``[s/tp, b, in]`` under sequence parallelism, with any number of
+    dimensions before the last; the bias ``[out]``.
     """
     trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
@@ -70,7 +71,7 @@ class _Fp8Linear(torch.autograd.Function):
             sent = torch.distributed.all_reduce(grad_input, group=call.tp_group, async_op=True)
         grad_weight = None
         if ctx.trains:
-            compute = _weight_gradient(call, flat, gradient.columns, kept)
+            compute = partial(_weight_gradient, call, flat, gradient.columns, kept)
             grad_weight = _given(compute, call)
         if sent is not None:
             sent.wait()
@@ -79,11 +80,10 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _entered(input: Tensor, call: LinearCall, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
-    """Return all tokens of the input in 8 bits, and what the backward pass needs of it.
+    """Return all tokens of the input in 8 bits, and what is kept for the backward pass.
 
-    The backward pass needs its transpose in 8 bits, half of what the input takes. Under sequence
-    parallelism it is this rank's rows in 8 bits, which are gathered again; without ``--fp8-wgrad``
-    the input.
+    This is the transpose in 8 bits; under sequence parallelism this rank's rows in 8 bits, which
+    are gathered again; without ``--fp8-wgrad`` the input.
     """
     scaling, flat = call.scaling, input.flatten(0, -2)
     in_8_bits = trains and scaling.config.fp8_wgrad
@@ -102,42 +102,39 @@ def _entered(input: Tensor, call: LinearCall, trains: bool) -> tuple[Quantized, 
 
 
 def _weight_gradient(
-    call: LinearCall, flat: Tensor, gradient: Quantized | None, kept: list[Tensor]
-) -> Callable[[torch.dtype], Tensor]:
-    """Return a function that computes the weight's gradient ``[out, in]`` in a given dtype.
+    call: LinearCall,
+    flat: Tensor,
+    gradient: Quantized | None,
+    kept: list[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the weight's gradient ``[out, in]``.
 
     ``gradient`` is the transpose of ``flat``, the gradient ``[tokens, out]`` of the output, in 8
     bits; None without ``--fp8-wgrad``. ``kept`` is what `_entered` kept.
     """
-
-    def from_values(dtype: torch.dtype) -> Tensor:
-        assert gradient is not None
-        entered = Quantized(kept[0], kept[1])
-        if call.sequence_parallel:
-            assert call.tp_group is not None
-            entered = entered.gathered(call.tp_group).transposed()
-        return product(gradient, entered, dtype)
-
-    def from_input(dtype: torch.dtype) -> Tensor:
+    if gradient is None:
         total = kept[0]
         if call.sequence_parallel:
             total = _gather_along_first_dim(total, call.tp_group)
         return flat.t().matmul(total.flatten(0, -2)).to(dtype)
-
-    return from_input if gradient is None else from_values
+    entered = Quantized(kept[0], kept[1])
+    if call.sequence_parallel:
+        assert call.tp_group is not None
+        entered = entered.gathered(call.tp_group).transposed()
+    return product(gradient, entered, dtype)
 
 
 def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor | None:
     """Put the weight's gradient where it belongs, and return what autograd gets."""
     weight = call.parameter
-    main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    adds = main_grad is not None and call.in_place
+    main_grad: Tensor | None = getattr(weight, "main_grad", None) if call.in_place else None
     # The product cannot add by itself; in the buffer's float32 nothing is rounded in between.
-    dtype = main_grad.dtype if main_grad is not None and adds else weight.dtype
+    dtype = weight.dtype if main_grad is None else main_grad.dtype
     if call.queue is not None:
-        call.queue.add_gradient(weight, lambda: compute(dtype))
+        call.queue.add(lambda: accumulate(weight, compute(dtype)))
         return None
-    if main_grad is None or not adds:
+    if main_grad is None:
         return compute(dtype)
     main_grad.add_(compute(dtype))
     return gradient_placeholder(weight)
@@ -146,11 +143,8 @@ def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor
 class KeptWeights:
     """The 8-bit weights of a rank's model chunks, while nothing changes the weights.
 
-    Within `kept` a layer casts its weight at its first use, as it is and transposed, for all
-    micro-batches, chunks and recomputations. This takes 2 bytes for each parameter of an 8-bit
-    layer in addition to the bfloat16 weight. They are given back before the optimizer updates the
-    weights, so that they never meet its temporary memory, nor the average swapped in for an
-    evaluation. Outside of `kept` a layer casts its weight whenever it needs it.
+    Within `kept` a layer casts its weight at its first use only, as it is and transposed, which
+    takes 2 bytes for each parameter of an 8-bit layer beside the bfloat16 weight.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -161,9 +155,9 @@ class KeptWeights:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Keep 8-bit weights inside the block, where the weights must not change."""
-        for scaling in self._scalings:
-            scaling.keeps_weight = True
         try:
+            for scaling in self._scalings:
+                scaling.keeps_weight = True
             yield
         finally:
             for scaling in self._scalings:
@@ -183,9 +177,8 @@ class AmaxHistories:
     def advance(self) -> None:
         """Take the largest magnitudes of a training step into the histories.
 
-        All ranks of a pipeline stage call this together: they hold parts or copies of the same
-        layers, and each expert's on those that hold the expert. A tensor that was nothing but
-        zeros, or not finite, leaves its history as it is, and so its scale.
+        All ranks of a pipeline stage call this together. A tensor that was nothing but zeros, or
+        not finite, leaves its history and its scale as they are.
         """
         if self._asked is not None:
             scalings, answer = self._asked

@@ -12,23 +12,12 @@ weight's gradient  tokens                      gradient C   input C
 =================  ==========================  ===========  ============
 
 On a GPU these functions are compiled, each to as many kernels as there are passes, and R and C are
-written by one of them. Bytes read + written for one number, the unquantized one having two:
-
-==================================  =======  ==========  =======
-what                                delayed  tensorwise  rowwise
-==================================  =======  ==========  =======
-input, at each forward pass: R, C   2 + 2    4 + 2       6 + 2
-gradient, at each backward: R, C    2 + 2    4 + 2       6 + 2
-weight, once a step: R, C           2 + 2    4 + 2       6 + 2
-==================================  =======  ==========  =======
-
-The delayed recipe knows its scale beforehand, so the largest magnitude is a by-product; one scale
-for the tensor takes a pass before the cast; scales of rows are found while a row lies in the cache,
-those of columns take a pass. Step by step, as on a CPU, the same is 6 to 10 passes. Under sequence
-parallelism the input's C is made of the 8-bit rows that were sent (1 + 1 in the backward pass
-instead of 1 in the forward pass). With experts the delayed recipe costs what tensorwise costs,
-since an expert that had no tokens yet has no scale. torchao's float8 training compiles its kernels
-alike.
+written by one of them. The delayed recipe knows its scale beforehand, so the largest magnitude is a
+by-product (2 bytes read and 2 written for each number of two bytes); one scale for the tensor takes
+a pass before the cast (4 + 2); scales of rows are found while a row lies in the cache, those of
+columns take a pass (6 + 2). Under sequence parallelism the input's C is made of the 8-bit rows that
+were sent. With experts the delayed recipe costs what tensorwise costs, since an expert without
+tokens has no scale yet.
 """
 
 from __future__ import annotations
@@ -54,10 +43,9 @@ GRADIENT_FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
 
 @dataclass(frozen=True)
 class Quantized:
-    """A contiguous matrix ``[m, k]`` in an 8-bit format that is ``values / scale``.
+    """A contiguous matrix ``values / scale``, ``[m, k]`` in an 8-bit format.
 
-    The float32 scale is ``[]`` for the whole matrix, ``[m, 1]`` for its rows or ``[1, k]`` for its
-    columns.
+    The float32 scale is ``[]``, ``[m, 1]`` for its rows or ``[1, k]`` for its columns.
     """
 
     values: Tensor
@@ -120,8 +108,7 @@ def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
     """Return what brings magnitudes of up to ``amax`` to a format's largest number over 2^margin.
 
     This is Transformer Engine's formula, ``limit / amax / 2^margin``. Nothing but zeros has the
-    scale 1. An infinity or a NaN has the scale NaN: it gives NaN wherever it goes, as without
-    quantization, and the step is skipped.
+    scale 1. An infinity or a NaN has the scale NaN, so that the step is skipped.
     """
     scale = limit / amax / 2.0**margin
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
@@ -135,10 +122,8 @@ Wanted = Literal["rows", "columns", "both"]
 class Pass(NamedTuple):
     """Results of a pass over a matrix ``[m, k]``; what is not wanted is None.
 
-    Attributes:
-        number: scale or largest magnitude; float32 ``[]``, ``[m, 1]`` or ``[1, k]``.
-        rows: ``[m, k]`` in 8 bits.
-        columns: the transpose ``[k, m]``, with columns of zeros up to a multiple of 16.
+    The number, a scale or a largest magnitude, is float32 ``[]``, ``[m, 1]`` or ``[1, k]``. Rows
+    are ``[m, k]`` in 8 bits, columns the transpose ``[k, m]`` as `turned` fills it up.
     """
 
     number: Tensor
@@ -167,18 +152,17 @@ def _layouts(
     if wanted == "rows":
         return rows, None
     missing = -x.size(0) % UNIT
-    if rows is None or missing:
-        # Filling up before the cast makes it a part of the same kernel.
-        filled = F.pad(x, (0, 0, 0, missing)) if missing else x
-        return rows, turned(cast(filled, scale, dtype))
-    return rows, turned(rows)
+    if rows is not None and not missing:
+        return rows, turned(rows)
+    # Filling up before the cast makes it a part of the same kernel.
+    return rows, turned(cast(F.pad(x, (0, 0, 0, missing)) if missing else x, scale, dtype))
 
 
 class Function:
     """A pure function of a matrix, its first argument, which is compiled where it lies on a GPU.
 
-    It is compiled once for each shape, since a kernel that knows its lengths writes a transpose
-    faster, or with the number of rows left open where that differs from step to step.
+    A kernel that knows its lengths writes a transpose faster, so each shape is compiled by itself,
+    or the number of rows is left open where it differs from step to step.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -197,10 +181,9 @@ QUANTIZE_WITH = Function(quantize_with)
 def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Return ``a b^T`` of ``[m, k]`` and ``[n, k]``, summed in float32, ``[m, n]``.
 
-    A GPU uses ``torch._scaled_mm``, a CPU the same arithmetic step by step: products of 8-bit
-    numbers are exact in float32, so only the order of the sums differs. The layout is checked on
-    both. ``a`` may be in e5m2, ``b`` is in e4m3. ``fast`` sums in the tensor cores' fewer bits, as
-    Transformer Engine does in forward passes.
+    A CPU multiplies step by step as ``torch._scaled_mm`` does on a GPU: products of 8-bit numbers
+    are exact in float32, so only the order of the sums differs. ``a`` may be in e5m2, ``b`` is in
+    e4m3. ``fast`` sums in the tensor cores' fewer bits, as Transformer Engine does forward.
 
     Raises:
         ValueError: matrices or scales that `check_layout` refuses.
@@ -210,10 +193,8 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fals
     given = arguments(a, b, dtype)
     check_layout(**given)
     if a.values.is_cuda:
-        result: Tensor = torch._scaled_mm(
-            given.pop("a"), given.pop("b"), **given, use_fast_accum=fast
-        )
-        return result.to(dtype)
+        factors = given.pop("a"), given.pop("b")
+        return torch._scaled_mm(*factors, **given, use_fast_accum=fast).to(dtype)
     sums = a.values.float() @ b.values.float().t()
     return (sums * a.scale.reciprocal() * b.scale.reciprocal().t()).to(dtype)
 

@@ -1,8 +1,8 @@
 """Where the scales of a layer's tensors come from, and over which ranks they are completed.
 
 No scale may depend on how a tensor is cut: the largest magnitude of a part is completed over the
-ranks that hold the other parts (`Parts`). Data-parallel ranks hold other micro-batches, which are
-other tensors; only the delayed recipe, whose scales serve a whole step, looks at all of them.
+ranks that hold the other parts (`Parts`). Only the delayed recipe, whose scales serve a whole step,
+looks at the micro-batches of other data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.precision import Fp8Config
-from megatron_ext.layers.fp8.matrices import (
-    E4M3,
-    GRADIENT_FORMATS,
-    LARGEST,
-    QUANTIZE,
-    QUANTIZE_WITH,
-    Pass,
-    Quantized,
-    Wanted,
-    scale_for,
-)
+from megatron_ext.layers.fp8 import matrices
+from megatron_ext.layers.fp8.matrices import Pass, Quantized, Wanted
 
 
 class Role(IntEnum):
@@ -57,18 +48,14 @@ class Parts:
         cuts_sequence: bool = False,
         varies: bool = False,
     ) -> None:
-        self._pgs = pgs
-        self.varies = varies
-        self._cuts_input = cuts_input
-        self._cuts_sequence = cuts_sequence
+        self._pgs, self.varies = pgs, varies
+        self._cuts_input, self._cuts_sequence = cuts_input, cuts_sequence
 
     def of_tensor(self, role: Role) -> ProcessGroup | None:
         """Return the ranks for one scale of a whole tensor."""
         if role is Role.WEIGHT:
             return _if_several(self._pgs.tp)
-        cut = self._cuts_input or self._cuts_sequence
-        if role is Role.GRADIENT:
-            cut = not self._cuts_input
+        cut = self._cuts_features(role) or (role is Role.INPUT and self._cuts_sequence)
         return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
 
     def of_rows(self, role: Role) -> ProcessGroup | None:
@@ -83,21 +70,17 @@ class Parts:
         return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
 
     def _cuts_features(self, role: Role) -> bool:
-        return self._cuts_input if role is not Role.GRADIENT else not self._cuts_input
+        return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups, in order, that complete the largest magnitudes of a step.
-
-        Together they hold all ranks with parts or copies of the layer.
-        """
+        """Return the groups, in order, whose ranks together hold the layer and all its copies."""
         return (self._pgs.tp_dp_cp,)
 
 
 class ExpertParts(Parts):
-    """Which ranks hold the other parts in a layer of an expert.
+    """Which ranks hold the other parts in a layer of an expert, whose input is a rank's tokens.
 
-    The tokens that a dispatcher brings to a rank are the whole input there. Which tokens these are
-    depends on the layout, so the scales of recipes that look at the tensor itself do too.
+    Which tokens these are depends on the layout, so scales of the tensor itself do too.
     """
 
     may_idle: ClassVar[bool] = True
@@ -153,9 +136,8 @@ class Scaling(torch.nn.Module):
     def __init__(self, config: Fp8Config, parts: Parts) -> None:
         super().__init__()
         assert config.fp8_format is not None
-        self.config = config
-        self.parts = parts
-        self.formats = (E4M3, E4M3, GRADIENT_FORMATS[config.fp8_format])
+        self.config, self.parts = config, parts
+        self.formats = (matrices.E4M3, matrices.E4M3, matrices.GRADIENT_FORMATS[config.fp8_format])
         self.keeps_weight = False
         self.kept_weight: Pair | None = None
 
@@ -172,7 +154,7 @@ class Scaling(torch.nn.Module):
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
         """Return the transpose ``[k, m]`` of ``[m, k]`` in 8 bits, with the scale of its rows."""
-        _, _, turned = QUANTIZE_WITH(
+        _, _, turned = matrices.QUANTIZE_WITH(
             x, scale, self.formats[role], "columns", varies=self.parts.varies
         )
         return Quantized(turned, scale)
@@ -195,13 +177,11 @@ class Scaling(torch.nn.Module):
             return self.kept_weight.columns
         return self.columns(weight, Role.WEIGHT, scale)
 
-    def _quantize(
-        self, x: Tensor, role: Role, wanted: Wanted
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
         """Return scale, rows and columns."""
         varies = self.parts.varies
-        amax = _over(LARGEST(x, varies=varies), self.parts.of_tensor(role))
-        found: Pass = QUANTIZE(x, amax, self.formats[role], None, wanted, varies=varies)
+        amax = _over(matrices.LARGEST(x, varies=varies), self.parts.of_tensor(role))
+        found: Pass = matrices.QUANTIZE(x, amax, self.formats[role], None, wanted, varies=varies)
         return found
 
 
@@ -210,41 +190,35 @@ class RowScaling(Scaling):
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
         """Return rows and columns with a scale for each, ``[m, 1]`` and ``[k, 1]``."""
-        found = self._along(x, role, 1, "rows")
-        assert found.rows is not None
-        rows = Quantized(found.rows, found.number)
+        rows = self._along(x, role, 1, "rows")
         return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
         """Return the transpose with a scale for each of its rows, made anew, ``[k, 1]``."""
-        found = self._along(x, role, 0, "columns")
-        assert found.columns is not None
-        return Quantized(found.columns, found.number.t())
+        return self._along(x, role, 0, "columns")
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
         """Return the matrix with a scale for each of its columns, made anew, ``[1, k]``."""
-        found = self._along(x, role, 0, "rows")
-        assert found.rows is not None
-        return Quantized(found.rows, found.number)
+        return self._along(x, role, 0, "rows")
 
-    def _along(self, x: Tensor, role: Role, along: int, wanted: Wanted) -> Pass:
+    def _along(self, x: Tensor, role: Role, along: int, wanted: Wanted) -> Quantized:
         varies = self.parts.varies
         group = self.parts.of_rows(role) if along else self.parts.of_columns(role)
         # Where no other rank has a part, the magnitudes are found in the same pass.
-        amax = None if group is None else _over(LARGEST(x, along, varies=varies), group)
-        found: Pass = QUANTIZE(x, amax, self.formats[role], along, wanted, varies=varies)
-        return found
+        amax = None if group is None else _over(matrices.LARGEST(x, along, varies=varies), group)
+        found: Pass = matrices.QUANTIZE(x, amax, self.formats[role], along, wanted, varies=varies)
+        if found.rows is not None:
+            return Quantized(found.rows, found.number)
+        assert found.columns is not None
+        return Quantized(found.columns, found.number.t())
 
 
 class DelayedScaling(Scaling):
     """One scale for each tensor, from the steps before (``--fp8-recipe delayed``).
 
-    The scales of a step are fixed at its beginning, whatever the order of its micro-batches, and
-    the magnitudes that it sees are gathered as a maximum, so that a pass that is computed twice
-    counts once. `AmaxHistories` moves them on after the step. Before its first history, in the
-    first step of all and while it was nothing but zeros or not finite, a tensor has a scale of its
-    own: Transformer Engine's 1 would lose gradients that are below the smallest number of the
-    format.
+    The scales of a step are fixed at its beginning; `AmaxHistories` moves them on after it. Before
+    its first history (in the first step, and while it was nothing but zeros or not finite) a tensor
+    is scaled by itself: Transformer Engine's scale of 1 would lose small gradients.
 
     Attributes:
         amax_history: largest magnitudes, ``[steps, 3]`` float32, the latest first; zero where there
@@ -288,25 +262,23 @@ class DelayedScaling(Scaling):
         self._mark()
         return self
 
-    def _quantize(
-        self, x: Tensor, role: Role, wanted: Wanted
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
+        varies, given = self.parts.varies, self.scale[role]
         if self.has_history and not self.parts.may_idle:
-            found: Pass = QUANTIZE_WITH(
-                x, self.scale[role], self.formats[role], wanted, varies=self.parts.varies
+            found: Pass = matrices.QUANTIZE_WITH(
+                x, given, self.formats[role], wanted, varies=varies
             )
             self._note(found.number, role)
             # A value that is not finite must not be cut off unseen; see `scale_for`.
-            scale = torch.where(found.number.isfinite(), self.scale[role], torch.nan)
-            return scale, found.rows, found.columns
-        amax: Tensor = LARGEST(x, varies=self.parts.varies)
+            return found._replace(number=torch.where(found.number.isfinite(), given, torch.nan))
+        amax: Tensor = matrices.LARGEST(x, varies=varies)
         self._note(amax, role)
         amax = _over(amax, self.parts.of_tensor(role))
-        scale = scale_for(amax, torch.finfo(self.formats[role]).max)
+        own = matrices.scale_for(amax, torch.finfo(self.formats[role]).max)
         known = self.amax_history[:, role].any() & amax.isfinite()
-        scale = torch.where(known, self.scale[role], scale)
-        found = QUANTIZE_WITH(x, scale, self.formats[role], wanted, varies=self.parts.varies)
-        return scale, found.rows, found.columns
+        scale = torch.where(known, given, own)
+        found = matrices.QUANTIZE_WITH(x, scale, self.formats[role], wanted, varies=varies)
+        return found._replace(number=scale)
 
     def _note(self, amax: Tensor, role: Role) -> None:
         if self.training:
@@ -314,11 +286,9 @@ class DelayedScaling(Scaling):
 
     def scale_of(self, histories: Tensor) -> Tensor:
         """Return scales ``[..., 3]`` that follow from histories ``[..., steps, 3]``."""
-        if self.config.fp8_amax_compute_algo == "max":
-            amax = histories.amax(dim=-2)
-        else:
-            amax = histories[..., 0, :]
-        return scale_for(amax, self.limits, self.config.fp8_margin)
+        takes_max = self.config.fp8_amax_compute_algo == "max"
+        amax = histories.amax(dim=-2) if takes_max else histories[..., 0, :]
+        return matrices.scale_for(amax, self.limits, self.config.fp8_margin)
 
 
 def _follow_history(scaling: Any, _keys: Any) -> None:
@@ -327,9 +297,5 @@ def _follow_history(scaling: Any, _keys: Any) -> None:
     scaling.has_history = bool(scaling.amax_history.any(dim=0).all())
 
 
-RECIPES: dict[str, type[Scaling]] = {
-    "tensorwise": Scaling,
-    "rowwise": RowScaling,
-    "delayed": DelayedScaling,
-}
+RECIPES = {"tensorwise": Scaling, "rowwise": RowScaling, "delayed": DelayedScaling}
 """Scalings by ``--fp8-recipe``."""
