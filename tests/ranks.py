@@ -29,7 +29,7 @@ Body = Callable[..., None]
 SEED = 1234
 
 
-def _layout(
+def layout_of(
     *,
     tp: int = 1,
     pp: int = 1,
@@ -39,6 +39,7 @@ def _layout(
     etp: int | None = None,
     vpp: int | None = None,
 ) -> Layout:
+    """Return a layout of ``tp * pp * cp * dp`` ranks."""
     return Layout(
         world_size=tp * pp * cp * dp,
         tensor_model_parallel_size=tp,
@@ -51,30 +52,17 @@ def _layout(
 
 
 def on_ranks(body: Body, sizes: Mapping[str, int], **arguments: Any) -> None:
-    """Run ``body(context, **arguments)`` on ranks of the sizes that `ranks` takes."""
-    run_on_ranks(body, _layout(**sizes), arguments)
+    """Run ``body(context, **arguments)`` on ranks of the sizes that `layout_of` takes."""
+    run_on_ranks(body, layout_of(**sizes), arguments)
 
 
-def ranks(
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    dp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    vpp: int | None = None,
-    timeout: float = 60,
-) -> Callable[[Body], Body]:
-    """Run the decorated test on ``tp * pp * cp * dp`` ranks.
+def ranks(*, timeout: float = 60, **sizes: int) -> Callable[[Body], Body]:
+    """Run the decorated test on ranks of the sizes that `layout_of` takes.
 
-    The body takes ``context`` (a `ParallelContext`) first, then pytest's fixtures by name.
-
-    Args:
-        tp, pp, cp, dp, ep, etp, vpp: parallel sizes.
-        timeout: seconds after which the ranks are killed and the test fails.
+    The body takes ``context`` (a `ParallelContext`) first, then pytest's fixtures by name. After
+    ``timeout`` seconds the ranks are killed and the test fails.
     """
-    layout = _layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, etp=etp, vpp=vpp)
+    layout = layout_of(**sizes)
 
     def decorate(body: Body) -> Body:
         parameters = list(inspect.signature(body).parameters.values())[1:]

@@ -136,11 +136,8 @@ def help_of(main: object, words: list[str]) -> str:
 def all_arguments() -> frozenset[str]:
     folders = ("megatron_ext", "tools", "benchmarks", "examples", "tests/combinations")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    own = {
-        name
-        for flag in flags_of("cap_flags", CapFlags)
-        for name in (*flag.positive, *flag.negative)
-    }
+    cap = flags_of("cap_flags", CapFlags)
+    own = {name for flag in cap for name in (*flag.positive, *flag.negative)}
     tools = [flags_of_tool(path) for path in (ROOT / "tools").glob("*.py")]
     return frozenset(OTHERS | own | engine_flags()).union(*map(arguments_of, files), *tools)
 

@@ -30,30 +30,20 @@ OF_THE_PROGRAM = "llama_tp2"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tools" / "preprocess_data.py"),
-            *("--input", str(REFERENCE / "corpus.jsonl")),
-            *("--output-prefix", str(folder / "sp_eod")),
-            *("--tokenizer-type", "SentencePieceTokenizer"),
-            *("--tokenizer-model", str(REFERENCE / "tokenizer.model")),
-            *("--append-eod", "--workers", "1"),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py")]
+    command += ["--input", str(REFERENCE / "corpus.jsonl")]
+    command += ["--output-prefix", str(folder / "sp_eod"), "--append-eod", "--workers", "1"]
+    command += ["--tokenizer-type", "SentencePieceTokenizer"]
+    command += ["--tokenizer-model", str(REFERENCE / "tokenizer.model")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     return folder
 
 
 def run(name: str, data: Path, save: Path) -> list[dict[str, Any]]:
     """Train as recorded and return the rows of ``metrics.jsonl``."""
     recorded = CURVES["runs"][name]
-    flags = [
-        flag.format(data=data, reference=REFERENCE)
-        for flag in [*CURVES["base_flags"], *recorded["extra_flags"]]
-    ]
+    words = [*CURVES["base_flags"], *recorded["extra_flags"]]
+    flags = [word.format(data=data, reference=REFERENCE) for word in words]
     if name != OF_THE_PROGRAM:
         return train(flags, save, recorded["ranks"])
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--save", str(save)]

@@ -142,7 +142,6 @@ def parsed(
     device: str = "cpu",
     **options: Any,
 ) -> ParsedArgs:
-    """Return what the parser makes of a command line."""
     return parse_args(split(words), task, world_size=ranks, device=device, **options)
 
 
@@ -155,12 +154,10 @@ def prepared(
 
 
 def config_of(words: str | Sequence[str], task: Any = TEXT, **options: Any) -> RunConfig:
-    """Return the checked configuration of a command line."""
     return parsed(words, task, **options).config
 
 
 def errors_of(words: str | Sequence[str], task: Any = TEXT, **options: Any) -> tuple[str, ...]:
-    """Return the sentences by which a command line is refused."""
     with pytest.raises(ConfigError) as caught:
         parsed(words, task, **options)
     return caught.value.messages
@@ -169,13 +166,11 @@ def errors_of(words: str | Sequence[str], task: Any = TEXT, **options: Any) -> t
 def check_refused(
     words: str | Sequence[str], sentence: str, task: Any = TEXT, **options: Any
 ) -> None:
-    """Check that one of the errors of a command line holds a sentence, or a part of one."""
     errors = errors_of(words, task, **options)
     assert any(sentence in error for error in errors), errors
 
 
 def without(words: Sequence[str], *names: str) -> list[str]:
-    """Return flags without some that take one value."""
     kept = list(words)
     for name in names:
         at = kept.index(name)

@@ -135,9 +135,7 @@ def test_a_folder_is_free_as_soon_as_its_run_is_killed(tmp_path: Path) -> None:
     os.kill(loader, signal.SIGKILL)
 
 
-def test_a_second_run_is_refused_before_any_rank_starts(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pid, loader = _holder(tmp_path)
     flags = [*TINY, *mock_data(), "--nproc-per-node", "2", "--train-iters", "1"]
     assert main(GPT, [*flags, "--save", str(tmp_path)]) == EXIT_CODE_USER_ERROR

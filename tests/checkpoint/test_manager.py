@@ -115,8 +115,7 @@ def test_what_is_stored_beside_the_tensors(context: Any, tmp_path: Path) -> None
 
 @ranks()
 def test_finetune_takes_the_weights_alone(context: Any, tmp_path: Path) -> None:
-    tiny = build(context)
-    tiny.step()
+    tiny = stepped(context)
     save(manager(context, tmp_path), tiny, 5, context)
     other = build(context)
     other.spoil()
@@ -139,11 +138,13 @@ def test_retention_and_leftovers(context: Any, tmp_path: Path) -> None:
 
 
 def refused(context: Any, root: Path, **options: Any) -> str:
-    size = {k: options.pop(k) for k in ("hidden", "vocabulary", "layers", "distributed")
-            if k in options}  # fmt: skip
+    size = {k: options.pop(k) for k in SIZES if k in options}
     with pytest.raises(CheckpointError) as caught:
         load(manager(context, root, **options), build(context, **size))
     return str(caught.value)
+
+
+SIZES = ("hidden", "vocabulary", "layers", "distributed")
 
 
 @ranks(dp=2)
@@ -154,24 +155,20 @@ def test_what_does_not_fit_or_is_damaged_is_refused(context: Any, tmp_path: Path
         save(checkpoints, tiny, iteration, context)
     text = refused(context, tmp_path, hidden=32)
     assert "but the model's has shape [64, 32]" in text and "--use-checkpoint-args" in text
-    assert "with shape [64, 16], but the model's has shape [640, 16]" in refused(
-        context, tmp_path, vocabulary=640
-    )
-    assert "with shape [4, 16]" in refused(context, tmp_path, layers=2)
-    assert "was saved with `--use-distributed-optimizer`, but this run is without it" in refused(
-        context, tmp_path, distributed=False
-    )
-    assert refused(context, tmp_path, ckpt_step=3) == (
-        f"The checkpoint of iteration 3 cannot be loaded: {tmp_path}/iter_0000003 does not exist; "
-        "give `--ckpt-step 4` for the newest whole one."
-    )
-    missing = {"load": str(tmp_path / "none"), "exit_on_missing_checkpoint": True}
-    assert "holds no checkpoint, but `--exit-on-missing-checkpoint` is given" in refused(
-        context, tmp_path, **missing
-    )
-    assert "`--pretrained-checkpoint`" in refused(
-        context, tmp_path, load=None, pretrained_checkpoint=str(tmp_path / "none")
-    )
+    none = str(tmp_path / "none")
+    options: list[tuple[dict[str, Any], str]] = [
+        ({"vocabulary": 640}, "with shape [64, 16], but the model's has shape [640, 16]"),
+        ({"layers": 2}, "with shape [4, 16]"),
+        ({"distributed": False}, "was saved with `--use-distributed-optimizer`, but this run is "
+         "without it"),
+        ({"ckpt_step": 3}, "The checkpoint of iteration 3 cannot be loaded: "
+         f"{tmp_path}/iter_0000003 does not exist; give `--ckpt-step 4` for the newest whole one."),
+        ({"load": none, "exit_on_missing_checkpoint": True},
+         "holds no checkpoint, but `--exit-on-missing-checkpoint` is given"),
+        ({"load": None, "pretrained_checkpoint": none}, "`--pretrained-checkpoint`"),
+    ]  # fmt: skip
+    for changes, sentence in options:
+        assert sentence in refused(context, tmp_path, **changes)
     shard = folder_of(tmp_path, 4) / "__1_0.distcp"
     content = shard.read_bytes()
     torch.distributed.barrier()

@@ -82,15 +82,12 @@ def test_learning_rates_of_the_flags_or_of_the_checkpoint(
     assert math.isclose(last["learning_rate"], 1e-2, rel_tol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "flags", ["", "--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --fp8-format hybrid"]
-)
+HALF = ["--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --fp8-format hybrid"]
+
+
+@pytest.mark.parametrize("flags", ["", *HALF, "--sgd-momentum 0 --bf16"])
 def test_sgd_goes_on_with_its_momentum(flags: str, tmp_path: Path) -> None:
     check_that_it_goes_on(f"--optimizer sgd {flags}", tmp_path)
-
-
-def test_sgd_without_momentum_goes_on(tmp_path: Path) -> None:
-    check_that_it_goes_on("--optimizer sgd --sgd-momentum 0 --bf16", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +104,7 @@ def test_a_run_goes_on_from_before_its_first_update(flags: str, ranks: int, tmp_
     assert all(math.isfinite(row["lm loss"]) and row["nan_iterations"] == 0 for row in rows)
 
 
-@pytest.mark.parametrize("flags", ["--bf16", "--fp16 --initial-loss-scale 1024"])
+@pytest.mark.parametrize("flags", HALF[:2])
 def test_a_stage_without_experts_goes_on_in_16_bits(flags: str, tmp_path: Path) -> None:
     """Check it although the optimizer of its experts has no weights in the checkpoint."""
     flags = f"{flags} {STAGES} {EXPERTS} --moe-layer-freq ([0]*1+[1]*1)"

@@ -52,11 +52,8 @@ def notes(now: str, before: str = "", **how: bool) -> list[str]:
     return check_changes(PATH, given(now), stored, **how)
 
 
-def test_the_same_flags_are_not_mentioned() -> None:
+def test_the_same_flags_are_not_mentioned_nor_new_adapters() -> None:
     assert notes("") == notes(MOE, MOE) == []
-
-
-def test_new_adapters_are_not_compared_with_none() -> None:
     assert notes("--lora-rank 4") == notes("", "--lora-rank 4") == []
 
 

@@ -98,9 +98,7 @@ def test_a_prepared_pickle_is_refused(
     assert not marker.exists()
 
 
-def test_tools_refuse_a_prepared_pickle(
-    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tools_refuse_traps(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Run the tool in a process of its own, since ranks are forked from this one later."""
     marker, target = tmp_path / "marker", tmp_path / "out"
     _into_metadata(folder_of(root, 1), Trap(marker))
@@ -147,19 +145,18 @@ def test_a_damaged_index_is_one_sentence(content: bytes, tmp_path: Path) -> None
 @ranks(dp=2)
 def test_strictness_that_lists_all_names_uses_the_same_reader(context: Any, tmp_path: Path) -> None:
     """Check `raise_all`, with which megatron-core reads the index of its own accord."""
-    tiny = build(context)
+    tiny, strict = build(context), manager(context, tmp_path, dist_ckpt_strictness="raise_all")
     tiny.step()
-    folder = tmp_path
-    save(manager(context, folder), tiny, 1, context)
-    assert load(manager(context, folder, dist_ckpt_strictness="raise_all"), tiny).iteration == 1
+    save(manager(context, tmp_path), tiny, 1, context)
+    assert load(strict, tiny).iteration == 1
     torch.distributed.barrier()
     if context.rank == 0:
-        _into_metadata(folder_of(folder, 1), Trap(folder / "marker"))
-        _sign(folder_of(folder, 1))
+        _into_metadata(folder_of(tmp_path, 1), Trap(tmp_path / "marker"))
+        _sign(folder_of(tmp_path, 1))
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match=r"\.metadata names `io.open`"):
-        load(manager(context, folder, dist_ckpt_strictness="raise_all"), tiny)
-    assert not (folder / "marker").exists()
+        load(strict, tiny)
+    assert not (tmp_path / "marker").exists()
 
 
 UNSAFE = (

@@ -117,12 +117,8 @@ def manager(context: ParallelContext, folder: Path, **options: Any) -> Checkpoin
 
 
 def save(checkpoints: CheckpointManager, tiny: Tiny, iteration: int, context: Any) -> Path:
-    layout = context.layout
-    parallel = {
-        name: getattr(layout, name)
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    }
-    parallel["data_parallel_size"] = layout.data_parallel_size
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    parallel = {name: getattr(context.layout, name) for name in names}
     return checkpoints.save(
         iteration,
         model=tiny.model,

@@ -80,9 +80,8 @@ def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
         third = tool("export", f"export --load trained {back}")
         if third.code != 0:
             return _ended(third, commands)
-        if name := _difference(folder, case):
-            return "differs", "\n".join([*commands, name])
-        return "equal", ""
+        name = _difference(folder, case)
+        return ("differs", "\n".join([*commands, name])) if name else ("equal", "")
 
 
 def _ended(ended: Ended, commands: list[str]) -> tuple[str, str]:
@@ -111,10 +110,8 @@ def _difference(folder: Path, case: Case) -> str | None:
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+    paths = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
 def search(arguments: argparse.Namespace, data: Path) -> int:

@@ -107,7 +107,6 @@ class Draws:
 
 
 def has(words: Sequence[str], *fields: str) -> bool:
-    """Return whether the words set one of these fields, and not to its negative."""
     settings = settings_of(words)
     return any(settings.get(name, (False, ()))[0] for name in fields)
 

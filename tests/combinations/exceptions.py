@@ -76,7 +76,6 @@ def reason_layouts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> st
 
 
 def reason_starts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str | None:
-    """Return why initial weights may differ in these layouts; None if they must agree."""
     draws = _on("use_cpu_initialization")(settings_of(words))
     if not draws or all(layout == layouts[0] for layout in layouts):
         return None
@@ -84,13 +83,11 @@ def reason_starts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str
 
 
 def reason_resume_differs(words: Sequence[str]) -> str | None:
-    """Return why a resume with these flags may change bits; None if none may change."""
     settings = settings_of(words)
     return next((text for text, rule in RESUME_DIFFERS if rule(settings)), None)
 
 
 def reason_replicas_differ(kind: str, layouts: Sequence[Layout]) -> str | None:
-    """Return why replicas may draw other samples; None if they must be the same."""
     if kind == "streaming" and len({layout.replicas for layout in layouts}) > 1:
         return "each replica has sequences of its own"
     return None

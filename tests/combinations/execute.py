@@ -144,21 +144,19 @@ def execute(
         _child(main, folder, temporary, (stdin or Path(os.devnull), out, err), pictures)
     code = _wait(pid, begin + limit)
     seconds = time.monotonic() - begin
-    ended = Ended(code, seconds, "", "")
     if code is None:
         _stacks(pid)
-    ended.left += _end_group(pid, ended=code is not None)
+    left = _end_group(pid, ended=code is not None)
     if code is not None:
         names = (x.name for x in temporary.iterdir())
         # Empty folders of torch's loaders stay where a run ends before its data.
         files = sorted(name for name in names if not name.startswith(("torch_", "pymp-")))
-        ended.left += [f"{x} is left in the temporary folder" for x in files]
+        left += [f"{x} is left in the temporary folder" for x in files]
     shutil.rmtree(temporary, ignore_errors=True)
-    ended.out = out.read_text(errors="replace")
-    ended.err = err.read_text(errors="replace")
     metrics = folder / name / "metrics.jsonl"
-    ended.rows = read_metrics(metrics) if metrics.exists() else []
-    return ended
+    rows = read_metrics(metrics) if metrics.exists() else []
+    texts = (path.read_text(errors="replace") for path in (out, err))
+    return Ended(code, seconds, *texts, left, rows)
 
 
 def _child(

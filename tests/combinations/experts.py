@@ -49,7 +49,6 @@ def layouts(max_ranks: int) -> Iterator[str]:
 
 
 def check(layout: NamedLayout, words: list[str], truth: Recording, folder: Path) -> Parity:
-    """Compare a layout with one rank; it runs in this process's forks."""
     mine = record(TEXT, words, layout, STEPS, folder, select())
     return compare(mine, truth, Tolerances(loss=1e-5, gradient=1e-5))
 

@@ -68,29 +68,20 @@ def _write_documents(folder: Path) -> None:
 def _write_chats(folder: Path) -> None:
     """Write conversations in each format of rows, and a tokenizer with a chat template."""
     chats.save(folder / "tokenizer")
+    kinds = {"user": "human", "assistant": "gpt"}
     for name, count, seed in (("chats", 40, 0), ("more_chats", 12, 1)):
         rows = chats.chats(count, turns=2, words=3, seed=seed)
         chats.write_jsonl(folder / f"{name}.jsonl", rows)
-        asked = [
-            {"question": row["messages"][0]["content"], "answer": row["messages"][1]["content"]}
-            for row in rows
-        ]
+        asked, shared = [], []
+        for row in rows:
+            question, answer = (message["content"] for message in row["messages"][:2])
+            asked.append({"question": question, "answer": answer})
+            turns = [{"from": kinds[m["role"]], "value": m["content"]} for m in row["messages"]]
+            shared.append({"conversations": turns})
         chats.write_jsonl(folder / f"{name}_questions.jsonl", asked)
-        kinds = {"user": "human", "assistant": "gpt"}
-        shared = [
-            {
-                "conversations": [
-                    {"from": kinds[message["role"]], "value": message["content"]}
-                    for message in row["messages"]
-                ]
-            }
-            for row in rows
-        ]
         chats.write_jsonl(folder / f"{name}_shared.jsonl", shared)
-    (folder / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": f"line {i} " + "ab " * (i % 7)}) + "\n" for i in range(60))
-    )
-
+    texts = [{"text": f"line {i} " + "ab " * (i % 7)} for i in range(60)]
+    chats.write_jsonl(folder / "texts.jsonl", texts)
     for name in ("chatml_generation", "zephyr"):
         shutil.copy(chats.TEMPLATES / f"{name}.jinja", folder)
 

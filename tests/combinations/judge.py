@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.tiny import whole_tensors
-from tests.combinations.draw import Case
+from tests.combinations.draw import Case, has
 from tests.combinations.exceptions import (
     NOT_IN_LOGS,
     reason_layouts_differ,
@@ -88,25 +88,27 @@ class Bench:
     def trained(self, ended: Ended, *, goes_on: bool = False) -> bool:
         """Return whether the run trained; False if it was refused as it should be.
 
-        A run that goes on from a checkpoint may have no step left.
+        A run that goes on from a checkpoint may have no step left. Losses and norms must be
+        numbers, except where fp16 skips a step.
         """
         if ended.code == 2 and not ended.started:
             check_sentences(ended)
             return False
         check_end(ended)
-        words = self.case.words(str(self.data))
-        if not _trains(words):
+        if not _trains(self.case.words(str(self.data))):
             return True
         rows = steps(ended)
         if not rows and not goes_on:
             raise _Failed("no rows", "metrics.jsonl holds no step")
         for row in rows:
-            check_finite(row)
+            for name, value in row.items():
+                counts = not row.get("skipped_iterations") and ("loss" in name or "norm" in name)
+                if counts and isinstance(value, float) and not math.isfinite(value):
+                    raise _Failed("not finite", f"step {row['iteration']}: {name} is {value}")
         return True
 
 
 def judge(case: Case, data: Path, folder: Path, limit: float = 30.0) -> Verdict:
-    """Run a case and everything that it is compared with."""
     bench = Bench(case, data, folder, limit)
     begin = time.monotonic()
     try:
@@ -135,7 +137,6 @@ def check_sentences(ended: Ended) -> None:
 
 
 def check_end(ended: Ended) -> None:
-    """Check that a run that has started ended with 0."""
     if ended.code is None:
         raise _Failed("hang", stacks(ended))
     if "Traceback" in ended.err:
@@ -146,16 +147,6 @@ def check_end(ended: Ended) -> None:
         raise _Failed(f"exit code {ended.code}", tail(ended))
     if ended.left:
         raise _Failed("left behind", "; ".join(ended.left))
-
-
-def check_finite(row: dict[str, Any]) -> None:
-    """Check that losses and norms are numbers, except where fp16 skips a step."""
-    if row.get("skipped_iterations"):
-        return
-    for name, value in row.items():
-        if ("loss" in name or "norm" in name) and isinstance(value, float):
-            if not math.isfinite(value):
-                raise _Failed("not finite", f"step {row['iteration']}: {name} is {value}")
 
 
 def tail(ended: Ended, lines: int = 12) -> str:
@@ -176,10 +167,7 @@ def steps(ended: Ended) -> list[dict[str, Any]]:
 
 
 def _trains(words: Sequence[str]) -> bool:
-    settings = settings_of(words)
-    return not any(
-        settings.get(name, (False, ()))[0] for name in ("dry_run", "skip_train", "print_config")
-    )
+    return not has(words, "dry_run", "skip_train", "print_config")
 
 
 def logged(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Layouts of 1 to 8 ranks, drawn at random or counted one by one."""
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -40,14 +41,10 @@ ONE = Layout(1)
 
 def _factors(ranks: int, limits: tuple[int, int, int]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp, pp, cp, dp) whose product is ``ranks``; the first three have ``limits``."""
-    sizes = [size for size in (1, 2, 4, 8) if size <= ranks]
-    for tp in sizes:
-        for pp in sizes:
-            for cp in sizes:
-                if ranks % (tp * pp * cp) == 0 and all(
-                    size <= limit for size, limit in zip((tp, pp, cp), limits, strict=True)
-                ):
-                    yield tp, pp, cp, ranks // (tp * pp * cp)
+    sizes = [[size for size in (1, 2, 4, 8) if size <= limit] for limit in limits]
+    for tp, pp, cp in itertools.product(*sizes):
+        if ranks % (tp * pp * cp) == 0:
+            yield tp, pp, cp, ranks // (tp * pp * cp)
 
 
 def draw(
@@ -125,12 +122,8 @@ def _pipeline(dice: random.Random, pp: int, model: list[str], stages: tuple[str,
 
 
 def _experts(dice: random.Random, ranks: int, tp: int, model: list[str]) -> list[str]:
-    choices = [
-        (ep, etp)
-        for ep in (1, 2, 4)
-        for etp in (1, 2, 4)
-        if ranks % (ep * etp) == 0 and (ep, etp) != (1, tp)
-    ]
+    pairs = [(ep, etp) for ep in (1, 2, 4) for etp in (1, 2, 4) if ranks % (ep * etp) == 0]
+    choices = [pair for pair in pairs if pair != (1, tp)]
     if not choices:
         return []
     ep, etp = dice.choice(choices)

@@ -14,14 +14,12 @@ from megatron_ext.video.task import VIDEO
 
 def _sections() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    name = ""
     text = (Path(__file__).parent / "values.txt").read_text(encoding="utf-8")
     for line in text.splitlines():
         if line.startswith("["):
-            name = line[1:-1]
-            found[name] = []
+            lines = found[line[1:-1]] = []
         elif line and not line.startswith("#"):
-            found[name].append(line)
+            lines.append(line)
     return found
 
 
@@ -65,7 +63,6 @@ class Option:
         return settings_of(words_of(self.text, "{data}"))
 
     def agrees_with(self, settings: Settings) -> bool:
-        """Return whether no field is set to two values."""
         return all(settings.get(name, value) == value for name, value in self.settings.items())
 
 
@@ -134,7 +131,6 @@ def every_flag() -> list[Flag]:
 
 @functools.cache
 def words_elsewhere(script: str) -> frozenset[str]:
-    """Return the flags that only the other program knows."""
     other = VIDEO if script == "pretrain_gpt.py" else TEXT
     kinds = {section_name(kind): kind for kind in other.sections}
     return frozenset(spellings([x for name in kinds for x in flags_of(name, kinds[name])]))

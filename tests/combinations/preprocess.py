@@ -117,15 +117,12 @@ def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
             return "refused", first.err.strip()
         if second.code != 0:
             return "only plain is refused", f"{command}\n{second.err[-1500:]}"
-        if differs := _difference(folder, sequential=not _deals(case)):
+        how = " ".join(case.how)
+        deals = "--partitions" in how and "--keep-sequential" not in how
+        if differs := _difference(folder, sequential=not deals):
             return "differs", f"{command}\n{differs}"
         left = list(folder.glob("*.parts*")) + [x for x in folder.glob("*.tmp*") if x.is_file()]
         return ("left behind", f"{command}\n{left}") if left else ("equal", "")
-
-
-def _deals(case: Case) -> bool:
-    how = " ".join(case.how)
-    return "--partitions" in how and "--keep-sequential" not in how
 
 
 def _problem(ended: Ended) -> str | None:

@@ -53,10 +53,6 @@ def _video(words: list[str]) -> int:
     return main(VIDEO, words)
 
 
-def joined_text(*texts: str) -> str:
-    return " ".join(joined([text.split() for text in texts]))
-
-
 _MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 3e-3 "
@@ -73,15 +69,16 @@ GPT = Program(
     ("whole", "model", "moe", "lora", "loss", "data", "tokenizer", *ENGINE),
 )
 
+_CHATS = (
+    "--no-mock-data --sft --train-data-path {data}/chats.jsonl --tokenizer-type "
+    "HuggingFaceTokenizer --tokenizer-model {data}/tokenizer --seq-length 128 "
+    "--max-position-embeddings 128 --position-embedding-type rope --padded-vocab-size 272"
+)
+
 SFT = Program(
     "sft",
     "pretrain_gpt.py",
-    joined_text(
-        GPT.base,
-        "--no-mock-data --sft --train-data-path {data}/chats.jsonl --tokenizer-type "
-        "HuggingFaceTokenizer --tokenizer-model {data}/tokenizer --seq-length 128 "
-        "--max-position-embeddings 128 --position-embedding-type rope --padded-vocab-size 272",
-    ),
+    " ".join(joined([GPT.base.split(), _CHATS.split()])),
     _gpt,
     ("whole sft", "sft", "lora", "loss"),
     ("model", "moe", "data", "tokenizer", *ENGINE),
@@ -98,7 +95,6 @@ def _streaming_layout(dice: random.Random, experts: bool) -> Layout:
 
 
 def _without_experts(layout: Layout) -> Layout:
-    """Return the layout of a video model, whose layers its size decides."""
     return dataclasses.replace(layout, model="")
 
 

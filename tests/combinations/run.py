@@ -57,7 +57,9 @@ def settle(
             verdict = judge(case, data, folder, limit)
         verdicts.append(verdict)
         if verdict.failed:
-            if not shrinks or is_known(case, verdict, known):
+            alike = [entry for entry in known if entry["signature"] == list(verdict.signature)]
+            # A known failure of the same kind may need no more than what this case has.
+            if not shrinks or any(set(entry["options"]) <= set(case.options) for entry in alike):
                 return Result(case, verdicts)
             print(f"{case.number}: {verdict.kind}, is shrunk:\n{verdict.text}", flush=True)
             small, final = shrink(case, verdict, data, limit)
@@ -74,14 +76,6 @@ def blamed(case: Case, sentences: str) -> list[str]:
     named = set(re.findall(r"--[\w-]+", sentences))
     hits = {text: len(named & set(text.split())) for text in case.options}
     return [text for text in case.options if hits[text] == max(hits.values())]
-
-
-def is_known(case: Case, verdict: Verdict, known: list[dict[str, object]]) -> bool:
-    """Return whether a known failure of the same kind needs no more than what this case has."""
-    return any(
-        entry["signature"] == list(verdict.signature) and set(entry["options"]) <= set(case.options)  # type: ignore[call-overload]
-        for entry in known
-    )
 
 
 def search(cases: list[Case], arguments: argparse.Namespace) -> int:
@@ -113,7 +107,11 @@ def search(cases: list[Case], arguments: argparse.Namespace) -> int:
             report(entry)
         if done % 25 == 0:
             print(f"{done}/{len(cases)} in {time.monotonic() - begin:.0f} s", flush=True)
-    print_table(counts, largest, done, time.monotonic() - begin)
+    print(f"\n{done} cases in {time.monotonic() - begin:.0f} s")
+    for name, size in largest.items():
+        print(f"{name}: losses in fp32 differ by {size:.1e} at most")
+    for name, number in sorted(counts.items()):
+        print(f"{number:7d}  {name}")
     return int(any(name.startswith("failed") for name in counts))
 
 
@@ -161,20 +159,11 @@ def report(entry: dict[str, object]) -> None:
     print(f"  replay: python tests/combinations/run.py --replay '{entry['replay']}'\n", flush=True)
 
 
-def print_table(counts: Counter[str], largest: dict[str, float], done: int, seconds: float) -> None:
-    print(f"\n{done} cases in {seconds:.0f} s")
-    for name, size in largest.items():
-        print(f"{name}: losses in fp32 differ by {size:.1e} at most")
-    for name, number in sorted(counts.items()):
-        print(f"{number:7d}  {name}")
-
-
 def replay_text(case: Case) -> str:
     return json.dumps(dataclasses.asdict(case))
 
 
 def replayed(text: str) -> Case:
-    """Read the case of `replay_text`."""
     entry = json.loads(text)
     for name in ("layout", "other"):
         if entry[name] is not None:

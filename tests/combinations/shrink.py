@@ -26,7 +26,6 @@ class Shrinking:
     end: float
 
     def take(self, smaller: Case) -> bool:
-        """Take a smaller case, if it fails alike."""
         if time.monotonic() > self.end:
             return False
         with work_directory(self.data) as folder:

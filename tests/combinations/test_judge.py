@@ -48,16 +48,6 @@ def _refuse(words: list[str]) -> int:
     return 2
 
 
-def _refuse_late(words: list[str]) -> int:
-    print(STARTED)
-    return _refuse(words)
-
-
-def _refuse_without_sentence(words: list[str]) -> int:
-    print("no", file=sys.stderr)
-    return 2
-
-
 def _raise(words: list[str]) -> int:
     raise RuntimeError("broken")
 
@@ -65,11 +55,6 @@ def _raise(words: list[str]) -> int:
 def _sleep(words: list[str]) -> int:
     time.sleep(60)
     return 0
-
-
-def _leave_a_file(words: list[str]) -> int:
-    tempfile.mkdtemp(prefix="mine_")
-    return _train(words)
 
 
 def _leave_a_process(words: list[str]) -> int:
@@ -90,11 +75,11 @@ def _judge(monkeypatch: pytest.MonkeyPatch, folder: Path, main: Main, **more: ob
     [
         (_train, "trained", ""),
         (_refuse, "refused", "give 2"),
-        (_refuse_late, "refused late", "give 2"),
-        (_refuse_without_sentence, "refused without a sentence", "no"),
+        (lambda words: print(STARTED) or _refuse(words), "refused late", "give 2"),
+        (lambda words: print("no", file=sys.stderr) or 2, "refused without a sentence", "no"),
         (_raise, "traceback", "RuntimeError: broken"),
         (_sleep, "hang", "in _sleep"),
-        (_leave_a_file, "left behind", "mine_"),
+        (lambda words: tempfile.mkdtemp("", "mine_") and _train(words), "left behind", "mine_"),
         (_leave_a_process, "left behind", "processes"),
         (lambda words: _train(words, float("nan")), "not finite", "lm loss is nan"),
         (lambda words: 3, "exit code 3", ""),
@@ -107,9 +92,7 @@ def test_each_end_has_a_name(
     assert verdict.kind == kind and text in verdict.text
 
 
-def test_a_failure_shrinks_to_the_flags_that_it_needs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failure_shrinks_to_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def main(words: list[str]) -> int:
         return _raise(words) if "--bf16" in words and "--swiglu" in words else _train(words)
 
@@ -125,19 +108,11 @@ def test_a_failure_shrinks_to_the_flags_that_it_needs(
 
 
 def test_every_flag_is_an_option_of_a_program_or_has_a_reason() -> None:
-    combined = {
-        name
-        for program in PROGRAMS.values()
-        for option in program.options
-        for name in option.settings
-    }
+    options = [option for program in PROGRAMS.values() for option in program.options]
+    combined = {name for option in options for name in option.settings}
     sections = {s for program in PROGRAMS.values() for s in (*program.sections, *program.others)}
-    missing = [
-        flag.positive[0]
-        for flag in every_flag()
-        if flag.section in sections and flag.field not in combined and name_of(flag) not in FIXED
-    ]
-    assert missing == []
+    left_out = [f for f in every_flag() if f.section in sections and f.field not in combined]
+    assert [flag.positive[0] for flag in left_out if name_of(flag) not in FIXED] == []
 
 
 def test_every_boolean_is_on_and_off_and_every_choice_is_taken() -> None:

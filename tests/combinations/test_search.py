@@ -6,6 +6,7 @@ Each number of a seed is a test of its own.
 import argparse
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,18 +25,13 @@ def _cases(kind: str, seed: int, count: int, judges: tuple[str, ...]) -> list[Ca
     return cases_of(kind, seed, count, dict.fromkeys(judges, count), max_ranks=4)
 
 
-def numbers(
-    kind: str, count: int, *judges: str, slow: int = 0, seed: int = SEED
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Parametrize a test with so many cases of a seed, and ``slow`` more that are slow."""
-    everything = _cases(kind, seed, count + slow, judges)
-    marked = [
-        pytest.param(
-            case, id=f"{kind}-{case.number}", marks=[pytest.mark.slow] * (case.number >= count)
-        )
-        for case in everything
+def numbers(kind: str, count: int, *judges: str, slow: int = 0, seed: int = SEED) -> list[Any]:
+    """Return so many cases of a seed, and ``slow`` more that are slow."""
+    marks = [[], [pytest.mark.slow]]
+    return [
+        pytest.param(case, id=f"{kind}-{case.number}", marks=marks[case.number >= count])
+        for case in _cases(kind, seed, count + slow, judges)
     ]
-    return pytest.mark.parametrize("case", marked)
 
 
 def passes(case: Case) -> None:
@@ -48,38 +44,31 @@ def passes(case: Case) -> None:
         pytest.fail(f"{last.kind}\n{commands}\n{last.text}\n{replay}", pytrace=False)
 
 
-@numbers("gpt", 45, slow=200)
+@pytest.mark.parametrize("case", numbers("gpt", 45, slow=200))
 def test_a_combination_trains_or_is_refused(case: Case) -> None:
     passes(case)
 
 
-@numbers("gpt", 15, "one rank", slow=60, seed=16)
+@pytest.mark.parametrize("case", numbers("gpt", 15, "one rank", slow=60, seed=16))
 def test_a_layout_trains_as_one_rank_does(case: Case) -> None:
     passes(case)
 
 
-@numbers("gpt", 18, "resume", slow=60)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *numbers("gpt", 18, "resume", slow=60),
+        *numbers("sft", 14, "resume", slow=40),
+        *numbers("flow", 10, "resume", slow=40),
+        *numbers("streaming", 8, "resume", slow=30),
+    ],
+)
 def test_a_run_resumes_to_the_same_bits(case: Case) -> None:
     passes(case)
 
 
-@numbers("gpt", 10, "relayout", slow=40, seed=17)
+@pytest.mark.parametrize("case", numbers("gpt", 10, "relayout", slow=40, seed=17))
 def test_a_run_goes_on_in_another_layout(case: Case) -> None:
-    passes(case)
-
-
-@numbers("sft", 14, "resume", slow=40)
-def test_fine_tuning(case: Case) -> None:
-    passes(case)
-
-
-@numbers("flow", 10, "resume", slow=40)
-def test_video_flow(case: Case) -> None:
-    passes(case)
-
-
-@numbers("streaming", 8, "resume", slow=30)
-def test_streaming(case: Case) -> None:
     passes(case)
 
 

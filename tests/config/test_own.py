@@ -40,26 +40,19 @@ def test_own_flags_are_read_from_the_command_line() -> None:
     assert parsed().section(CapFlags) == CapFlags()
 
 
-def test_own_flags_are_listed_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_flags_are_shown_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_of("--help", TEXT.with_sections(CapFlags))
     shown = capsys.readouterr().out
     assert "cap_flags:\n  --hidden-cap UNITS\n        bound of the hidden states\n" in shown
-
-
-def test_own_flags_are_printed_and_read_from_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    task = GPT.with_sections(CapFlags)
     words = [*RUN, "--hidden-cap", "3", "--cap-kind", "hard", "--print-config"]
-    assert main(task, words) == 0
+    assert main(GPT.with_sections(CapFlags), words) == 0
     printed = capsys.readouterr().out
     cap = {"hidden_cap": 3.0, "cap_layers": [1], "cap_kind": "hard", "cap_embedding": False}
     assert yaml.safe_load(printed)["cap_flags"] == cap
     file = tmp_path / "run.yaml"
     file.write_text(printed)
-    words = ["--config", str(file), "--cap-kind", "soft"]
-    again = config_of(words, TEXT.with_sections(CapFlags))
+    again = config_of(f"--config {file} --cap-kind soft", TEXT.with_sections(CapFlags))
     assert again.section(CapFlags) == CapFlags(3.0, [1], "soft")
 
 
@@ -109,27 +102,14 @@ class Taken:
     ("section", "sentences"),
     [
         (NotFrozen, ["The section `NotFrozen` must be a frozen dataclass"]),
-        (
-            NotFlags,
-            [
-                "The field `width` of the section `NotFlags` must be a flag",
-                "The field `place` of the section `NotFlags` is of type <class 'pathlib.Path'>",
-            ],
-        ),
-        (
-            Taken,
-            [
-                "The section `Taken` has the name `hidden_size`, which is that of the section "
-                "`model`; choose another.",
-                "The section `Taken` has the name `--model-parallel-size`, which is that of the "
-                "parser; choose another.",
-            ],
-        ),
+        (NotFlags, ["The field `width` of the section `NotFlags` must be a flag",
+         "The field `place` of the section `NotFlags` is of type <class 'pathlib.Path'>"]),
+        (Taken, ["The section `Taken` has the name `hidden_size`, which is that of the section "
+         "`model`; choose another.", "The section `Taken` has the name `--model-parallel-size`, "
+         "which is that of the parser; choose another."]),
     ],
-)
-def test_sections_that_cannot_stand_beside_the_others_are_refused(
-    section: type, sentences: list[str]
-) -> None:
+)  # fmt: skip
+def test_sections_that_cannot_stand_are_refused(section: type, sentences: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(sections=(section,))
     for sentence in sentences:

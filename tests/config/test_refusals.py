@@ -13,31 +13,30 @@ import pytest
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.task import VIDEO
-from tests.config.runs import (
-    BF16,
-    GRAPHS,
-    SFT,
-    SMALL,
-    STREAMING,
-    refusals,
-    with_transformer_engine,
-)
+from tests.config import runs
 from tests.training_runs import errors_of
 from tests.video.streaming.runs import flags_of
 
 Refuse = Callable[[str], tuple[str, ...]]
 REFUSED: dict[str, Refuse] = {
-    "text": lambda words: errors_of(f"{SMALL} {words}"),
-    "text with conversations": lambda words: errors_of(f"{SFT} {words}", ranks=0),
-    "text in bf16": lambda words: errors_of(f"{BF16} {words}"),
-    "text on two GPUs": lambda words: errors_of(f"{GRAPHS} {words}", ranks=2, device="cuda"),
+    "text": lambda words: errors_of(f"{runs.SMALL} {words}"),
+    "text with conversations": lambda words: errors_of(f"{runs.SFT} {words}", ranks=0),
+    "text in bf16": lambda words: errors_of(f"{runs.BF16} {words}"),
+    "text on four stages": lambda words: errors_of(
+        f"{runs.SMALL} --mtp-num-layers 2 --position-embedding-type rope "
+        f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {words}",
+        ranks=4,
+    ),
+    "text on two GPUs": lambda words: errors_of(f"{runs.GRAPHS} {words}", ranks=2, device="cuda"),
     "text with Transformer Engine": lambda words: errors_of(
-        f"{BF16} --transformer-impl transformer_engine {words}",
+        f"{runs.BF16} --transformer-impl transformer_engine {words}",
         ranks=2 if "size 2" in words else 1,
         device="cuda",
     ),
-    "streaming with adapters": lambda words: errors_of(f"{STREAMING} --lora-rank 2 {words}", VIDEO),
-    "streaming samples": lambda words: errors_of(f"{STREAMING} {words}", VIDEO),
+    "streaming with adapters": lambda words: errors_of(
+        f"{runs.STREAMING} --lora-rank 2 {words}", VIDEO
+    ),
+    "streaming samples": lambda words: errors_of(f"{runs.STREAMING} {words}", VIDEO),
 }
 
 
@@ -47,16 +46,16 @@ def assert_told(errors: tuple[str, ...] | list[str], sentence: str) -> None:
     assert told.endswith((".", "?"))
 
 
-@pytest.mark.parametrize(("section", "words", "sentence"), refusals(*REFUSED))
+@pytest.mark.parametrize(("section", "words", "sentence"), runs.refusals(*REFUSED))
 def test_flags_that_cannot_stand_are_refused_in_a_sentence(
     section: str, words: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "Transformer Engine" in section:
-        with_transformer_engine(monkeypatch)
+        runs.with_transformer_engine(monkeypatch)
     assert_told(REFUSED[section](words), sentence)
 
 
-@pytest.mark.parametrize(("_section", "words", "sentence"), refusals("streaming"))
+@pytest.mark.parametrize(("_section", "words", "sentence"), runs.refusals("streaming"))
 def test_a_streaming_run_that_cannot_be_is_one_sentence_before_ranks_start(
     _section: str, words: str, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,20 +37,16 @@ def test_flags_that_go_with_graphs(words: str) -> None:
     assert graphs(words).cuda_graph_impl == ("none" if "none" in words else "local")
 
 
-def test_a_cpu_refuses_what_a_gpu_would() -> None:
+def test_a_cpu_refuses_what_a_gpu_would_and_video_has_no_graphs() -> None:
     words = f"{GRAPHS} {LOCAL} --num-experts 2"
     check_refused(words, "does not go with `--num-experts`", ranks=2)
-
-
-def test_video_has_no_graphs() -> None:
     words = f"--video --hidden-size 64 {LOCAL} --data-path x"
     check_refused(words, "--cuda-graph-impl", device="cuda")
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_that_grow_need_buffers_that_nccl_does_not_register(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_segments_need_plain_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL must not register them."""
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
     with pytest.raises(ConfigError, match=rf"{name}.*needs `NCCL_GRAPH_REGISTER=0`"):
         graphs(LOCAL)
@@ -58,14 +54,10 @@ def test_segments_that_grow_need_buffers_that_nccl_does_not_register(
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     assert graphs(LOCAL).cuda_graph_impl == "local"
 
-
-def test_a_cpu_says_that_it_has_no_graphs() -> None:
     notes = parsed(f"{GRAPHS} {LOCAL} --cuda-graph-warmup-steps 5").notes
     found = [note for note in notes if "cuda-graph" in note]
-    assert [note.partition(" has no effect on a CPU: ")[0] for note in found] == [
-        "`--cuda-graph-impl`",
-        "`--cuda-graph-warmup-steps`",
-    ]
+    flags = [note.partition(" has no effect on a CPU: ")[0] for note in found]
+    assert flags == ["`--cuda-graph-impl`", "`--cuda-graph-warmup-steps`"]
 
 
 def test_a_run_that_only_evaluates_needs_no_decay() -> None:
@@ -99,24 +91,19 @@ def test_flags_that_go_with_8_bits(flags: str) -> None:
     assert config_of(f"{BF16} {flags}").fp8.fp8_format is not None
 
 
-def test_sides_of_8_bit_products_are_those_of_a_rank() -> None:
+def test_sides_of_8_bit_products_are_a_ranks_and_their_interval_has_no_effect() -> None:
     flags = "--fp8-format hybrid --tensor-model-parallel-size 2 --ffn-hidden-size 176"
     sentence = "--ffn-hidden-size (176) over 2 rank(s) does not; use a multiple of 32."
     check_refused(f"{BF16} {flags}", sentence, ranks=2)
+    notes = parsed(f"{BF16} --fp8-format hybrid --fp8-interval 4").notes
+    assert any("`--fp8-interval` has no effect" in note for note in notes)
 
 
 def test_layers_that_stay_in_bf16() -> None:
-    config = Fp8Config(
-        first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1
-    )
-    kept = [number for number in range(1, 7) if config.keeps_bf16(number, 6)]
-    assert kept == [1, 2, 6]
+    ends = {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
+    config = Fp8Config(first_last_layers_bf16=True, **ends)
+    assert [number for number in range(1, 7) if config.keeps_bf16(number, 6)] == [1, 2, 6]
     assert not any(Fp8Config().keeps_bf16(number, 6) for number in range(1, 7))
-
-
-def test_the_interval_of_8_bits_has_no_effect_and_says_so() -> None:
-    notes = parsed(f"{BF16} --fp8-format hybrid --fp8-interval 4").notes
-    assert any("`--fp8-interval` has no effect" in note for note in notes)
 
 
 def adapters(words: str = "") -> RunConfig:
@@ -140,19 +127,18 @@ def test_a_resolved_configuration_is_one_that_can_be_given() -> None:
     run = streaming("--lora-rank 2")
     again = RunConfig.from_dict(run.to_dict(), VIDEO.sections)
     assert finalize(again, STREAMING_TASK, 1, "cpu") == run
-
-
-def test_a_stored_configuration_that_names_layers_without_a_rank_is_read() -> None:
+    # One that names layers without a rank is read as well.
     stored = adapters().to_dict()
     stored["lora"]["lora_target_modules"] = list(TARGETS)
     read = finalize(RunConfig.from_dict(stored, TEXT.sections), GPT, 1, "cpu")
     assert read.lora.lora_rank is None
 
 
-def test_alpha_over_rank() -> None:
+def test_alpha_over_rank_whose_error_is_told_once() -> None:
     assert adapters("--lora-rank 16").lora.scale == 2
     assert adapters("--lora-rank 16 --lora-rslora").lora.scale == 8
     assert adapters().lora.lora_alpha is None
+    assert "\n".join(errors_of(f"{SMALL} --lora-rank -1")).count("`--lora-rank` (-1)") == 1
 
 
 def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
@@ -163,18 +149,15 @@ def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
     assert config_of(f"{words} --lora-rank 8", **taken).lora.lora_rank == 8
 
 
-def test_an_error_of_adapters_is_told_once() -> None:
-    told = "\n".join(errors_of(f"{SMALL} --lora-rank -1"))
-    assert told.count("`--lora-rank` (-1)") == 1
-
-
 @pytest.mark.parametrize("given", [-100, 0, 7])
 def test_a_label_to_ignore_is_an_id_or_none(given: int) -> None:
     assert config_of(f"{SMALL} --ignore-index {given}").loss.ignore_index == given
 
 
 def test_the_longest_conversation_follows_the_row() -> None:
-    for words, longest in (("--sft", 16), ("--sft --sft-max-length 17", 17), ("", None)):
+    padded = "--sft --sft-batching padded --deterministic-dropout"  # Its dropout can be numbered.
+    rows = (("--sft", 16), ("--sft --sft-max-length 17", 17), ("", None), (padded, 16))
+    for words, longest in rows:
         config = config_of(f"{SFT} {words}", ranks=0)
         assert config.section(SftConfig).sft_max_length == longest
 
@@ -185,7 +168,3 @@ def test_epochs_need_conversations() -> None:
     config_of(f"{words} --sft", ranks=0)
     none = f"{words} --sft --train-epochs 0"
     check_refused(none, "`--train-epochs` (0) must be at least 1", ranks=0)
-
-
-def test_the_dropout_of_padded_rows_can_be_numbered() -> None:
-    config_of(f"{SFT} --sft --sft-batching padded --deterministic-dropout", ranks=0)

@@ -1,11 +1,11 @@
 """Flags of streaming runs: files of prompts, sampled videos and the teacher's layout."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.run import RunConfig
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.config.run import SampleConfig
@@ -25,9 +25,10 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ext.train.main.launch", lambda *_, **__: STARTED)
 
 
+@dataclass
 class Printed:
-    def __init__(self, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
-        self.capfd, self.folder = capfd, folder
+    capfd: pytest.CaptureFixture[str]
+    folder: Path
 
     def __call__(self, words: str, code: int = EXIT_CODE_USER_ERROR) -> list[str]:
         flags = flags_of(self.folder, f"--train-iters 1 {words}")
@@ -41,20 +42,15 @@ def refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Printed:
     return Printed(capfd, tmp_path)
 
 
-def test_a_run_that_is_whole_starts(refused: Printed) -> None:
-    assert refused("", code=STARTED) == []
-
-
 @pytest.mark.parametrize("flag", ["teacher-checkpoint", "critic-checkpoint", "load --finetune"])
-def test_weights_must_be_there_before_ranks_start(
-    refused: Printed, tmp_path: Path, flag: str
-) -> None:
+def test_weights_must_be_there_first(refused: Printed, tmp_path: Path, flag: str) -> None:
     name, *more = flag.split()
     (error,) = refused(f"--{name} {tmp_path / 'none'} {' '.join(more)}")
     assert error.startswith(f"`--{name}` ({tmp_path / 'none'}) holds no checkpoint")
 
 
-def test_a_run_has_no_epochs(refused: Printed) -> None:
+def test_a_run_that_is_whole_starts_and_has_no_epochs(refused: Printed) -> None:
+    assert refused("", code=STARTED) == []
     errors = refused("--train-epochs 2")
     assert errors[0].startswith("`--train-epochs` (2) does not go with `--task streaming`: prompts")
 
@@ -70,10 +66,8 @@ def test_prompts_must_be_there_and_in_pairs(refused: Printed, tmp_path: Path) ->
     one.write_text("a\n")
     first = f"--prompts-path {tmp_path / 'prompts.txt'}"
     (error,) = refused(f"{first} --second-prompts-path {one}")
-    assert error == (
-        f"`--second-prompts-path` ({one}) has 1 prompts, but must have 5, one for each of "
-        "`--prompts-path`."
-    )
+    said = f"`--second-prompts-path` ({one}) has 1 prompts, but must have 5, one for each of `--p"
+    assert error.startswith(said)
     one.write_text(" \n\n")
     (error,) = refused(f"--prompts-path {one}")
     assert error == f"`--prompts-path` ({one}) holds no prompt; write one a line."
@@ -117,9 +111,7 @@ def test_all_rows_of_a_jsonl_must_be_alike(refused: Printed, tmp_path: Path) -> 
     assert refused(f"--prompts-path {path}", code=STARTED) == []
 
 
-def test_coverage_and_aliasing_are_said_once(
-    refused: Printed, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_coverage_is_said_once(refused: Printed, caplog: pytest.LogCaptureFixture) -> None:
     """4 chunks and 3 passes in 2 steps have no divisor in common, 4 and 2 have."""
     refused("", code=STARTED)
     assert not [r for r in caplog.records if "generator_interval" in r.message]
@@ -175,11 +167,6 @@ def test_other_runs_refuse_the_flags_of_long_videos(flag: str, tmp_path: Path) -
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
 
 
-def with_teacher(words: str, ranks: int) -> RunConfig:
-    flags = flags_of(Path(), f"--train-iters 1 --prompts-path x {words}", batch=12)
-    return config_of(flags, VIDEO, ranks=ranks)
-
-
 @pytest.mark.parametrize("words", [f"{TENSOR} 1", f"{STAGES} 2"])
 def test_a_run_without_a_teacher_refuses_its_layout(words: str) -> None:
     sentence = f"`{words.split()[0]}` has an effect only with `--task streaming`"
@@ -197,8 +184,7 @@ def test_a_run_without_a_teacher_refuses_its_layout(words: str) -> None:
         (f"--context-parallel-size 2 {TENSOR} 4", 12, TeacherSizes(4, 1)),
     ],
 )
-def test_a_teacher_lies_as_the_run_unless_a_flag_says_otherwise(
-    words: str, ranks: int, sizes: TeacherSizes | None
-) -> None:
-    config = with_teacher(words, ranks)
+def test_a_teacher_lies_as_the_run(words: str, ranks: int, sizes: TeacherSizes | None) -> None:
+    flags = flags_of(Path(), f"--train-iters 1 --prompts-path x {words}", batch=12)
+    config = config_of(flags, VIDEO, ranks=ranks)
     assert teacher_sizes(config.section(StreamingConfig), config.parallel) == sizes

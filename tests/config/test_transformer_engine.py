@@ -58,9 +58,8 @@ GOOD = [
     MXFP8 + GATHER + "--reuse-grad-buf-for-mxfp8-param-ag",
     f"{FP8} --fp8-recipe custom --fp8-quantizer-factory recipes.quantizers.make",
     TENSORWISE + EXPERTS,
-    TENSORWISE
-    + EXPERTS
-    + "--moe-router-padding-for-fp8 --moe-token-dispatcher-type alltoall --moe-grouped-gemm",
+    f"{TENSORWISE} {EXPERTS} --moe-router-padding-for-fp8 --moe-token-dispatcher-type alltoall "
+    "--moe-grouped-gemm",
     SP + "--tp-comm-overlap --disable-tp-comm-overlap-rs --tp-comm-bootstrap-backend gloo",
     CP + "--cp-comm-type a2a",
     CP + "--cp-comm-type p2p all_gather a2a p2p",
@@ -112,15 +111,13 @@ def test_a_bad_file_of_overlap_settings(content: str, sentence: str, tmp_path: P
     path = tmp_path / "overlap.yaml"
     path.write_text(content)
     refused(f"{TE}{SP} --tp-comm-overlap --tp-comm-overlap-cfg {path}", sentence)
-
-
-def test_products_of_the_overlap_have_transformer_engines_names() -> None:
     assert len(OVERLAPPED) == 12 and {"qkv_fprop", "fc2_wgrad"} <= set(OVERLAPPED)
 
 
 @pytest.mark.parametrize(
     "words",
     [
+        "",
         "--reset-attention-mask",
         "--lora-rank 2",
         "--deterministic-dropout",
@@ -131,11 +128,8 @@ def test_products_of_the_overlap_have_transformer_engines_names() -> None:
     ],
 )
 def test_auto_takes_the_torch_layers_where_the_others_lack_something(words: str) -> None:
-    assert configured(words).model.transformer_impl == "torch"
-
-
-def test_auto_takes_transformer_engine_where_it_can() -> None:
-    assert configured("").model.transformer_impl == "transformer_engine"
+    wanted = "torch" if words else "transformer_engine"
+    assert configured(words).model.transformer_impl == wanted
 
 
 @pytest.mark.parametrize("words", ["--tp-comm-overlap", "--fp8-recipe mxfp8 --fp8-format e4m3"])
@@ -151,7 +145,9 @@ def test_no_sentence_names_layers_that_other_flags_would_refuse(words: str) -> N
     assert "--transformer-impl transformer_engine" not in str(caught.value)
 
 
-def test_groups_of_groups_need_einops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_engine, "DISTRIBUTION", "no-such-package-is-installed")
+    assert transformer_engine.found_version() is None
     monkeypatch.setattr(transformer_engine, "find_spec", lambda name: None)
     words = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1"
     refused(f"{TE}{CP}{words}", "needs the package einops")
@@ -160,11 +156,9 @@ def test_groups_of_groups_need_einops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_feature_names_its_version() -> None:
     """A run that asks for all of them, under each version: one sentence for each it lacks."""
     config = configured(
-        TE
-        + EXPERTS
-        + "--moe-router-fusion --softmax-type learnable --fp8-format e4m3 --fp8-recipe custom "
-        "--fp8-quantizer-factory a.b --cross-entropy-impl te --recompute-granularity selective "
-        "--recompute-modules layernorm moe_act"
+        f"{TE} {EXPERTS} --moe-router-fusion --softmax-type learnable --fp8-format e4m3 "
+        "--fp8-recipe custom --fp8-quantizer-factory a.b --cross-entropy-impl te "
+        "--recompute-granularity selective --recompute-modules layernorm moe_act"
     )
     assert all(need.used(config) for need in NEEDS)
     numbers = {"2.4.0": 5, "2.6.1": 3, "2.7.0+cu12": 2, "2.8.0": 1, "2.9.0.dev0": 0, "2.18": 0}
@@ -191,23 +185,13 @@ def test_the_version_is_checked_with_the_flags(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(finalize, "found_version", lambda: "2.3.0")
     refused(TE, "needs Transformer Engine 2.4.0 or newer")
     configured("--transformer-impl torch")
-    refused(
-        "--transformer-impl torch --cross-entropy-impl te",
-        "`--cross-entropy-impl te` needs Transformer Engine",
-    )
+    torch_layers = "--transformer-impl torch --cross-entropy-impl te"
+    refused(torch_layers, "`--cross-entropy-impl te` needs Transformer Engine")
 
 
-def test_the_version_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformer_engine, "DISTRIBUTION", "no-such-package-is-installed")
-    assert transformer_engine.found_version() is None
-
-
-def test_needs_are_in_the_order_of_their_versions() -> None:
+def test_needs_are_in_the_order_of_their_versions_from_the_requirements() -> None:
     minima = [need.minimum for need in NEEDS]
     assert minima == sorted(minima) and minima[0] == MINIMUM
-
-
-def test_the_minimum_is_that_of_the_optional_requirement() -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(r'^te = \["transformer-engine\[pytorch\]>=([\d.]+)"\]$', text, re.MULTILINE)
     assert found is not None and Version(found[1]) == Version(MINIMUM)

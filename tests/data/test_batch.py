@@ -45,12 +45,8 @@ def test_mtp_targets_are_further_shifts_of_labels_and_mask() -> None:
     batch = with_mtp_targets(Batch(labels - 1, labels, mask, labels), 2)
     assert [t.tolist() for t in batch.mtp_labels] == [[[12, 13, 14, 0]], [[13, 14, 0, 0]]]
     assert [t.tolist() for t in batch.mtp_loss_weights] == [[[1, 0, 1, 0]], [[0, 1, 0, 0]]]
-
-
-def test_shift_left_leaves_its_input_alone() -> None:
-    row = torch.tensor([[1, 2, 3]])
-    assert shift_left(row).tolist() == [[2, 3, 0]]
-    assert row.tolist() == [[1, 2, 3]]
+    assert shift_left(labels).tolist() == [[12, 13, 14, 0]]
+    assert labels.tolist() == [[11, 12, 13, 14]]
 
 
 WEIGHTS = torch.tensor([[1.0, 1, 0, 1, 1, 1, 0, 0], [0.0, 0, 0, 0, 1, 0, 0, 0]])
@@ -69,6 +65,7 @@ def documents() -> Tensor:
 def test_weights_add_up_to_targets_samples_or_square_roots(reduction: str) -> None:
     total = reduced_weights(WEIGHTS, documents(), reduction).sum()
     assert float(total) == pytest.approx(DENOMINATORS[reduction], rel=1e-6)
+    assert not reduced_weights(torch.zeros_like(WEIGHTS), documents(), reduction).any()
 
 
 @pytest.mark.parametrize(("reduction", "exponent"), [("sample", 1.0), ("square", 0.5)])
@@ -81,25 +78,14 @@ def test_every_token_weighs_what_its_sample_says(reduction: str, exponent: float
             assert torch.allclose(found[row, first:end], share, rtol=1e-6)
 
 
-def test_a_row_is_a_sample_where_documents_do_not_end() -> None:
-    found = reduced_weights(WEIGHTS, None, "sample")
-    assert torch.allclose(found.sum(dim=1), torch.ones(2))
-
-
-def test_fractional_weights_of_the_data_count_as_parts_of_targets() -> None:
-    found = reduced_weights(0.5 * WEIGHTS, documents(), "sample")
-    assert torch.allclose(found, reduced_weights(WEIGHTS, documents(), "sample"))
-
-
-def test_padding_belongs_to_no_sample() -> None:
-    padded = documents().masked_fill(WEIGHTS == 0, -1)
+def test_rows_fractional_weights_and_padding() -> None:
+    whole = reduced_weights(WEIGHTS, None, "sample")  # A row is a sample.
+    assert torch.allclose(whole.sum(dim=1), torch.ones(2))
+    parts = reduced_weights(0.5 * WEIGHTS, documents(), "sample")  # They are parts of targets.
+    assert torch.allclose(parts, reduced_weights(WEIGHTS, documents(), "sample"))
+    padded = documents().masked_fill(WEIGHTS == 0, -1)  # It belongs to no sample.
     found = reduced_weights(WEIGHTS, padded, "square")
     assert float(found.sum()) == pytest.approx(DENOMINATORS["square"], rel=1e-6)
-
-
-@pytest.mark.parametrize("reduction", DENOMINATORS)
-def test_rows_without_targets_weigh_nothing(reduction: str) -> None:
-    assert not reduced_weights(torch.zeros_like(WEIGHTS), documents(), reduction).any()
 
 
 def test_prediction_depths_are_calibrated_by_themselves() -> None:
@@ -113,9 +99,7 @@ def test_prediction_depths_are_calibrated_by_themselves() -> None:
 
 @pytest.mark.parametrize("reduction", ["token", "sample"])
 @ranks()
-def test_ignored_labels_weigh_nothing_at_any_depth(
-    context: ParallelContext, reduction: str
-) -> None:
+def test_ignored_labels_weigh_nothing(context: ParallelContext, reduction: str) -> None:
     labels = torch.tensor([[5, 7, 7, 2, 9, 7]])
     sample = {
         "tokens": torch.arange(6)[None],
@@ -140,18 +124,12 @@ def test_ignored_labels_weigh_nothing_at_any_depth(
     assert first(-100)[0] == pytest.approx([whole] * 5 + [0])
 
 
-def test_sequential_gives_each_rank_its_share_of_every_micro_batch() -> None:
+def test_sequential_gives_each_rank_its_share_and_resumes_until_there_is_none() -> None:
     ranks = [list(SequentialSampler(9, 0, 2, rank, 2)) for rank in range(2)]
     assert ranks == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
-def test_sequential_resumes_after_consumed_samples() -> None:
     whole = list(SequentialSampler(24, 0, 2, 1, 3))
     assert list(SequentialSampler(24, 12, 2, 1, 3)) == whole[2:]
     assert len(SequentialSampler(24, 12, 2, 1, 3)) == 2
-
-
-def test_sequential_refuses_an_exhausted_dataset() -> None:
     with pytest.raises(DataError, match=r"has consumed 8 samples, but the dataset holds 8"):
         SequentialSampler(8, 8, 2, 0, 2)
 
@@ -170,8 +148,5 @@ def test_random_covers_each_epoch_once_and_resumes(sharded: bool) -> None:
         assert sorted(seen) == list(range(12))
     assert [rank[:2] for rank in four] != [rank[2:] for rank in four]
     assert micro_batches(6, 3) == [rank[1:] for rank in four]
-
-
-def test_random_refuses_a_dataset_below_one_micro_batch() -> None:
     with pytest.raises(DataError, match=r"holds 5 samples, but one micro-batch .* takes 6"):
         RandomSampler(5, 0, 2, 0, 3, data_sharding=True)

@@ -73,26 +73,17 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (edit("idx", patch(9, b"\x02")), "{p}.idx has index version 2, but only version 1"),
     (edit("idx", patch(17, b"\x09")), "{p}.idx has dtype code 9, which must be one of 1 to 8"),
     (edit("idx", lambda b: b[:-5]), "{p}.idx has 97 bytes, but its 3 sequences and 4 document bo"),
-    (
-        edit("bin", lambda b: b[:-1]),
-        "{p}.bin is truncated: it has 11 bytes, but its index counts 6 tokens of 2 bytes (12 byt",
-    ),
+    (edit("bin", lambda b: b[:-1]),
+     "{p}.bin is truncated: it has 11 bytes, but its index counts 6 tokens of 2 bytes (12 byt"),
     (edit("bin", lambda b: b + b"x"), "{p}.bin is longer than its index says: it has 13 bytes"),
-    (
-        edit("idx", patch(38, struct.pack("<i", -3))),
-        "{p}.idx gives sequence 1 a negative length (-3)",
-    ),
-    (
-        edit("idx", patch(46 + 8, struct.pack("<q", 6))),
-        "{p}.idx places sequence 1 at byte 6, but the lengths before it end at byte 4",
-    ),
-    (
-        edit("idx", patch(70 + 24, struct.pack("<q", 2))),
-        "{p}.idx has document boundaries from 0 to 2 that must rise from 0 to the number of "
-        "sequences (3)",
-    ),
+    (edit("idx", patch(38, struct.pack("<i", -3))), "{p}.idx gives sequence 1 a negative length "
+     "(-3)"),
+    (edit("idx", patch(46 + 8, struct.pack("<q", 6))),
+     "{p}.idx places sequence 1 at byte 6, but the lengths before it end at byte 4"),
+    (edit("idx", patch(70 + 24, struct.pack("<q", 2))), "{p}.idx has document boundaries from 0 "
+     "to 2 that must rise from 0 to the number of sequences (3)"),
     (edit("idx", patch(70 + 8, struct.pack("<q", 3))), "{p}.idx has document boundaries from 0 to"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGE)))
@@ -190,11 +181,9 @@ def test_merge_refuses(tmp_path: Path) -> None:
 
 def test_ids_that_do_not_fit_are_refused() -> None:
     assert narrow(np.asarray([0, 65535], np.uint32), np.dtype(np.uint16)).tolist() == [0, 65535]
-    for ids in ([65536], [-1]):
-        with pytest.raises(
-            DataError, match=rf"Token id {ids[0]} does not fit the dataset's uint16"
-        ):
-            narrow(np.asarray(ids), np.dtype(np.uint16))
+    for number in (65536, -1):
+        with pytest.raises(DataError, match=f"Token id {number} does not fit the dataset's uint16"):
+            narrow(np.asarray([number]), np.dtype(np.uint16))
 
 
 def test_failed_writer_leaves_the_old_dataset(tmp_path: Path) -> None:

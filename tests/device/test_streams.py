@@ -89,9 +89,6 @@ def test_rates_count_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert matrix_rate(CPU, torch.bfloat16, 16) == 2 * 16**3
     assert copy_rate(CPU, 1000) == 2000
     assert gpus.rates(CPU, 16, 1000) == {"bf16": 2 * 16**3, "fp8": None, "copy": 2000}
-
-
-def test_a_cpu_has_no_8_bit_rate() -> None:
     assert not has_fp8(CPU)
     with pytest.raises(DeviceNotSupported, match="compute capability 8.9 or newer"):
         matrix_rate(CPU, torch.float8_e4m3fn, 16)

@@ -13,7 +13,6 @@ import torch
 from megatron_ext.device.gpus import has_fp8
 from megatron_ext.optim.update import decides_on_device
 from megatron_ext.train.loop import IntervalMetrics
-from megatron_ext.train.run import Run
 from tests.gpu.runs import LAYOUTS, losses, needs_gpus, one_gpu, train
 from tests.runs_from_inside import build, one_step
 from tests.training_runs import TINY, mock_data
@@ -66,11 +65,8 @@ def test_a_checkpoint_of_one_resumes_on_the_other(
 
 
 GRAPH_STEPS = 10
-GRAPH_FLAGS = [
-    *TINY,
-    *mock_data(),
-    *f"--train-iters {GRAPH_STEPS} --eval-iters 1 --eval-interval 4".split(),
-]
+GRAPH_WORDS = f"--train-iters {GRAPH_STEPS} --eval-iters 1 --eval-interval 4"
+GRAPH_FLAGS = [*TINY, *mock_data(), *GRAPH_WORDS.split()]
 GRAPHS = ["--cuda-graph-impl", "local"]
 
 
@@ -97,21 +93,17 @@ def test_one_gpu(words: str, tmp_path: Path) -> None:
     check(words, tmp_path)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_gpus(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"{layout} --bf16" for layout in LAYOUTS.values()),
+        "--bf16 --overlap-grad-reduce --overlap-param-gather",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    ],
+)
+def test_two_gpus(words: str, tmp_path: Path) -> None:
     """The end of the run also shows that the graphs go before the communicators of NCCL."""
     needs_gpus(2)
-    check(f"{LAYOUTS[layout]} --bf16", tmp_path, ranks=2)
-
-
-def test_overlap_on_two_gpus(tmp_path: Path) -> None:
-    needs_gpus(2)
-    check("--bf16 --overlap-grad-reduce --overlap-param-gather", tmp_path, ranks=2)
-
-
-def test_virtual_chunks_on_two_gpus(tmp_path: Path) -> None:
-    needs_gpus(2)
-    words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     check(words, tmp_path, ranks=2)
 
 
@@ -181,7 +173,8 @@ def test_a_bad_gradient_skips_the_step_on_the_gpu() -> None:
         window.settle()
         before = [p.detach().clone() for chunk in run.chunks for p in chunk.parameters()]
         rate = run.optimizer.param_groups[0]["lr"]
-        run.runner.observer = lambda: _spoil(run)
+        first = next(run.chunks[0].parameters())
+        run.runner.observer = lambda: first.main_grad.fill_(math.nan)
         one_step(run, window)
         run.runner.observer = None
         assert run.progress.skipped_iterations == 0
@@ -192,10 +185,6 @@ def test_a_bad_gradient_skips_the_step_on_the_gpu() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         one_step(run, window)
         assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def _spoil(run: Run) -> None:
-    next(run.chunks[0].parameters()).main_grad.fill_(math.nan)
 
 
 def test_what_waits_is_seen() -> None:

@@ -46,7 +46,6 @@ def format_of(recipe: str) -> str:
 
 @pytest.fixture(scope="module")
 def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Return losses of Transformer Engine's layers without 8-bit products."""
     return run(TE, tmp_path_factory.mktemp("bf16"))
 
 
@@ -65,9 +64,7 @@ def test_each_recipe_stays_beside_bf16(recipe: str, bf16: list[float], tmp_path:
 
 
 @pytest.mark.parametrize("recipe", FIRST)
-def test_weights_kept_in_8_bits_stay_beside_bf16(
-    recipe: str, bf16: list[float], tmp_path: Path
-) -> None:
+def test_weights_in_8_bits_stay_beside_bf16(recipe: str, bf16: list[float], tmp_path: Path) -> None:
     needs_recipe(recipe)
     through = "--reuse-grad-buf-for-mxfp8-param-ag" if recipe == "mxfp8" else ""
     words = f"--fp8-format {format_of(recipe)} --fp8-recipe {recipe} {GATHER} {through}"

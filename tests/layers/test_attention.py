@@ -1,7 +1,6 @@
 """Attention: plain arithmetic in every layout, and megatron-core's own module for its roundings."""
 
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,10 +56,10 @@ def random_qkv(groups: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(S, B, n, D, generator=generator).to(dtype).requires_grad_() for n in heads]
 
 
-def outcome(module: Any, qkv: list[Tensor], mask: Tensor | None, seed: int = 3) -> list[Tensor]:
+def outcome(module: Any, qkv: list[Tensor], mask: Tensor | None) -> list[Tensor]:
     own = [x.detach().clone().requires_grad_() for x in qkv]
-    torch.manual_seed(seed)
-    out = module(*own, mask) if not isinstance(module, SimpleNamespace) else module.call(*own)
+    torch.manual_seed(3)
+    out = module(*own, mask)
     generator = torch.Generator().manual_seed(9)
     out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
     return [out.detach(), *(x.grad for x in own if x.grad is not None)]
@@ -68,8 +67,8 @@ def outcome(module: Any, qkv: list[Tensor], mask: Tensor | None, seed: int = 3) 
 
 def expected(qkv: list[Tensor], forbidden: Tensor, scale: float | None = None) -> list[Tensor]:
     """Return the same in double precision by plain arithmetic."""
-    call = SimpleNamespace(call=lambda q, k, v: plain.attention(q, k, v, forbidden, scale))
-    return outcome(call, [x.detach().double() for x in qkv], None)
+    doubled = [x.detach().double() for x in qkv]
+    return outcome(lambda q, k, v, _: plain.attention(q, k, v, forbidden, scale), doubled, None)
 
 
 def assert_near(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
@@ -102,7 +101,7 @@ def forbidden_by(mask: str, window: int = 3) -> Tensor:
 
 
 @ranks()
-def test_a_sliding_window_hides_far_keys(context: ParallelContext) -> None:
+def test_a_sliding_window_hides_far_keys_and_joins_a_mask(context: ParallelContext) -> None:
     qkv = random_qkv(N)
     transformer_config = config(window_size=(3, 0), window_attn_skip_freq=2)
     for layer, mask in ((1, "window"), (2, "causal")):
@@ -111,11 +110,6 @@ def test_a_sliding_window_hides_far_keys(context: ParallelContext) -> None:
         assert_near(outcome(ours, qkv, None), expected(qkv, forbidden), 1e-6)
         theirs = build(CoreAttention, transformer_config, context, layer_number=layer)
         assert_near(outcome(ours, qkv, None), outcome(theirs, qkv, None), 1e-6)
-
-
-@ranks()
-def test_sliding_window_joins_a_document_mask(context: ParallelContext) -> None:
-    qkv = random_qkv(N)
     ours = build(DotProductAttention, config(window_size=(2, 0)), context)
     want = expected(qkv, forbidden_by("documents and window", 2))
     assert_near(outcome(ours, qkv, plain.documents(S, ENDS)[:, None]), want, 1e-6)
@@ -139,12 +133,11 @@ def test_half_precision_rounds_as_megatron_core(
     transformer_config = config(num_query_groups=2, **options)
     qkv = random_qkv(2, dtype)
     mask = plain.documents(S, ENDS)[:, None] if masked else None
-    ours, theirs = (
+    both = (
         outcome(build(kind, transformer_config, context, layer_number=3), qkv, mask)
         for kind in (DotProductAttention, CoreAttention)
     )
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, other)
+    assert all(map(torch.equal, *both))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,22 +151,18 @@ def test_dropout_draws_as_megatron_core(context: ParallelContext, dtype: torch.d
         module = build(kind, transformer_config, context)
         results.append([outcome(module, qkv, None), outcome(module, qkv, None)])
     for ours, theirs in zip(*results, strict=True):
-        for mine, other in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, other)
+        assert all(map(torch.equal, ours, theirs))
     assert not torch.equal(results[0][0][0], results[0][1][0]), "the random state moved on"
     evaluating = build(DotProductAttention, transformer_config, context).eval()
     plainly = build(DotProductAttention, config(bf16=transformer_config.bf16), context)
     assert torch.equal(evaluating(*qkv, None), plainly(*qkv, None))
 
 
-@pytest.mark.parametrize("granularity", ["selective", None])
 @ranks()
-def test_recomputing_attention_leaves_gradients_alone(
-    context: ParallelContext, granularity: str | None
-) -> None:
+def test_recomputing_attention_leaves_gradients_alone(context: ParallelContext) -> None:
     """The second forward pass draws the dropout that the first drew."""
     gradients = []
-    for recompute in (granularity, None):
+    for recompute in ("selective", None):
         transformer_config = config(
             attention_dropout=0.3,
             recompute_granularity=recompute,
@@ -185,13 +174,10 @@ def test_recomputing_attention_leaves_gradients_alone(
             spec, config=transformer_config, layer_number=1, pg_collection=context.pgs
         )
         hidden = torch.randn(S, B, N * D, generator=torch.Generator().manual_seed(1))
-        hidden.requires_grad_()
-        out, _ = module(hidden, None)
-        out.square().sum().backward()
+        module(hidden.requires_grad_(), None)[0].square().sum().backward()
         gradients.append([hidden.grad, *(p.grad for p in module.parameters())])
         assert module.checkpoint_core_attention is bool(recompute)
-    for first, second in zip(*gradients, strict=True):
-        assert torch.equal(first, second)
+    assert all(map(torch.equal, *gradients))
 
 
 @ranks()

@@ -1,7 +1,6 @@
 """When functions are compiled, how often, and what happens where they cannot be."""
 
 import logging
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from megatron_ext.layers import compiled as compilation
 from megatron_ext.layers import transformer_layer
@@ -30,20 +30,7 @@ GPU: Any = SimpleNamespace(is_cuda=True, numel=lambda: 1)
 """Looks to `compiles` like a tensor of a GPU."""
 
 
-class Counting:
-    """A backend that runs graphs as they are and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(
-        self, graph: torch.fx.GraphModule, example: Sequence[Tensor]
-    ) -> Callable[..., Any]:
-        self.graphs += 1
-        return graph.forward
-
-
-def failing(graph: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+def failing(_graph: torch.fx.GraphModule, _example: Any) -> Any:
     raise RuntimeError("no such kernel")
 
 
@@ -72,21 +59,21 @@ def test_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lengths_are_compiled_twice_at_most_and_widths_apart() -> None:
-    double, backend = doubled(), Counting()
+    double, backend = doubled(), CompileCounter()
     with compiled_on_cpu(backend):
         for length in (3, 5, 7, 11, 13, 8):
             for batch in (2, 4, 3):
                 x = torch.randn(length, batch, 4)
                 assert torch.equal(double(x), 2 * x)
-        assert backend.graphs <= 3  # both axes first alike, then one after the other unlike
-        before = backend.graphs
+        assert backend.frame_count <= 3  # both axes first alike, then one after the other unlike
+        before = backend.frame_count
         double(torch.randn(3, 2, 6))
         double(torch.randn(3, 2, 6, dtype=torch.float64))
         double(torch.randn(3, 2, 6, requires_grad=True))
         double(torch.randn(3, 2, 6), 3.0)
-        assert backend.graphs == before + 4
+        assert backend.frame_count == before + 4
         double(torch.randn(9, 2, 4))
-        assert backend.graphs == before + 4
+        assert backend.frame_count == before + 4
 
 
 def test_a_length_among_the_arguments_is_no_signature() -> None:
@@ -94,17 +81,12 @@ def test_a_length_among_the_arguments_is_no_signature() -> None:
     def head(x: Tensor, count: int) -> Tensor:
         return 2 * x[:count]
 
-    backend = Counting()
+    backend = CompileCounter()
     with compiled_on_cpu(backend):
         for count in range(2, 9):
             x = torch.randn(10, 2, 4)
             assert torch.equal(head(x, count), 2 * x[:count])
-    assert backend.graphs <= 2
-
-
-def test_tensors_without_elements_run_as_written() -> None:
-    with compiled_on_cpu(failing):
-        assert doubled()(torch.empty(0, 2, 4)).shape == (0, 2, 4)
+    assert backend.frame_count <= 2
 
 
 def test_a_graph_break_is_an_error() -> None:
@@ -117,10 +99,12 @@ def test_a_graph_break_is_an_error() -> None:
         value(torch.ones(2))
 
 
-def test_what_cannot_be_compiled_runs_as_written_and_is_said_once(
+def test_what_cannot_be_compiled_runs_and_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     double, x = doubled(), torch.ones(3, 2, 4)
+    with compiled_on_cpu(failing):  # Tensors without elements run as written.
+        assert doubled()(torch.empty(0, 2, 4)).shape == (0, 2, 4)
     with caplog.at_level(logging.WARNING), compiled_on_cpu(failing, strict=False):
         assert torch.equal(double(x), 2 * x) and torch.equal(double(x), 2 * x)
     (record,) = caplog.records
@@ -129,7 +113,7 @@ def test_what_cannot_be_compiled_runs_as_written_and_is_said_once(
 
 
 def test_functions_within_functions_are_one_graph() -> None:
-    double, backend = doubled(), Counting()
+    double, backend = doubled(), CompileCounter()
 
     @compiled
     def twice(x: Tensor) -> Tensor:
@@ -137,29 +121,22 @@ def test_functions_within_functions_are_one_graph() -> None:
 
     with compiled_on_cpu(backend):
         assert torch.equal(twice(torch.ones(2)), torch.full((2,), 4.0))
-    assert backend.graphs == 1
+    assert backend.frame_count == 1
 
 
+@pytest.mark.parametrize(
+    ("triton", "lack"), [(False, "Triton and a GPU of compute"), (True, "a C compiler")]
+)
 @pytest.mark.usefixtures("fresh")
-def test_without_triton_nothing_is_compiled_and_one_sentence_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_the_compiler_lacks_is_said_once_and_nothing_is_compiled(
+    triton: bool, lack: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compilation, "has_triton", lambda: False)
+    monkeypatch.setattr(compilation, "has_triton", lambda: triton)
+    monkeypatch.setenv("CC", "/nowhere/cc")
     with caplog.at_level(logging.WARNING):
         assert not compiles(GPU) and not compiles(GPU)
     (record,) = caplog.records
-    assert record.message.startswith("`torch.compile` needs Triton and a GPU of compute")
-
-
-@pytest.mark.usefixtures("fresh")
-def test_without_a_c_compiler_too(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compilation, "has_triton", lambda: True)
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    with caplog.at_level(logging.WARNING):
-        assert not compiles(GPU)
-    assert "needs a C compiler" in caplog.records[0].message
+    assert record.message.startswith(f"`torch.compile` needs {lack}")
 
 
 @pytest.mark.usefixtures("fresh")
@@ -196,11 +173,11 @@ def test_too_many_kinds_of_arguments_run_as_written(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compilation, "MAX_VARIANTS", 2)
-    double, backend = doubled(), Counting()
+    double, backend = doubled(), CompileCounter()
     with caplog.at_level(logging.WARNING), compiled_on_cpu(backend):
         for width in (2, 3, 4, 5):
             assert torch.equal(double(torch.ones(2, 2, width)), torch.full((2, 2, width), 2.0))
-    assert backend.graphs == 2
+    assert backend.frame_count == 2
     (record,) = caplog.records
     assert "`double` has been compiled for 2 kinds of arguments" in record.message
 
@@ -283,9 +260,7 @@ def check(context: ParallelContext, changes: dict[str, Any]) -> None:
     [name if name == "biases" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
 )
 @ranks()
-def test_compiled_layers_give_the_same_outputs_and_gradients(
-    context: ParallelContext, name: str
-) -> None:
+def test_compiled_layers_give_the_same_gradients(context: ParallelContext, name: str) -> None:
     check(context, VARIANTS[name])
 
 

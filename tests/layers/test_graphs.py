@@ -31,8 +31,7 @@ def on_graphs(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def block_of(context: ParallelContext, **changes: Any) -> TransformerBlock:
-    transformer_config = config(context, **changes)
-    block = torch_block(transformer_config, context)
+    block = torch_block(config(context, **changes), context)
     plain.fill(block, context)
     enter(block, 0)
     return block
@@ -55,8 +54,7 @@ def hidden(seed: int, batch: int = B) -> Tensor:
 
 
 def run(block: TransformerBlock, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    output: Tensor = block(x, mask)
-    return output
+    return block(x, mask)
 
 
 def enter(block: TransformerBlock, microbatch: int) -> None:
@@ -78,9 +76,7 @@ def summed_as_by_data_parallelism(block: TransformerBlock) -> dict[str, Tensor]:
 
 
 def same(got: list[Tensor], want: list[Tensor]) -> None:
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
+    assert len(got) == len(want) and all(map(torch.equal, got, want))
 
 
 @on_graphs

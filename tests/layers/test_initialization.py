@@ -189,9 +189,7 @@ def test_a_wider_padded_vocabulary_keeps_the_rows(method: str, tmp_path: Path) -
             assert other[name].size(0) == 1901 + -1901 % size
             assert torch.equal(other[name][:1901], one[name])
             assert other[name].isfinite().all()
-            assert float(other[name].detach().std()) == pytest.approx(
-                float(one[name].std()), rel=0.1
-            )
+            assert float(other[name].std()) == pytest.approx(float(one[name].std()), rel=0.1)
 
 
 def test_a_weight_is_what_its_name_and_seed_draw(tmp_path: Path) -> None:
@@ -226,8 +224,9 @@ def test_learned_positions_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     assert float(one[name].std()) == pytest.approx(0.02, rel=0.1)
 
 
-def check_cpu_initialization(context: ParallelContext, folder: Path) -> None:
-    """Check that the flag gives megatron-core's weights, drawn from torch's generator in order."""
+@ranks()
+def test_cpu_initialization_stays_megatrons(context: ParallelContext) -> None:
+    """Weights are megatron-core's, drawn from torch's generator in order."""
     config, vocab_size = config_of("--use-cpu-initialization", 1)
     transformer_config = build_transformer_config(config)
     assert not isinstance(transformer_config.init_method, Marked)
@@ -253,10 +252,6 @@ def check_cpu_initialization(context: ParallelContext, folder: Path) -> None:
     assert torch.equal(chunk.embedding.word_embeddings.weight, first)
 
 
-def test_cpu_initialization_stays_megatrons(tmp_path: Path) -> None:
-    run_on_ranks(check_cpu_initialization, Layout(world_size=1), {"folder": tmp_path})
-
-
 class PlainModel(torch.nn.Module):
     """A user's own module: torch's layers, one of which starts at zero."""
 
@@ -273,12 +268,8 @@ class PlainModel(torch.nn.Module):
 
 
 def marked_config(method: Any = torch.nn.init.ones_) -> SimpleNamespace:
-    config = SimpleNamespace(
-        init_method=method,
-        output_layer_init_method=method,
-        embedding_init_method=method,
-        perform_initialization=True,
-    )
+    names = ("init_method", "output_layer_init_method", "embedding_init_method")
+    config = SimpleNamespace(**dict.fromkeys(names, method), perform_initialization=True)
     mark_methods(config)
     return config
 
@@ -293,7 +284,7 @@ def plain_model(seed: int, dtype: torch.dtype = torch.float32) -> PlainModel:
 
 
 @ranks()
-def test_a_users_plain_modules_are_drawn_by_name(context: ParallelContext) -> None:
+def test_a_users_plain_modules_are_drawn_by_name_but_for_zeros(context: ParallelContext) -> None:
     one, other, half = plain_model(1), plain_model(2), plain_model(3, torch.bfloat16)
     for name in ("weight", "bias"):
         value = getattr(one.linear, name)
@@ -302,11 +293,7 @@ def test_a_users_plain_modules_are_drawn_by_name(context: ParallelContext) -> No
         # As torch draws them: uniform between plus and minus 1/sqrt(inputs).
         assert 0 < float(value.detach().abs().max()) < 1 / math.sqrt(8)
     assert not torch.equal(one.linear.bias, one.last.bias)
-
-
-@ranks()
-def test_what_a_user_initialized_stays(context: ParallelContext) -> None:
-    assert torch.equal(plain_model(1).last.weight, torch.zeros(4, 8))
+    assert torch.equal(one.last.weight, torch.zeros(4, 8))
 
 
 class Rewrapping(PlainModel):
@@ -366,8 +353,7 @@ def test_marked_methods_fill_plain_tensors_at_once() -> None:
     config = marked_config(method)
     marked = config.init_method
     mark_methods(config)
-    assert config.init_method is marked
-    assert marked.method is method
+    assert config.init_method is marked and marked.method is method
     assert torch.equal(marked(torch.zeros(2)), torch.full((2,), 3.0))
 
 

@@ -27,7 +27,7 @@ from megatron_ext.layers.specs import (
 )
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from tests.layers import plain
-from tests.ranks import ranks
+from tests.ranks import on_ranks, ranks
 
 S, B, H, LAYERS, HEADS, GROUPS, FFN = 8, 2, 16, 2, 4, 2, 24
 ENDS = [[3], [4, 5]]
@@ -131,45 +131,28 @@ def near(got: Tensor, want: Tensor, name: str, tolerance: float = 2e-6) -> None:
     assert error <= tolerance, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-@ranks()
-def test_one_rank_is_plain_arithmetic(
-    context: ParallelContext, normalization: str, masked: bool
-) -> None:
-    check_block(context, normalization=normalization, masked=masked)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-@ranks(tp=2)
-def test_tensor_and_sequence_parallel_ranks_are_plain_arithmetic(
-    context: ParallelContext, normalization: str, sequence_parallel: bool
-) -> None:
-    check_block(
-        context, normalization=normalization, sequence_parallel=sequence_parallel, masked=True
-    )
-
-
-@pytest.mark.parametrize("kind", ["all_gather", "a2a"])
-@ranks(tp=2, cp=2)
-def test_tensor_sequence_and_context_parallel_ranks_are_plain_arithmetic(
-    context: ParallelContext, kind: str
-) -> None:
-    check_block(context, sequence_parallel=True, masked=True, cp_comm_type=kind)
+@pytest.mark.parametrize(
+    ("tp", "how"), [(1, ""), (1, "masked"), (2, "masked"), (2, "masked sequence_parallel")]
+)
+def test_ranks_are_plain_arithmetic(tp: int, how: str, normalization: str) -> None:
+    given = dict.fromkeys(how.split(), True)
+    on_ranks(check_block, {"tp": tp}, normalization=normalization, **given)
 
 
 @pytest.mark.parametrize(
-    "recompute",
+    "changes",
     [
+        {"cp_comm_type": "all_gather"},
+        {"cp_comm_type": "a2a"},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ],
 )
 @ranks(tp=2, cp=2)
-def test_recomputation_changes_nothing(context: ParallelContext, recompute: dict[str, Any]) -> None:
-    check_block(context, sequence_parallel=True, masked=True, **recompute)
+def test_all_ranks_and_recomputation_are_too(context: ParallelContext, changes: Any) -> None:
+    check_block(context, sequence_parallel=True, masked=True, **changes)
 
 
 def gpt(
@@ -199,9 +182,7 @@ MODELS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", MODELS)
 @ranks()
-def test_starts_with_the_weights_of_megatron_cores_local_spec(
-    context: ParallelContext, changes: dict[str, Any]
-) -> None:
+def test_starts_with_the_weights_of_cores_spec(context: ParallelContext, changes: Any) -> None:
     transformer_config = config(**changes)
     theirs_spec = get_gpt_decoder_block_spec(
         transformer_config, False, normalization=transformer_config.normalization

@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import (
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
@@ -85,6 +83,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "expert parallel": {"dp": 2, "ep": 2},
     "tensor and sequence parallel": {"tp": 2},
     "whole experts on tensor-parallel ranks": {"tp": 2, "ep": 2, "etp": 1},
+    "context parallel": {"dp": 2, "cp": 2, "ep": 2},
     # The parts of an expert get unequal numbers of tokens, which Gloo cannot gather.
     "experts dealt out and cut": {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
 }
@@ -121,28 +120,14 @@ def test_dispatchers_agree_where_tokens_are_dropped(context: ParallelContext, po
         near(found[1][name], value, name, tolerance=1e-5)
 
 
-@ranks(dp=2, cp=2, ep=2)
-def test_context_parallel_experts_compute_what_plain_torch_computes(
-    context: ParallelContext,
-) -> None:
-    check_block(context, moe_token_dispatcher_type="alltoall")
-
-
+@pytest.mark.parametrize("modules", [None, ["moe"], ["core_attn", "shared_experts"]])
 @ranks(tp=2)
-def test_shared_experts_join_the_output(context: ParallelContext) -> None:
-    check_block(
-        context, moe_token_dispatcher_type="alltoall", moe_shared_expert_intermediate_size=SHARED
-    )
-
-
-@pytest.mark.parametrize("modules", [["moe"], ["core_attn", "shared_experts"]])
-@ranks(tp=2)
-def test_recomputing_experts_changes_nothing(context: ParallelContext, modules: list[str]) -> None:
+def test_recomputed_shared_experts(context: ParallelContext, modules: list[str] | None) -> None:
     check_block(
         context,
         moe_token_dispatcher_type="alltoall",
         moe_shared_expert_intermediate_size=SHARED,
-        recompute_granularity="selective",
+        recompute_granularity="selective" if modules else None,
         recompute_modules=modules,
     )
 
@@ -180,6 +165,25 @@ def plain_auxiliary(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
     return WEIGHT * E * (fractions * means).sum(-1).mean()
 
 
+def switches(kind: str) -> dict[str, Any]:
+    if kind == "z_loss":
+        return {"moe_z_loss_coeff": WEIGHT}
+    return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": WEIGHT}
+
+
+def router_of(
+    context: ParallelContext, cls: type[TopKRouter], scale: AuxiliaryScale, **changes: Any
+) -> tuple[Any, Tensor]:
+    """Return a router, and the weight that it holds, in single precision."""
+    changes = {"calculate_per_token_loss": True, "auxiliary_scale": scale, **changes}
+    router = cls(config(context, **changes), pg_collection=context.pgs)
+    router.set_layer_number(1)
+    full = plain.full_weight("router", (E, H)).float()
+    with torch.no_grad():
+        router.weight.copy_(full)
+    return router, full
+
+
 def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> None:
     """Check that the gradient over N is that of the mean over all micro-batches."""
     targets, sequences = 13.0, 8
@@ -189,27 +193,15 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
     dp = context.pgs.dp
     mine = batches[dp.rank() :: dp.size()]
     scale = AuxiliaryScale(torch.tensor(targets / len(batches)))
-    kinds = (
-        {"moe_z_loss_coeff": WEIGHT}
-        if kind == "z_loss"
-        else {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": WEIGHT}
-    )
-    transformer_config = config(
-        context, calculate_per_token_loss=True, auxiliary_scale=scale, **kinds
-    )
-    router = Router(transformer_config, pg_collection=context.pgs)
-    router.set_layer_number(1)
-    full = plain.full_weight("router", (E, H)).float()
-    with torch.no_grad():
-        router.weight.copy_(full)
-    clear_aux_losses_tracker()
+    router, full = router_of(context, Router, scale, **switches(kind))
+    split = router.config.sequence_parallel
+    moe_utils.clear_aux_losses_tracker()
     for batch in mine:
-        own = local_part(batch, context, sequence_parallel=transformer_config.sequence_parallel)
-        probs, _ = router(own)
+        probs, _ = router(local_part(batch, context, sequence_parallel=split))
         (0 * probs.sum()).backward()
     gradient = router.weight.grad
     torch.distributed.all_reduce(gradient, group=context.pgs.dp_cp)
-    if transformer_config.sequence_parallel:
+    if split:
         torch.distributed.all_reduce(gradient, group=context.pgs.tp)
 
     weight = full.double().requires_grad_()
@@ -217,7 +209,7 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
     (wanted,) = torch.autograd.grad(torch.stack(losses).mean(), weight)
     near(gradient / targets, wanted, f"{kind} gradient")
 
-    tracker = get_moe_layer_wise_logging_tracker()
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
     names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
     logged = tracker[names.get(kind, kind)]["values"][0].clone()
     torch.distributed.all_reduce(logged, group=context.pgs.tp_cp)
@@ -240,18 +232,11 @@ def test_auxiliary_losses_have_the_gradient_of_their_mean(layout: dict[str, int]
 
 @ranks()
 def test_a_step_without_targets_logs_and_leaves_no_gradient(context: ParallelContext) -> None:
-    transformer_config = config(
-        context,
-        calculate_per_token_loss=True,
-        auxiliary_scale=AuxiliaryScale(torch.tensor(0.0)),
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=WEIGHT,
-    )
-    router = Router(transformer_config, pg_collection=context.pgs)
-    router.set_layer_number(1)
-    clear_aux_losses_tracker()
+    scale = AuxiliaryScale(torch.tensor(0.0))
+    router, _ = router_of(context, Router, scale, **switches("aux_loss"))
+    moe_utils.clear_aux_losses_tracker()
     probs, _ = router(torch.randn(S, B, H))
     (0 * probs.sum()).backward()
     assert router.weight.grad is not None and not router.weight.grad.any()
-    logged = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+    logged = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
     assert torch.isfinite(logged).all() and logged[0] > 0

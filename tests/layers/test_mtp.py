@@ -23,7 +23,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.task import GPT
 from tests.layers.plain import zigzag
-from tests.ranks import ranks
+from tests.ranks import on_ranks, ranks
 from tests.training_runs import TINY, config_of, mock_data
 
 
@@ -38,12 +38,9 @@ def test_per_token_weights_give_each_depth_its_own_mean() -> None:
 
 def test_a_depth_without_targets_contributes_nothing() -> None:
     masks = [torch.zeros(1, 4)]
-    counts = torch.tensor([0.0])
-    for weights in (
-        per_token_weights(masks, 0.1, torch.tensor(4.0), counts),
-        mean_of_means_weights(masks, 0.1),
-    ):
-        assert torch.equal(weights[0], torch.zeros(1, 4))
+    (weights,) = per_token_weights(masks, 0.1, torch.tensor(4.0), torch.tensor([0.0]))
+    assert torch.equal(weights, masks[0])
+    assert torch.equal(mean_of_means_weights(masks, 0.1)[0], masks[0])
 
 
 def test_reports_hold_sum_and_count() -> None:
@@ -145,14 +142,9 @@ def check_short_documents(context: ParallelContext) -> None:
             assert found[depth - 1].tolist() == want.tolist()
 
 
-@ranks(cp=2)
-def test_d10_documents_shorter_than_the_chunks_of_two_ranks(context: ParallelContext) -> None:
-    check_short_documents(context)
-
-
-@ranks(cp=4)
-def test_d10_documents_shorter_than_the_chunks_of_four_ranks(context: ParallelContext) -> None:
-    check_short_documents(context)
+@pytest.mark.parametrize("size", [2, 4])
+def test_d10_documents_shorter_than_the_chunks_of_ranks(size: int) -> None:
+    on_ranks(check_short_documents, {"cp": size})
 
 
 @ranks(cp=2)

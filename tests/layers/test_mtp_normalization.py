@@ -11,15 +11,7 @@ from torch import Tensor
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
-from megatron_ext.inspect.parity import (
-    Recording,
-    Tolerances,
-    compare,
-    gradient_difference,
-    parse_layout,
-    read_gradients,
-    record,
-)
+from megatron_ext.inspect import parity
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -52,8 +44,10 @@ def config_of(*more: str, num_ranks: int = 1) -> RunConfig:
     return prepared(flags)[1]
 
 
-def run_layout(name: str, folder: Path, *more: str) -> Recording:
-    found = record(GPT, [*MODEL, *mock_data(), *more], parse_layout(name), 1, folder, select())
+def run_layout(name: str, folder: Path, *more: str) -> parity.Recording:
+    found = parity.record(
+        GPT, [*MODEL, *mock_data(), *more], parity.parse_layout(name), 1, folder, select()
+    )
     assert found.failure is None, found.failure
     return found
 
@@ -70,21 +64,12 @@ def on_one_rank(body: Any, config: RunConfig, **arguments: Any) -> None:
 
 def whole_batch(run: Run) -> Batch:
     batches = run.train_source.next_step(run.batch_size.num_microbatches)
-    return Batch(
-        torch.cat([batch.tokens for batch in batches]),
-        torch.cat([batch.labels for batch in batches]),
-        torch.cat([batch.loss_weights for batch in batches]),
-        torch.cat([batch.position_ids for batch in batches]),
-    )
+    names = ("tokens", "labels", "loss_weights", "position_ids")
+    return Batch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in names))
 
 
 class DenseModel:
-    """The whole model in float64, by the formulas of DeepSeek-V3's report (2.2).
-
-    Args:
-        parameters: by name, of a model on one rank.
-        config: for the sizes.
-    """
+    """The whole model in float64, by the formulas of DeepSeek-V3's report (2.2)."""
 
     def __init__(self, parameters: dict[str, Tensor], config: RunConfig) -> None:
         self.leaves = {
@@ -92,9 +77,7 @@ class DenseModel:
             for name, parameter in parameters.items()
         }
         model = config.model
-        assert model.hidden_size and model.num_attention_heads and model.num_layers
-        assert model.num_query_groups and model.ffn_hidden_size
-        self.sizes = (
+        self.sizes: Any = (
             model.hidden_size,
             model.num_attention_heads,
             model.num_query_groups,
@@ -153,10 +136,7 @@ def save_dense(run: Run, path: Path) -> None:
     means = dense.means(whole_batch(run))
     factor = run.config.model.mtp_loss_scaling_factor / dense.depths
     torch.autograd.backward(means[0] + factor * sum(means[1:]))
-    gradients: dict[int, Tensor] = {}
-    for name, parameter in parameters.items():
-        grad = dense.leaves[name].grad
-        gradients[id(parameter)] = grad.float()
+    gradients = {id(p): dense.leaves[name].grad.float() for name, p in parameters.items()}
     shards = shards_of(chunk, lambda parameter: gradients[id(parameter)])
     named = {shard.name: shard.tensor for shard in shards}
     torch.save({"means": [float(mean.detach()) for mean in means], "gradients": named}, path)
@@ -175,10 +155,10 @@ def test_losses_and_gradients_are_those_of_a_dense_model(
 ) -> None:
     mine = run_layout(layout, tmp_path / "run", *RAGGED)
     assert [mine.rows[0][key] for key in LOSSES] == pytest.approx(dense["means"], rel=1e-5)
-    gradients = read_gradients(mine.folder, 1)
+    gradients = parity.read_gradients(mine.folder, 1)
     assert gradients.keys() == dense["gradients"].keys()
     worst = {
-        name: gradient_difference(grad, dense["gradients"][name])
+        name: parity.gradient_difference(grad, dense["gradients"][name])
         for name, grad in gradients.items()
     }
     assert max(worst.values()) <= 1e-5, max(worst, key=lambda name: worst[name])
@@ -187,7 +167,7 @@ def test_losses_and_gradients_are_those_of_a_dense_model(
 def test_d11_full_recomputation_changes_nothing(tmp_path: Path) -> None:
     truth = run_layout("dp1", tmp_path / "kept", *RAGGED)
     mine = run_layout("dp1", tmp_path / "again", *RAGGED, *RECOMPUTE.split())
-    found = compare(mine, truth, Tolerances(loss=1e-6, gradient=1e-6))
+    found = parity.compare(mine, truth, parity.Tolerances(loss=1e-6, gradient=1e-6))
     assert found.passed, (found.problem, found.first)
 
 

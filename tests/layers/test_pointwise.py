@@ -234,9 +234,7 @@ def test_values_and_gradients_follow_the_formula(normalization: str, zero_center
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_same_bits_and_names_as_megatron_cores_torch_norm(
-    normalization: str, dtype: torch.dtype
-) -> None:
+def test_same_bits_and_names_as_cores_torch_norm(normalization: str, dtype: torch.dtype) -> None:
     ours = Norm(config(normalization=normalization), 24, 1e-5).to(dtype)
     theirs = WrappedTorchNorm(config(normalization=normalization), 24, 1e-5).to(dtype)
     assert list(ours.state_dict()) == list(theirs.state_dict())

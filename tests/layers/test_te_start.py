@@ -37,18 +37,16 @@ def test_what_each_gpu_has(capability: tuple[int, int]) -> None:
 
 
 def test_what_a_gpu_lacks_is_said_in_a_sentence() -> None:
-    assert recipe_error("mxfp8", (9, 0)) == (
-        "`--fp8-recipe` (mxfp8) needs a GPU of compute capability 10.0 and below 12.0, but this "
-        "one has 9.0; use delayed or tensorwise or blockwise."
-    )
-    assert recipe_error("delayed", (8, 0)) == (
-        "`--fp8-recipe` (delayed) needs a GPU of compute capability 8.9 or above, but this one "
-        "has 8.0; leave out `--fp8-format`."
-    )
-    assert recipe_error("blockwise", (9, 0), (12, 8)) == (
-        "`--fp8-recipe` (blockwise) needs CUDA 12.9 or newer, but torch was built with 12.8; use "
-        "tensorwise, or another build of torch."
-    )
+    capability = "needs a GPU of compute capability"
+    for recipe, versions, said in (
+        ("mxfp8", ((9, 0),), f"{capability} 10.0 and below 12.0, but this one has 9.0; use delayed "
+         "or tensorwise or blockwise."),
+        ("delayed", ((8, 0),), f"{capability} 8.9 or above, but this one has 8.0; leave out "
+         "`--fp8-format`."),
+        ("blockwise", ((9, 0), (12, 8)), "needs CUDA 12.9 or newer, but torch was built with 12.8; "
+         "use tensorwise, or another build of torch."),
+    ):  # fmt: skip
+        assert recipe_error(recipe, *versions) == f"`--fp8-recipe` ({recipe}) {said}"
 
 
 @ranks(cp=2)
@@ -65,9 +63,7 @@ def test_each_layer_has_its_own_kind_of_context_parallelism(context: ParallelCon
 
 @pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="einops is not installed")
 @ranks(cp=4)
-def test_groups_of_hierarchical_context_parallelism(
-    context: ParallelContext, tmp_path: Path
-) -> None:
+def test_groups_of_hierarchical_parallelism(context: ParallelContext, tmp_path: Path) -> None:
     layout = context.layout
     context.destroy()
     again = init_groups(

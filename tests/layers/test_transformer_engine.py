@@ -87,9 +87,7 @@ def test_losses_of_other_runs_are_those_of_the_torch_layers(name: str, others: S
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
-def test_checkpoints_of_one_implementation_resume_on_another(
-    name: str, seen: Seen, others: Seen
-) -> None:
+def test_checkpoints_of_one_resume_on_another(name: str, seen: Seen, others: Seen) -> None:
     """Uninterrupted, the second row is the mean of both steps; learning begins with the third."""
     first, mean = seen["torch"]["losses"]
     tolerance = 1e-3 if "parameters" in name else 1e-4
@@ -107,21 +105,11 @@ def test_layers_are_transformer_engines(seen: Seen) -> None:
     assert [x["layer"] for x in calls(seen["bf16"], "DotProductAttention")] == [1, 2, 3]
 
 
-def test_rotary_positions_are_fused(seen: Seen) -> None:
+def test_positions_and_sums_of_gradients_are_fused_without_apex(seen: Seen) -> None:
     fused = calls(seen["bf16"], "apply_rotary_pos_emb")
     assert len(fused) == 2 * LAYERS * STEPS * MICROBATCHES and all(x["fused"] for x in fused)
-
-
-def test_layers_sum_their_gradients_in_the_main_buffer_without_apex(seen: Seen) -> None:
     assert importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
     assert len(calls(seen["bf16"], "fused gradient")) == PRODUCTS
-
-
-@pytest.mark.slow
-def test_what_is_switched_off_is_not_fused(others: Seen) -> None:
-    assert not calls(others["unfused"], "apply_rotary_pos_emb")
-    assert not calls(others["unfused"], "fused gradient")
-    assert calls(others["tensorwise"], "apply_rotary_pos_emb")
 
 
 def test_adam_is_that_of_the_layers(seen: Seen) -> None:
@@ -129,12 +117,6 @@ def test_adam_is_that_of_the_layers(seen: Seen) -> None:
     for name, adam in (("torch", "torch AdamW fused"), ("bf16", "transformer_engine FusedAdam")):
         assert calls(seen[name], "FusedAdam") == [{"adam_w_mode": True}]
         assert f"optimizer: {adam};" in seen[name]["said"][0]
-
-
-@pytest.mark.slow
-def test_cross_entropy_is_transformer_engines_where_it_is_asked_for(others: Seen) -> None:
-    assert len(calls(others["cross entropy"], "parallel_cross_entropy")) == STEPS * MICROBATCHES
-    assert not calls(others["mxfp8"], "parallel_cross_entropy")
 
 
 def check_products(of: dict[str, Any], recipe: str | None) -> None:
@@ -150,9 +132,16 @@ def test_products_run_in_the_recipe(seen: Seen) -> None:
 
 
 @pytest.mark.slow
-def test_products_run_in_the_other_recipes(others: Seen) -> None:
+def test_other_flags_reach_the_layers(others: Seen) -> None:
     check_products(others["blockwise"], "Float8BlockScaling:e4m3")
     check_products(others["mxfp8"], "MXFP8BlockScaling:e4m3")
+    one_pass = [x["recipe"] for x in calls(others["tensorwise"], "product")][:LINEARS]
+    assert one_pass == [None] * 4 + ["Float8CurrentScaling:hybrid"] * 4 + [None] * 4
+    assert not calls(others["unfused"], "apply_rotary_pos_emb")
+    assert not calls(others["unfused"], "fused gradient")
+    assert calls(others["tensorwise"], "apply_rotary_pos_emb")
+    assert len(calls(others["cross entropy"], "parallel_cross_entropy")) == STEPS * MICROBATCHES
+    assert not calls(others["mxfp8"], "parallel_cross_entropy")
 
 
 def test_the_delayed_recipe_gets_its_options(seen: Seen) -> None:
@@ -172,12 +161,6 @@ def test_multi_token_prediction_runs_in_8_bits(others: Seen) -> None:
     products = [x["recipe"] for x in calls(others["mtp"], "product")]
     assert len(products) == (LINEARS + 5) * STEPS * MICROBATCHES
     assert set(products) == {"Float8CurrentScaling:hybrid"}
-
-
-@pytest.mark.slow
-def test_the_first_and_last_layers_stay_in_bf16(others: Seen) -> None:
-    one_pass = [x["recipe"] for x in calls(others["tensorwise"], "product")][:LINEARS]
-    assert one_pass == [None] * 4 + ["Float8CurrentScaling:hybrid"] * 4 + [None] * 4
 
 
 def test_weights_are_kept_in_8_bits(seen: Seen) -> None:
@@ -209,13 +192,8 @@ def test_experts_in_8_bits_are_padded(others: Seen) -> None:
 
 def test_buffers_are_set_up_before_the_layers(seen: Seen) -> None:
     (call,) = calls(seen["buffers"], "initialize_ub")
-    assert call == {
-        "shape": [2 * 64, 64],
-        "tp_size": 2,
-        "modes": ["none"],
-        "ub_cfgs": {},
-        "backend": "gloo",
-    }
+    size = {"shape": [2 * 64, 64], "tp_size": 2}
+    assert call == {**size, "modes": ["none"], "ub_cfgs": {}, "backend": "gloo"}
     assert seen["buffers"]["environment"] == ["0", "0"]
     assert not calls(seen["bf16"], "initialize_ub")
 
@@ -227,15 +205,12 @@ def test_the_choice_is_said_in_one_line(seen: Seen) -> None:
         "> layers: Transformer Engine 2.9.0; attention: Transformer Engine (auto); optimizer: "
         "transformer_engine FusedAdam; fp8: hybrid by the delayed recipe"
     )
-    assert said["parameters"][0].endswith(
-        "fp8: e4m3 by the tensorwise recipe, weights kept in 8 bits"
-    )
-    assert said["torch"][0].startswith(
-        f"> layers: torch {torch.__version__}; attention: torch SDPA"
-    )
-    assert implementation_line(ModelConfig(), Fp8Config(), None).endswith(
-        "optimizer: none; fp8: none"
-    )
+    kept = "fp8: e4m3 by the tensorwise recipe, weights kept in 8 bits"
+    assert said["parameters"][0].endswith(kept)
+    ours = f"> layers: torch {torch.__version__}; attention: torch SDPA"
+    assert said["torch"][0].startswith(ours)
+    none = implementation_line(ModelConfig(), Fp8Config(), None)
+    assert none.endswith("optimizer: none; fp8: none")
 
 
 def arguments_of(sources: list[Path], name: str) -> set[str]:

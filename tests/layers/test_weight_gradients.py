@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import add_product, gradient_placeholder
 from megatron_ext.train.run import Run
-from tests.ranks import ParallelContext, ranks
+from tests.ranks import ParallelContext, on_ranks
 from tests.runs_from_inside import build
 from tests.training_runs import TINY, config_of, mock_data
 
@@ -21,30 +21,27 @@ def _matrices(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return total.to(device), gradient.to(device, dtype), entered.to(device, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_is_added(dtype: torch.dtype) -> None:
-    total, gradient, entered = _matrices(dtype, "cpu")
+SINGLE, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "buffer", "device", "rtol", "atol"),
+    [
+        (SINGLE, SINGLE, "cpu", 0, 1e-5),
+        (HALF, SINGLE, "cpu", 0, 0.2),  # bf16 rounds sums near 30
+        (HALF, HALF, "cpu", 1e-2, 0.2),
+        # Products of bf16 numbers are exact in float32, so a GPU rounds only its sums of 96.
+        pytest.param(HALF, SINGLE, "cuda", 0, 1e-4, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_product_is_added(
+    dtype: torch.dtype, buffer: torch.dtype, device: str, rtol: float, atol: float
+) -> None:
+    total, gradient, entered = _matrices(dtype, device)
+    total = total.to(buffer)
     truth = total.double() + gradient.double().t() @ entered.double()
     add_product(total, gradient, entered)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.2}[dtype]  # bf16 rounds sums near 30
-    torch.testing.assert_close(total.double(), truth, rtol=0, atol=tolerance)
-
-
-def test_a_buffer_in_16_bits_takes_it_too() -> None:
-    total, gradient, entered = _matrices(torch.bfloat16, "cpu")
-    total = total.bfloat16()
-    truth = total.double() + gradient.double().t() @ entered.double()
-    add_product(total, gradient, entered)
-    torch.testing.assert_close(total.double(), truth, rtol=1e-2, atol=0.2)
-
-
-@pytest.mark.gpu
-def test_a_gpu_never_rounds_the_sum_to_16_bits() -> None:
-    """Products of bf16 numbers are exact in float32, so only its sums of 96 are rounded."""
-    total, gradient, entered = _matrices(torch.bfloat16, "cuda")
-    truth = total.double() + gradient.double().t() @ entered.double()
-    add_product(total, gradient, entered)
-    torch.testing.assert_close(total.double(), truth, rtol=0, atol=1e-4)
+    torch.testing.assert_close(total.double(), truth, rtol=rtol, atol=atol)
 
 
 def test_autograd_gets_something_that_hooks_need_not_add() -> None:
@@ -80,28 +77,22 @@ def _compare(context: ParallelContext, words: str) -> None:
         assert difference < 1e-6, name
 
 
+TP2 = "--tensor-model-parallel-size 2"
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("sizes", "words"),
     [
-        "--mtp-num-layers 1 --no-untie-embeddings-and-output-weights --cross-entropy-impl eager",
-        "--num-experts 4 --moe-router-topk 2 --recompute-granularity full --recompute-method "
-        "uniform --recompute-num-layers 1",
+        ({}, "--mtp-num-layers 1 --no-untie-embeddings-and-output-weights "
+         "--cross-entropy-impl eager"),
+        ({}, "--num-experts 4 --moe-router-topk 2 --recompute-granularity full --recompute-method "
+         "uniform --recompute-num-layers 1"),
+        ({"tp": 2, "dp": 2}, f"{TP2} --sequence-parallel"),
+        ({"tp": 2, "pp": 2}, f"{TP2} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     ],
-)
-@ranks()
-def test_a_step_has_the_gradients_of_the_hooks(context: ParallelContext, words: str) -> None:
-    _compare(context, words)
-
-
-@ranks(tp=2, dp=2)
-def test_a_cut_sequence_has_the_gradients_of_the_hooks(context: ParallelContext) -> None:
-    _compare(context, "--tensor-model-parallel-size 2 --sequence-parallel")
-
-
-@ranks(tp=2, pp=2)
-def test_deferred_gradients_are_those_of_the_hooks(context: ParallelContext) -> None:
-    words = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    _compare(context, f"{words} --pipeline-schedule zb-h1")
+)  # fmt: skip
+def test_a_step_has_the_gradients_of_the_hooks(sizes: dict[str, int], words: str) -> None:
+    on_ranks(_compare, sizes, words=words)
 
 
 def test_the_flag_decides_on_a_gpu() -> None:

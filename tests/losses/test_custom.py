@@ -14,13 +14,7 @@ from torch import Tensor
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.contract import (
-    LossFunction,
-    StepCounts,
-    checked,
-    pair,
-    weighted_token_loss,
-)
+from megatron_ext.losses import contract
 from megatron_ext.losses.custom import load_loss
 from megatron_ext.text.task import GPT
 from tests.training_runs import SAME_WEIGHTS, mock_data, train, train_steps
@@ -74,13 +68,13 @@ def spec(tmp_path: Path) -> str:
 
 
 def dense_forward_step(
-    config: RunConfig, batch: Batch, model: torch.nn.Module, counts: StepCounts | None
-) -> tuple[Tensor, LossFunction]:
+    config: RunConfig, batch: Batch, model: torch.nn.Module, counts: contract.StepCounts | None
+) -> tuple[Tensor, contract.LossFunction]:
     logits = model(batch.tokens, batch.position_ids, batch.attention_mask)
     log_p = logits.double().log_softmax(-1).gather(2, batch.labels.unsqueeze(2)).squeeze(2)
     losses = -((1 - log_p.exp()) ** GAMMA) * log_p
     share = counts.main / counts.weight
-    loss = partial(weighted_token_loss, weights=batch.loss_weights, share=share)
+    loss = partial(contract.weighted_token_loss, weights=batch.loss_weights, share=share)
     return losses.float(), loss
 
 
@@ -124,16 +118,13 @@ def test_further_values_of_a_loss_are_in_the_log(spec: str, tmp_path: Path) -> N
             assert row["nll"] == pytest.approx(want["nll"], rel=1e-6)
 
 
-def test_a_name_that_the_log_has_already_is_refused(spec: str) -> None:
+def test_options_come_from_the_command_line_and_a_name_of_the_log_is_refused(spec: str) -> None:
+    assert load_loss(spec, ("gamma=3",)).config.gamma == 3
+    assert load_loss(spec).config.gamma == 2.0
     file = Path(spec.rpartition(":")[0])
     file.write_text(file.read_text().replace('name = "capped loss"', 'name = "grad_norm"'))
     with pytest.raises(ConfigError, match="reports `grad_norm`, a name that is taken; rename it"):
         load_loss(f"{file}:CappedConfig", ("gamma=7",))
-
-
-def test_options_come_from_the_command_line(spec: str) -> None:
-    assert load_loss(spec, ("gamma=3",)).config.gamma == 3
-    assert load_loss(spec).config.gamma == 2.0
 
 
 @pytest.mark.parametrize(
@@ -172,15 +163,15 @@ def test_a_break_of_the_contract_is_refused_by_name(returned: Any, sentence: str
         return returned
 
     with pytest.raises(ConfigError, match=sentence):
-        checked(my_loss)(torch.ones(3))
+        contract.checked(my_loss)(torch.ones(3))
 
 
 def test_reports_survive_in_place_division_of_the_loss() -> None:
     def aliased(output: torch.Tensor) -> Any:
         total = output.sum()
-        return total, COUNT, {"lm loss": pair(total, COUNT)}
+        return total, COUNT, {"lm loss": contract.pair(total, COUNT)}
 
-    total, _, report = checked(aliased)(torch.ones(3))
+    total, _, report = contract.checked(aliased)(torch.ones(3))
     total /= 100
     assert report["lm loss"].tolist() == [3.0, 3.0]
 
@@ -188,7 +179,7 @@ def test_reports_survive_in_place_division_of_the_loss() -> None:
 def test_weighted_token_loss_sums_the_targets_only() -> None:
     losses = torch.tensor([[1.0, 2.0, 4.0]])
     mask = torch.tensor([[1.0, 0.0, 1.0]])
-    total, count, report = weighted_token_loss(losses, weights=mask)
+    total, count, report = contract.weighted_token_loss(losses, weights=mask)
     assert (float(total), int(count), report["lm loss"].tolist()) == (5.0, 2, [5.0, 2.0])
 
 
@@ -204,9 +195,7 @@ def documented_step() -> Any:
 
 @pytest.mark.parametrize("reduction", ["token", "sample"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_micro_batches_of_the_page_give_the_gradient_of_one_batch(
-    reduction: str, bias: bool
-) -> None:
+def test_micro_batches_of_the_page_make_one_batch(reduction: str, bias: bool) -> None:
     """Truth is torch's cross-entropy over whole logits of all rows at once, in float64."""
     generator = torch.Generator().manual_seed(1)
     b, s, h, v, ignored = 4, 6, 8, 12, 3

@@ -103,17 +103,11 @@ def test_equals_dense_when_compiled(compiler: str) -> None:
 def test_equals_dense_on_two_ranks(
     context: ParallelContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"tp_group": context.pgs.tp, "sequence_parallel": False}
+    how: dict[str, Any] = {"label_smoothing": 0.1, "z_loss_coefficient": 1e-2}
+    given = {"tp_group": context.pgs.tp, "sequence_parallel": False, "block_size": 20, **how}
     with counted(monkeypatch) as sizes:
-        found = on_a_gpu(
-            "eager",
-            rank_inputs(context, False),
-            block_size=20,
-            label_smoothing=0.1,
-            z_loss_coefficient=1e-2,
-            **options,
-        )
-    losses, of_hidden, of_weight = dense(inputs(), label_smoothing=0.1, z_loss_coefficient=1e-2)
+        found = on_a_gpu("eager", rank_inputs(context, False), **given)
+    losses, of_hidden, of_weight = dense(inputs(), **how)
     assert_close(found, (losses, of_hidden, of_weight.chunk(2)[context.tp_rank]))
     assert sizes[:6] == [20, 60, 20, 60, 8, 24]
 
@@ -177,8 +171,6 @@ def test_products_are_added_up_in_float32(into_main: bool, monkeypatch: pytest.M
     ("tokens", "hidden", "rows"),
     [(1, 4096, 1), (8192, 4096, 2048), (32768, 4096, 8192), (131072, 2048, 4096)],
 )
-def test_a_fused_block_weighs_no_more_than_the_weights_gradient(
-    tokens: int, hidden: int, rows: int
-) -> None:
+def test_a_fused_block_is_no_larger_than_a_gradient(tokens: int, hidden: int, rows: int) -> None:
     assert Head(None, None, False).fused_rows(tokens, hidden) == rows
     assert Head(7, None, False).fused_rows(tokens, hidden) == min(7, tokens)

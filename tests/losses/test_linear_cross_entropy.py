@@ -73,13 +73,10 @@ def check_bias(group: Any, **options: Any) -> None:
     assert all(error(x, y) <= TOLERANCE for x, y in zip(found, mine, strict=True))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_a_head_with_a_bias_equals_dense(smoothing: float) -> None:
-    check_bias(None, label_smoothing=smoothing)
-
-
 @ranks(tp=2)
-def test_a_head_with_a_bias_equals_dense_on_two_ranks(context: ParallelContext) -> None:
+def test_a_head_with_a_bias_equals_dense(context: ParallelContext) -> None:
+    for smoothing in (0.0, 0.2):
+        check_bias(None, label_smoothing=smoothing)
     check_bias(context.pgs.tp)
 
 
@@ -122,9 +119,7 @@ def test_equals_dense_on_two_ranks(context: ParallelContext, sequence_parallel: 
 
 
 @ranks(tp=2)
-def test_two_collectives_per_block(
-    context: ParallelContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collectives_of_blocks(context: ParallelContext, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rank_inputs(context, False)
     with counted(monkeypatch) as sizes:
         weighted(values, block_size=20, tp_group=context.pgs.tp, sequence_parallel=False)
@@ -168,14 +163,6 @@ def test_frozen_head_takes_no_weight_gradient() -> None:
     assert peaks[0] - peaks[1] >= V * H * 4
 
 
-def test_frozen_trunk_still_trains_the_head() -> None:
-    values = leaves(inputs())
-    values[0].requires_grad_(False)
-    _, of_hidden, of_weight = weighted(values, block_size=7, **ALONE)
-    assert of_hidden is None
-    assert error(of_weight, dense(inputs())[2]) <= TOLERANCE
-
-
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_main_grad_accumulates(kind: torch.dtype, tolerance: float) -> None:
     values = leaves(inputs())
@@ -190,10 +177,12 @@ def test_main_grad_accumulates(kind: torch.dtype, tolerance: float) -> None:
     assert error(buffer, 6 * truth) <= tolerance
 
 
-def test_main_grad_is_left_alone_unless_asked() -> None:
+def test_main_grad_is_left_alone_unless_asked_and_a_frozen_trunk_trains_the_head() -> None:
     values = leaves(inputs())
+    values[0].requires_grad_(False)
     values[1].main_grad = torch.zeros(V, H)  # type: ignore[attr-defined]
-    _, _, of_weight = weighted(values, block_size=7, **ALONE)
+    _, of_hidden, of_weight = weighted(values, block_size=7, **ALONE)
+    assert of_hidden is None
     assert error(of_weight, dense(inputs())[2]) <= TOLERANCE
     assert torch.count_nonzero(values[1].main_grad) == 0  # type: ignore[attr-defined]
 
@@ -245,14 +234,6 @@ def test_error_of_bfloat16_heads_does_not_grow_with_blocks(into_main: bool) -> N
     assert [0.9 * whole <= found <= 1.1 * whole for found in cut] == [True, True]
 
 
-def test_loss_equals_eager_in_float32() -> None:
-    hidden, weight, labels, _ = inputs()
-    logits = torch.einsum("sbh,vh->bvs", hidden, weight)
-    eager = F.cross_entropy(logits, labels, reduction="none")
-    losses, _, _ = weighted(leaves(inputs()), block_size=7, **ALONE)
-    assert error(losses, eager.double()) <= 1e-6
-
-
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_memory_is_bounded_and_nothing_waits(kind: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -292,8 +273,12 @@ def test_no_gradient_is_taken_under_no_grad() -> None:
     torch.testing.assert_close(total, (values[3] * losses).sum())
 
 
-def test_sharp_logits_stay_finite() -> None:
+def test_loss_equals_eager_in_float32_and_sharp_logits_stay_finite() -> None:
     hidden, weight, labels, weights = inputs()
+    logits = torch.einsum("sbh,vh->bvs", hidden, weight)
+    eager = F.cross_entropy(logits, labels, reduction="none")
+    losses, _, _ = weighted(leaves(inputs()), block_size=7, **ALONE)
+    assert error(losses, eager.double()) <= 1e-6
     sharp = (hidden * 1000, weight, labels, weights)
     assert_close(weighted(leaves(sharp), block_size=7, **ALONE), dense(sharp))
 

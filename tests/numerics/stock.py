@@ -71,13 +71,8 @@ def stock_forward_step(
     _config: RunConfig, batch: Batch, model: torch.nn.Module, _counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
     """Do Megatron-LM's forward step: multi-token prediction is the model's own business."""
-    output = model(
-        batch.tokens,
-        batch.position_ids,
-        batch.attention_mask,
-        labels=batch.labels,
-        loss_mask=batch.loss_weights,
-    )
+    inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
+    output = model(*inputs, labels=batch.labels, loss_mask=batch.loss_weights)
     return output, partial(weighted_token_loss, weights=batch.loss_weights)
 
 
@@ -93,12 +88,7 @@ def gpt_chunk(run: RunConfig, context: ParallelContext, build: ModelChunk = buil
 
 
 def whole_batch(run: RunConfig, masks: Tensor | None = None) -> Batch:
-    """Return one global batch ``[SEQUENCES, LENGTH]`` with its multi-token-prediction targets.
-
-    Args:
-        run: for the number of depths.
-        masks: loss mask ``[SEQUENCES, LENGTH]``; None means all ones.
-    """
+    """Return one global batch with targets of all depths; masks are ``[SEQUENCES, LENGTH]``."""
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
     mask = torch.ones(SEQUENCES, LENGTH) if masks is None else masks
@@ -117,15 +107,11 @@ def ragged_masks() -> Tensor:
 
 
 def rows(batch: Batch, first: int, count: int) -> Batch:
-    part = slice(first, first + count)
-    return Batch(
-        batch.tokens[part],
-        batch.labels[part],
-        batch.loss_weights[part],
-        batch.position_ids[part],
-        mtp_labels=tuple(x[part] for x in batch.mtp_labels),
-        mtp_loss_weights=tuple(x[part] for x in batch.mtp_loss_weights),
-    )
+    def part(x: Any) -> Any:
+        return tuple(map(part, x)) if isinstance(x, tuple) else x[first : first + count]
+
+    names = ("tokens", "labels", "loss_weights", "position_ids", "mtp_labels", "mtp_loss_weights")
+    return Batch(**{name: part(getattr(batch, name)) for name in names})
 
 
 def gradients(chunk: torch.nn.Module) -> dict[str, Tensor]:

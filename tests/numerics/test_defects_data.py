@@ -22,13 +22,8 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config import DataConfig, TokenizerConfig
+from megatron_ext.text.data import gpt
 from megatron_ext.text.data.blend import read_blend
-from megatron_ext.text.data.gpt import (
-    KeyedGPTDataset,
-    build_gpt_datasets,
-    check_inputs,
-    dataset_config,
-)
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.ranks import ranks
 from tests.training_runs import TINY, config_of
@@ -53,9 +48,16 @@ def run_config(*words: str, vocabulary: int = 90) -> RunConfig:
     return config_of([*flags, *words])
 
 
+def tokenizer_of(run: RunConfig) -> Any:
+    return build_tokenizer(run.section(TokenizerConfig))
+
+
+def our_config(run: RunConfig) -> GPTDatasetConfig:
+    return gpt.dataset_config(run, read_blend(run.section(DataConfig)), tokenizer_of(run), "")
+
+
 def core_config(run: RunConfig, **changes: Any) -> GPTDatasetConfig:
-    tokenizer = build_tokenizer(run.section(TokenizerConfig))
-    ours = dataset_config(run, read_blend(run.section(DataConfig)), tokenizer, "")
+    ours = our_config(run)
     names = {f.name for f in dataclasses.fields(GPTDatasetConfig) if f.init}
     values = {name: getattr(ours, name) for name in names}
     del values["blend_per_split"]
@@ -72,11 +74,12 @@ class _EndlessError(Exception):
     """The time is up."""
 
 
+def stop(_signal: int, _frame: object) -> None:
+    raise _EndlessError
+
+
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    def stop(_signal: int, _frame: object) -> None:
-        raise _EndlessError
-
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -97,9 +100,7 @@ def test_d29_an_empty_split_is_refused_when_samples_are_asked_of_it(tmp_path: Pa
     with pytest.raises(_EndlessError), at_most(1):
         GPTDataset(low, prefix, nothing, 4, Split.valid, core)
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split`"):
-        build_gpt_datasets(
-            run, build_tokenizer(run.section(TokenizerConfig)), [4, 4, 0], lambda: True
-        )
+        gpt.build_gpt_datasets(run, tokenizer_of(run), [4, 4, 0], lambda: True)
 
 
 @pytest.mark.parametrize("mmap", [[], ["--no-mmap-bin-files"]])
@@ -114,38 +115,32 @@ def test_d29_a_dataset_without_tokens_is_refused(
     files = ["--train-data-path", train, "--valid-data-path", str(empty)]
     run = run_config(*files, "--data-cache-path", str(tmp_path / "cache"), *mmap)
     with pytest.raises(DataError, match="empty"):
-        build_gpt_datasets(
-            run, build_tokenizer(run.section(TokenizerConfig)), [4, 4, 0], lambda: True
-        )
+        gpt.build_gpt_datasets(run, tokenizer_of(run), [4, 4, 0], lambda: True)
 
 
 def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:
     prefix = write(tmp_path / "docs", 40)
     run = run_config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
-    tokenizer = build_tokenizer(run.section(TokenizerConfig))
 
     def keys(cls: type[GPTDataset], **changes: Any) -> str:
         data = run.section(DataConfig)
-        files = check_inputs(data, run.model, read_blend(data), tokenizer, [1, 0, 0])
-        ours = dataset_config(run, read_blend(data), tokenizer, files)
+        files = gpt.check_inputs(data, run.model, read_blend(data), tokenizer_of(run), [1, 0, 0])
+        ours = gpt.dataset_config(run, read_blend(data), tokenizer_of(run), files)
         core = core_config(run) if cls is GPTDataset else ours
         for name, value in changes.items():
             setattr(core, name, value)
         return str(dataset(cls, prefix, core, 6).unique_description_hash)
 
-    stock, mine = keys(GPTDataset), keys(KeyedGPTDataset)
-    for changes in (
-        {"add_extra_token_to_sequence": False},
-        {"drop_last_partial_validation_sequence": False},
-    ):
-        assert keys(GPTDataset, **changes) == stock
-        assert keys(KeyedGPTDataset, **changes) != mine
-    assert keys(KeyedGPTDataset) == mine
+    stock, mine = keys(GPTDataset), keys(gpt.KeyedGPTDataset)
+    for name in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
+        assert keys(GPTDataset, **{name: False}) == stock
+        assert keys(gpt.KeyedGPTDataset, **{name: False}) != mine
+    assert keys(gpt.KeyedGPTDataset) == mine
     write(tmp_path / "docs", 20)
     # Core goes on with indices of 40 documents, half of which are gone.
     stale = dataset(GPTDataset, prefix, core_config(run), 6)
     assert stale.unique_description_hash == stock and max(stale.document_index) == 39
-    assert keys(KeyedGPTDataset) != mine
+    assert keys(gpt.KeyedGPTDataset) != mine
 
 
 @pytest.mark.parametrize("vocabulary", [65499, 65500, 65536, 65537])
@@ -157,10 +152,8 @@ def test_d31_given_lengths_do_not_change_the_dtype(vocabulary: int, tmp_path: Pa
     lengths.write_text(json.dumps({prefix: [20, 21]}))
     words = ["--data-path", prefix, "--per-dataset-sequences-path", str(lengths)]
     run = run_config(*words, "--vocab-size", str(vocabulary - 1))
-    tokenizer = build_tokenizer(run.section(TokenizerConfig))
-    assert tokenizer.vocab_size == vocabulary
-    core = dataset_config(run, read_blend(run.section(DataConfig)), tokenizer, "")
-    low = KeyedGPTDataset.build_low_level_dataset(prefix, core)
+    assert tokenizer_of(run).vocab_size == vocabulary
+    low = gpt.KeyedGPTDataset.build_low_level_dataset(prefix, our_config(run))
     truth = IndexedDataset(prefix)
     assert [low[i].tolist() for i in range(20)] == [truth[i].tolist() for i in range(20)]
 
@@ -204,9 +197,6 @@ def test_d33_stock_counts_partial_sequences_in_single_precision() -> None:
 def test_d33_no_run_keeps_partial_sequences(tmp_path: Path) -> None:
     prefix = write(tmp_path / "docs", 20)
     run = run_config("--data-path", prefix, "--eval-iters", "1", "--full-validation")
-    core = dataset_config(
-        run, read_blend(run.section(DataConfig)), build_tokenizer(run.section(TokenizerConfig)), ""
-    )
-    assert core.drop_last_partial_validation_sequence
+    assert our_config(run).drop_last_partial_validation_sequence
     with pytest.raises(ConfigError, match="`--no-drop-last-partial-validation-sequence`"):
         run_config("--data-path", prefix, "--no-drop-last-partial-validation-sequence")

@@ -15,12 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention as CoreAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-    track_moe_metrics,
-)
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
@@ -37,9 +32,9 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.step import gpt_forward_step
 from tests.layers import plain
 from tests.layers.test_layers import check_block, local_part, torch_block
-from tests.layers.test_moe import E, H, S, config, plain_auxiliary
+from tests.layers.test_moe import E, H, S, config, plain_auxiliary, router_of, switches
 from tests.numerics.stock import gpt_chunk, gpt_config, whole_batch
-from tests.ranks import ranks
+from tests.ranks import on_ranks, ranks
 from tests.training_runs import TINY, curve, mock_data, train, train_steps
 
 
@@ -62,17 +57,11 @@ def test_d34_norms_under_sequence_parallelism(context: ParallelContext) -> None:
     transformer_config = small_config(tensor_model_parallel_size=2, sequence_parallel=True)
     with pytest.raises(AssertionError, match="sequence parallel not supported by torch LayerNorm"):
         WrappedTorchNorm(transformer_config, 16)
-    marks = [
-        getattr(parameter, "sequence_parallel", False)
-        for parameter in Norm(transformer_config, 16).parameters()
-    ]
-    assert marks == [True, True]
+    assert [p.sequence_parallel for p in Norm(transformer_config, 16).parameters()] == [True, True]
     check_block(context, sequence_parallel=True)
 
 
 SEQUENCES = 8
-WEIGHT = 0.01
-MOE_AUXILIARY: dict[str, Any] = {"moe_aux_loss_coeff": WEIGHT, "calculate_per_token_loss": True}
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TO_VARY = ("--use-cpu-initialization", "--disable-bias-linear", "--use-distributed-optimizer")
 WITHOUT_TE = pytest.mark.skipif(has_transformer_engine(), reason="the name exists with TE")
@@ -82,12 +71,6 @@ class StockRouter(TopKRouter):  # type: ignore[misc]
     """megatron-core's router; `gating` alone is ours, because core's needs Transformer Engine."""
 
     gating = Router.gating
-
-
-def switches(kind: str) -> dict[str, Any]:
-    if kind == "z_loss":
-        return {"moe_z_loss_coeff": WEIGHT}
-    return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": WEIGHT}
 
 
 def share(
@@ -101,18 +84,11 @@ def share(
     hidden = torch.randn(S, SEQUENCES, H, generator=torch.Generator().manual_seed(6))
     batches = hidden.split(micro_batch, dim=1)
     scale = AuxiliaryScale(torch.tensor(targets / len(batches)))
-    transformer_config = config(
-        context, calculate_per_token_loss=True, auxiliary_scale=scale, **switches(kind)
-    )
-    router = cls(transformer_config, pg_collection=context.pgs)
-    router.set_layer_number(1)
-    full = plain.full_weight("router", (E, H)).float()
-    with torch.no_grad():
-        router.weight.copy_(full)
-    model = DistributedDataParallel(transformer_config, DistributedDataParallelConfig(), router)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    router, full = router_of(context, cls, scale, **switches(kind))
+    model = DistributedDataParallel(router.config, DistributedDataParallelConfig(), router)
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     for batch in batches:
-        own = local_part(batch, context, sequence_parallel=transformer_config.sequence_parallel)
+        own = local_part(batch, context, sequence_parallel=router.config.sequence_parallel)
         (0 * model(own)[0].sum()).backward()
     local_targets = torch.tensor([targets // context.pgs.dp_cp.size()], dtype=torch.int)
     finalize_model_grads([model], local_targets)
@@ -132,19 +108,10 @@ def check_both(context: ParallelContext, kind: str, stock: float, **step: int) -
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "z_loss"])
-@ranks(cp=2)
-def test_d01_context_parallel_ranks_do_not_shrink_auxiliary_losses(
-    context: ParallelContext, kind: str
-) -> None:
-    check_both(context, kind, 0.5, micro_batch=1, targets=S * SEQUENCES)
-
-
-@pytest.mark.parametrize("kind", ["aux_loss", "z_loss"])
-@ranks(tp=2)
-def test_d01_sequence_parallel_ranks_do_not_shrink_auxiliary_losses(
-    context: ParallelContext, kind: str
-) -> None:
-    check_both(context, kind, 0.5, micro_batch=1, targets=S * SEQUENCES)
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}], ids=["context", "sequence"])
+def test_d01_parallel_ranks_do_not_shrink_auxiliary_losses(layout: Any, kind: str) -> None:
+    step = {"micro_batch": 1, "targets": S * SEQUENCES}
+    on_ranks(check_both, layout, kind=kind, stock=0.5, **step)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "z_loss"])
@@ -164,9 +131,7 @@ def test_d03_the_micro_batch_size_does_not_shrink_the_loss_of_sequences(
 
 
 @ranks()
-def test_d28_a_step_without_targets_leaves_no_gradient_of_auxiliary_losses(
-    context: ParallelContext,
-) -> None:
+def test_d28_a_step_without_targets_has_no_auxiliary_gradient(context: ParallelContext) -> None:
     """Core divides by nothing and keeps the factor: as many times too much as there are tokens."""
     stock = share(context, StockRouter, "aux_loss", micro_batch=1, targets=0)
     assert stock == pytest.approx(S * SEQUENCES, rel=1e-4)
@@ -232,28 +197,20 @@ def test_d13_d26_no_router_is_given_padding(context: ParallelContext) -> None:
 
 
 @ranks()
-def test_d27_stock_sizes_the_log_differently_on_stages_without_experts(
-    context: ParallelContext,
-) -> None:
+def test_d27_stock_sizes_the_log_otherwise_without_experts(context: ParallelContext) -> None:
     transformer_config = config(context, num_layers=4, mtp_num_layers=1, **switches("aux_loss"))
     router = StockRouter(transformer_config, pg_collection=context.pgs)
     router.set_layer_number(4)
-    tracker = get_moe_layer_wise_logging_tracker()
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
     tracker.clear()
     router(torch.randn(S, 1, H))
     with_experts = tracker["load_balancing_loss"]["values"].numel()
     tracker.clear()
-    track_moe_metrics(
-        1.0,
-        1,
-        force_initialize=True,
-        track_names=["load_balancing_loss"],
-        num_layers=4,
-        mtp_num_layers=1,
-        pg_collection=context.pgs,
-    )
+    size = {"num_layers": 4, "mtp_num_layers": 1, "pg_collection": context.pgs}
+    names = ["load_balancing_loss"]
+    moe_utils.track_moe_metrics(1.0, 1, force_initialize=True, track_names=names, **size)
     without = tracker["load_balancing_loss"]["values"].numel()
-    clear_aux_losses_tracker()
+    moe_utils.clear_aux_losses_tracker()
     assert (with_experts, without) == (5, 4)
 
 
@@ -282,9 +239,9 @@ def test_d01_d02_d03_d28_transformer_engines_layers_have_our_router(
         return get_gpt_decoder_block_spec(transformer_config, False, **words)
 
     monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", local_spec)
-    transformer_config = StepTransformerConfig(
-        num_layers=1, hidden_size=H, num_attention_heads=2, num_moe_experts=E, **MOE_AUXILIARY
-    )
+    experts = {"num_moe_experts": E, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True}
+    size = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 2}
+    transformer_config = StepTransformerConfig(**size, **experts)
     (layer,) = layers.layer_spec(transformer_config, impl="transformer_engine").layer_specs
     assert layer.submodules.mlp.submodules.router is Router
 
@@ -326,34 +283,27 @@ def wrong_expert_gradients(context: ParallelContext, *, marked: bool, **changes:
 
 
 @ranks(tp=2, etp=1)
-def test_d35_whole_experts_sum_gradients_over_tensor_parallel_ranks(
-    context: ParallelContext,
-) -> None:
+def test_d35_whole_experts_sum_gradients_over_their_copies(context: ParallelContext) -> None:
     both = {"linear_fc1.weight", "linear_fc2.weight"}
     assert wrong_expert_gradients(context, marked=False) == both
     assert wrong_expert_gradients(context, marked=True) == set()
 
 
 @ranks(tp=2, ep=2, etp=1)
-def test_d36_biases_of_experts_are_not_summed_over_ranks_with_other_experts(
-    context: ParallelContext,
-) -> None:
+def test_d36_biases_of_other_experts_are_not_summed(context: ParallelContext) -> None:
     stock = wrong_expert_gradients(context, marked=False, add_bias_linear=True)
     assert stock == {"linear_fc2.bias"}
     assert wrong_expert_gradients(context, marked=True, add_bias_linear=True) == set()
 
 
 def test_d35_d36_runs_log_the_same_however_experts_are_shared(tmp_path: Path) -> None:
-    """Losses and gradient norms of clipped steps, with biases, with and without the distributed
-    optimizer."""
+    """Steps are clipped and have biases, with and without the distributed optimizer."""
     tiny = [word for word in TINY if word not in TO_VARY]
     flags = [*tiny, *mock_data(), *"--num-experts 4 --num-layers 2 --train-iters 2".split()]
     truth = train_steps(flags, tmp_path / "one")
-    for index, words in enumerate(
-        ("--expert-model-parallel-size 2", "--use-distributed-optimizer")
-    ):
+    for words in ("--expert-model-parallel-size 2", "--use-distributed-optimizer"):
         more = f"{TP2} --expert-tensor-parallel-size 1 --check-invariants 1 {words}".split()
-        rows = train_steps([*flags, *more], tmp_path / str(index), ranks=2)
+        rows = train_steps([*flags, *more], tmp_path / words.split()[0], ranks=2)
         for row, want in zip(rows, truth, strict=True):
             for key in ("lm loss", "grad_norm"):
                 assert row[key] == pytest.approx(want[key], rel=1e-5), (words, key)

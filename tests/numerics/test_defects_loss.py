@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core import distributed
 from megatron.core.enums import ModelType
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -54,9 +50,9 @@ def step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
     transformer_config = TransformerConfig(
         num_layers=1, hidden_size=2, num_attention_heads=1, calculate_per_token_loss=per_token
     )
-    transformer_config.finalize_model_grads_func = finalize_model_grads
-    model = DistributedDataParallel(
-        transformer_config, DistributedDataParallelConfig(), Scale(transformer_config)
+    transformer_config.finalize_model_grads_func = distributed.finalize_model_grads
+    model = distributed.DistributedDataParallel(
+        transformer_config, distributed.DistributedDataParallelConfig(), Scale(transformer_config)
     )
 
     def forward_step(_data: Iterator[Any], chunk: torch.nn.Module) -> tuple[Tensor, Loss]:
@@ -160,27 +156,21 @@ def test_d22_in_bf16_the_fused_gradient_is_the_unfused_one(context: ParallelCont
         loss = fused_vocab_parallel_cross_entropy if fused else vocab_parallel_cross_entropy
         loss(*arguments).sum().backward()
         found.append(mine.grad)
-    fused_gradient, unfused_gradient = found
-    assert torch.equal(fused_gradient, unfused_gradient)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("precision", ["", "--fp16"])
-def test_d22_the_fused_loss_without_bf16_is_refused(precision: str) -> None:
+def test_d22_the_fused_loss_without_bf16_is_refused_and_none_on_a_cpu(precision: str) -> None:
     """The fused loss would round the gradient of every logit to eight bits."""
     words = f"--train-iters 1 --cross-entropy-loss-fusion {precision}".split()
     (error,) = errors_of([*TINY, *mock_data(), *words], device="cuda")
     assert "`--cross-entropy-loss-fusion`" in error and "`--bf16`" in error
-
-
-def test_d22_a_cpu_run_has_the_exact_loss() -> None:
     run = gpt_config("--cross-entropy-loss-fusion")
     assert not build_transformer_config(run).cross_entropy_loss_fusion
 
 
 @ranks()
-def test_d23_logits_are_overwritten_but_losses_and_gradients_are_right(
-    context: ParallelContext,
-) -> None:
+def test_d23_logits_are_overwritten_and_losses_are_right(context: ParallelContext) -> None:
     """Core's loss leaves the softmax in fp32 logits; nothing of ours reads them after it."""
     logits, labels = logits_and_labels()
     spoilt = logits.clone()

@@ -36,17 +36,13 @@ DEPTHS = ("--mtp-num-layers", "2")
 ONLY_MTP = "mtp.layers"
 
 
-def step_counts(batch: Batch) -> StepCounts:
-    targets = batch.loss_weights.sum()
-    return StepCounts(targets, targets, torch.stack([m.sum() for m in batch.mtp_loss_weights]), 1)
-
-
 def our_gradients(
     run: RunConfig, context: ParallelContext, batch: Batch, micro_batch: int
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the gradients of one step in micro-batches, as the step divides them, and its log."""
     chunk = gpt_chunk(run, context)
-    counts = step_counts(batch)
+    targets, of_depths = batch.loss_weights.sum(), [m.sum() for m in batch.mtp_loss_weights]
+    counts = StepCounts(targets, targets, torch.stack(of_depths), 1)
     pieces = range(0, SEQUENCES, micro_batch)
     totals: dict[str, Tensor] = {}
     MTPLossAutoScaler.set_loss_scale(torch.ones(1) / scale_of_means(run, len(pieces)))
@@ -93,9 +89,7 @@ def stock_gradients(
 
 
 @ranks()
-def test_d05_stock_weighs_a_depth_by_the_share_of_targets_that_it_keeps(
-    context: ParallelContext,
-) -> None:
+def test_d05_stock_weighs_a_depth_by_the_targets_that_it_keeps(context: ParallelContext) -> None:
     """One depth with full masks keeps 31 of 32: a shift loses one target of each sequence."""
     run = gpt_config("--mtp-num-layers", "1")
     batch = whole_batch(run)
@@ -121,9 +115,7 @@ def test_d04_a_batch_without_targets_leaves_numbers(context: ParallelContext, mo
 
 
 @ranks()
-def test_d14_the_logged_loss_does_not_depend_on_the_micro_batch_size(
-    context: ParallelContext,
-) -> None:
+def test_d14_the_logged_loss_does_not_depend_on_micro_batches(context: ParallelContext) -> None:
     run = gpt_config(*DEPTHS)
     batch = whole_batch(run, ragged_masks())
     ours, stock = {}, {}

@@ -85,27 +85,19 @@ def gradient_errors(context: ParallelContext, transformer_config: TransformerCon
     return errors
 
 
-def messages(*, batched: bool, overlapped: bool, deallocated: bool) -> dict[str, bool]:
-    return {
-        "batch_p2p_comm": batched,
-        "overlap_p2p_comm": overlapped,
-        "deallocate_pipeline_outputs": deallocated,
-    }
-
-
-EXACT = messages(batched=False, overlapped=True, deallocated=False)
+EXACT = {"batch_p2p_comm": False, "overlap_p2p_comm": True, "deallocate_pipeline_outputs": False}
 
 
 @ranks(pp=2, vpp=2)
 def test_d15_stock_swaps_batched_messages_between_two_stages(context: ParallelContext) -> None:
-    swapped = messages(batched=True, overlapped=False, deallocated=False)
+    swapped = {**EXACT, "batch_p2p_comm": True, "overlap_p2p_comm": False}
     assert gradient_errors(context, interleaved(**swapped)).max() > 1e-2
     assert gradient_errors(context, interleaved(**EXACT)).max() <= 1e-6
 
 
 @ranks(pp=2, vpp=2)
 def test_d16_stock_frees_outputs_that_are_being_sent(context: ParallelContext) -> None:
-    freed = interleaved(**messages(batched=False, overlapped=True, deallocated=True))
+    freed = interleaved(**{**EXACT, "deallocate_pipeline_outputs": True})
     # A race: most steps lose it.
     errors = [float(gradient_errors(context, freed).max()) for _ in range(8)]
     assert max(errors) > 1e-4
@@ -113,18 +105,14 @@ def test_d16_stock_frees_outputs_that_are_being_sent(context: ParallelContext) -
         assert gradient_errors(context, interleaved(**EXACT)).max() <= 1e-6
 
 
-VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
-STAGES = "--pipeline-model-parallel-size"
-
-
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("chunks", ["", VIRTUAL])
+@pytest.mark.parametrize("chunks", ["", "--num-virtual-stages-per-pipeline-rank 2"])
 @pytest.mark.parametrize("core", ["", "core-"])
 def test_d15_d16_no_run_has_either_configuration(stages: int, chunks: str, core: str) -> None:
     """Batched messages of virtual chunks are left to our own runtime, which does not use them."""
     schedule = core + ("interleaved" if chunks else "1f1b")
-    words = f"{STAGES} {stages} {chunks} --pipeline-schedule {schedule} --train-iters 1"
-    words += " --num-layers 8"
+    words = f"--pipeline-model-parallel-size {stages} {chunks} --pipeline-schedule {schedule} "
+    words += "--train-iters 1 --num-layers 8"
     made = build_transformer_config(config_of([*TINY, *mock_data(), *words.split()], ranks=stages))
     assert not (made.overlap_p2p_comm and made.deallocate_pipeline_outputs)
     if core and chunks:
@@ -132,9 +120,7 @@ def test_d15_d16_no_run_has_either_configuration(stages: int, chunks: str, core:
 
 
 @ranks()
-def test_d20_stock_takes_a_flag_for_the_size_of_the_hybrid_context_group(
-    context: ParallelContext,
-) -> None:
+def test_d20_stock_takes_a_flag_for_a_size_of_a_group(context: ParallelContext) -> None:
     """`collect_non_loss_data`, False, becomes the factor of the loss: 0 instead of a slope of 1."""
     transformer_config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
     chunk = Factor(transformer_config, 0)
@@ -145,22 +131,9 @@ def test_d20_stock_takes_a_flag_for_the_size_of_the_hybrid_context_group(
         return model(0), lambda output: (output.mean(), {})
 
     hybrid_context_parallel_forward_backward(
-        step,
-        iter([([{}], [[[0]]])]),
-        chunk,
-        1,
-        None,
-        None,
-        [],
-        transformer_config,
-        False,
-        None,
-        False,
-        nullcontext,
-        0,
-        lambda *_: False,
-        ModelType.encoder_or_decoder,
-    )
+        step, iter([([{}], [[[0]]])]), chunk, 1, None, None, [], transformer_config, False, None,
+        False, nullcontext, 0, lambda *_: False, ModelType.encoder_or_decoder,
+    )  # fmt: skip
     assert chunk.weight.grad is not None and float(chunk.weight.grad) == 0.0
 
 

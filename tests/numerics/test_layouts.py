@@ -21,7 +21,6 @@ from tests.training_runs import SAME_WEIGHTS, curve, mock_data, prepared
 from tools.parity import main
 
 FLAGS = [*SAME_WEIGHTS, *mock_data()]
-LAYOUTS = "mbs1,mbs4,dp2,pp2,pp2dp2,tp2,tp2sp,cp2,cp2pp2,pp2vpp2"
 
 
 def agree(
@@ -31,10 +30,6 @@ def agree(
     limits = f"--steps 2 --loss-tolerance {limit} --gradient-tolerance {limit}".split()
     code = main(["--layouts", layouts, *limits, "--", *FLAGS, "--eod-mask-loss", *words.split()])
     assert code == 0, capfd.readouterr().out
-
-
-def test_main_loss_with_ragged_masks(capfd: pytest.CaptureFixture[str]) -> None:
-    agree(LAYOUTS, "", capfd)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +48,16 @@ def test_one_sample_per_microbatch_is_the_mean_of_means(tmp_path: Path) -> None:
     assert [norm for _, norm in sample] == pytest.approx([norm for _, norm in means], rel=1e-5)
 
 
-def test_virtual_chunks_on_two_stages(capfd: pytest.CaptureFixture[str]) -> None:
-    """megatron-core's own schedule agrees too; its batched messages are never used."""
-    agree("pp2vpp2,pp2vpp2coreint,pp2vpp2dp2[--overlap-grad-reduce]", "", capfd)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        "mbs1,mbs4,dp2,pp2,pp2dp2,tp2,tp2sp,cp2,cp2pp2,pp2vpp2",
+        # megatron-core's own schedule agrees too; its batched messages are never used.
+        "pp2vpp2,pp2vpp2coreint,pp2vpp2dp2[--overlap-grad-reduce]",
+    ],
+)
+def test_ragged_masks_and_virtual_chunks(layouts: str, capfd: pytest.CaptureFixture[str]) -> None:
+    agree(layouts, "", capfd)
 
 
 MODEL = (
@@ -114,18 +116,11 @@ def trains(run: Run, result: StepResult) -> None:
         assert float(result.losses["lm loss"]) == pytest.approx(math.log(2000), rel=0.05)
 
 
-@pytest.mark.parametrize("layout", MASKED_LAYOUTS)
-def test_a_masked_micro_batch(layout: str) -> None:
-    train_masked(layout, lambda run, i: i == 1, trains)
-
-
-@pytest.mark.parametrize("layout", ["cp2", "cp2a2a", "pp2zbh1cp2"])
-def test_a_masked_context_parallel_rank(layout: str) -> None:
-    train_masked(layout, lambda run, i: run.context.cp_rank == 1, trains)
-
-
-def test_a_masked_data_parallel_rank() -> None:
-    train_masked("dp2", lambda run, i: run.context.dp_rank == 0, trains)
+@pytest.mark.parametrize("layout", ["cp2", "cp2a2a", "pp2zbh1cp2", "dp2"])
+def test_a_masked_context_or_data_parallel_rank(layout: str) -> None:
+    train_masked(
+        layout, lambda run, i: run.context.cp_rank == 1 or run.context.dp_rank == 1, trains
+    )
 
 
 def learns_nothing(run: Run, result: StepResult) -> None:
@@ -141,7 +136,8 @@ def learns_nothing(run: Run, result: StepResult) -> None:
 
 
 @pytest.mark.parametrize("layout", MASKED_LAYOUTS)
-def test_a_masked_step(layout: str) -> None:
+def test_a_masked_micro_batch_and_step(layout: str) -> None:
+    train_masked(layout, lambda run, i: i == 1, trains)
     train_masked(layout, lambda run, i: True, learns_nothing)
 
 

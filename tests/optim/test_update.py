@@ -10,13 +10,8 @@ from megatron.core.optimizer import AdamOptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_ext.optim import update
 from megatron_ext.optim.builder import choose_kernels
-from megatron_ext.optim.update import (
-    count_zeros,
-    decides_on_device,
-    global_grad_norm,
-    update_parameters,
-)
 from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
 
@@ -45,14 +40,13 @@ def _optimizer(context: ParallelContext, *, distributed: bool, **options: Any) -
     return model, optimizer
 
 
-def _fill(model: Any, value: float) -> list[torch.Tensor]:
+def _fill(model: Any, value: float, *given: torch.Tensor) -> list[torch.Tensor]:
     """Give every parameter a known gradient, reduce it, and return the mean over replicas."""
+    parameters = list(model.parameters())
+    grads = list(given) or [torch.full_like(p, value) + i for i, p in enumerate(parameters)]
     model.zero_grad_buffer()
-    grads = []
-    for index, parameter in enumerate(model.parameters()):
-        grad = torch.full_like(parameter, value) + index
+    for parameter, grad in zip(parameters, grads, strict=True):
         parameter.main_grad.copy_(grad)
-        grads.append(grad)
     model.finish_grad_sync()
     return grads
 
@@ -64,7 +58,7 @@ def test_norm_is_that_of_the_mean_gradient(context: ParallelContext, distributed
     grads = _fill(model, 0.25)
     optimizer.prepare_grads()
     want = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
-    assert math.isclose(global_grad_norm(optimizer), want, rel_tol=1e-7)
+    assert math.isclose(update.global_grad_norm(optimizer), want, rel_tol=1e-7)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -78,12 +72,12 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
     choose_kernels(optimizer, fused=fused)
     before = [p.detach().clone() for p in model.parameters()]
     _fill(model, bad if context.rank == 1 else 0.5)
-    result = update_parameters(optimizer, clip_grad=1.0)
+    result = update.update_parameters(optimizer, clip_grad=1.0)
     assert not result.applied
     assert not math.isfinite(result.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     _fill(model, 0.5)
-    assert update_parameters(optimizer, clip_grad=1.0).applied
+    assert update.update_parameters(optimizer, clip_grad=1.0).applied
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
@@ -102,7 +96,7 @@ def test_the_update_is_torchs_adam_on_the_clipped_gradient(context: ParallelCont
         group["weight_decay"] = 0.01 * group.get("wd_mult", 1.0)
     for value in (0.5, -2.0):
         grads = _fill(model, value)
-        result = update_parameters(optimizer, clip_grad=1.0)
+        result = update.update_parameters(optimizer, clip_grad=1.0)
         for parameter, grad in zip(reference, grads, strict=True):
             parameter.grad = grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(reference, 1.0)
@@ -114,9 +108,7 @@ def test_the_update_is_torchs_adam_on_the_clipped_gradient(context: ParallelCont
 
 @pytest.mark.parametrize("value", [0.05, 3.0])
 @ranks(dp=2)
-def test_a_tiny_epsilon_and_the_norm_before_clipping(
-    context: ParallelContext, value: float
-) -> None:
+def test_a_tiny_epsilon_and_the_unclipped_norm(context: ParallelContext, value: float) -> None:
     """Take one step with the published eps of 1e-15 and betas: torch's AdamW on min(norm, 1)."""
     betas, eps, decay = (0.9, 0.95), 1e-15, 0.01
     model, optimizer = _optimizer(
@@ -129,12 +121,9 @@ def test_a_tiny_epsilon_and_the_norm_before_clipping(
     generator = torch.Generator().manual_seed(1)
     grads = [value * torch.randn(p.shape, generator=generator) for p in model.parameters()]
     grads[0][0] *= 1e-12  # With the usual eps of 1e-8 these would hardly move.
-    model.zero_grad_buffer()
-    for parameter, grad in zip(model.parameters(), grads, strict=True):
-        parameter.main_grad.copy_(grad)
-    model.finish_grad_sync()
+    _fill(model, 0, *grads)
     norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
-    result = update_parameters(optimizer, clip_grad=1.0)
+    result = update.update_parameters(optimizer, clip_grad=1.0)
     assert math.isclose(result.grad_norm, norm, rel_tol=1e-6)
     for parameter, grad in zip(reference, grads, strict=True):
         parameter.grad = grad * min(1.0, 1.0 / norm)
@@ -145,18 +134,16 @@ def test_a_tiny_epsilon_and_the_norm_before_clipping(
 
 @pytest.mark.parametrize("clip_grad", [0.0, 1.0])
 @ranks(dp=2)
-def test_the_fused_update_is_that_of_a_host_that_decides(
-    context: ParallelContext, clip_grad: float
-) -> None:
+def test_the_fused_update_is_that_of_a_host(context: ParallelContext, clip_grad: float) -> None:
     """Clipped inside of the kernel, with bad gradients in between; float32's rounding apart."""
     models = {fused: _optimizer(context, distributed=True) for fused in (False, True)}
     choose_kernels(models[True][1], fused=True)
     for value in (0.5, math.nan, -2.0, math.inf, 0.01):
         updates = {}
         for fused, (model, optimizer) in models.items():
-            assert decides_on_device(optimizer) == fused
+            assert update.decides_on_device(optimizer) == fused
             _fill(model, value)
-            updates[fused] = update_parameters(optimizer, clip_grad)
+            updates[fused] = update.update_parameters(optimizer, clip_grad)
             assert updates[fused].known == (not fused)
         assert updates[True].applied == updates[False].applied == math.isfinite(value)
         assert str(updates[True].grad_norm) == str(updates[False].grad_norm)
@@ -172,17 +159,15 @@ def test_zeros_are_megatron_cores(context: ParallelContext, distributed: bool) -
     model, optimizer = _optimizer(context, distributed=distributed, log_num_zeros_in_grad=True)
     _fill(model, -1.0)  # The bias is the second parameter: its gradients are 0.
     optimizer.prepare_grads()
-    assert float(count_zeros(optimizer)) == optimizer.count_zeros() == 6
-    assert update_parameters(optimizer, clip_grad=1.0).num_zeros == 6
+    assert float(update.count_zeros(optimizer)) == optimizer.count_zeros() == 6
+    assert update.update_parameters(optimizer, clip_grad=1.0).num_zeros == 6
     _fill(model, math.nan)
-    assert update_parameters(optimizer, clip_grad=1.0).num_zeros is None
+    assert update.update_parameters(optimizer, clip_grad=1.0).num_zeros is None
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @ranks()
-def test_the_kernel_is_the_devices_and_not_the_checkpoints(
-    context: ParallelContext, fused: bool
-) -> None:
+def test_the_kernel_is_not_the_checkpoints(context: ParallelContext, fused: bool) -> None:
     _, saved = _optimizer(context, distributed=False)
     _, optimizer = _optimizer(context, distributed=False)
     choose_kernels(saved, fused=not fused)
@@ -194,5 +179,5 @@ def test_the_kernel_is_the_devices_and_not_the_checkpoints(
     other.step()
     inner.load_state_dict(other.state_dict())
     assert {bool(group["fused"]) for group in inner.param_groups} == {fused}
-    assert decides_on_device(optimizer) == fused
+    assert update.decides_on_device(optimizer) == fused
     assert {bool(group["fused"]) for group in other.param_groups} == {not fused}

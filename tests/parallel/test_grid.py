@@ -20,53 +20,30 @@ from tests.ranks import ranks, run_on_ranks
 LAYOUTS = [
     Layout(world, tp, pp, cp, ep, etp, use_tp_pp_dp_mapping=mapping)
     for world, tp, pp, cp, ep, etp in (
-        (1, 1, 1, 1, 1, None),
-        (2, 2, 1, 1, 1, None),
-        (2, 1, 2, 1, 1, None),
-        (4, 1, 1, 2, 1, None),
-        (4, 2, 2, 1, 1, None),
-        (8, 2, 2, 2, 1, None),
-        (8, 2, 2, 1, 2, None),
-        (8, 2, 1, 1, 4, 1),
-        (8, 4, 2, 1, 2, 2),
-        (12, 2, 3, 1, 1, None),
-        (16, 2, 2, 2, 2, None),
-        (16, 4, 2, 1, 8, 1),
-        (16, 1, 4, 2, 2, 2),
-        (24, 2, 3, 2, 2, None),
-        (32, 4, 2, 2, 4, None),
-        (32, 8, 1, 2, 4, 2),
-        (32, 2, 4, 1, 8, 1),
-        (48, 4, 3, 2, 2, None),
-        (64, 4, 4, 2, 4, None),
-        (64, 8, 2, 1, 8, 2),
-        (64, 2, 8, 2, 4, 2),
-        (64, 1, 1, 1, 64, 1),
+        (1, 1, 1, 1, 1, None), (2, 2, 1, 1, 1, None), (2, 1, 2, 1, 1, None), (4, 1, 1, 2, 1, None),
+        (4, 2, 2, 1, 1, None), (8, 2, 2, 2, 1, None), (8, 2, 2, 1, 2, None), (8, 2, 1, 1, 4, 1),
+        (8, 4, 2, 1, 2, 2), (12, 2, 3, 1, 1, None), (16, 2, 2, 2, 2, None), (16, 4, 2, 1, 8, 1),
+        (16, 1, 4, 2, 2, 2), (24, 2, 3, 2, 2, None), (32, 4, 2, 2, 4, None), (32, 8, 1, 2, 4, 2),
+        (32, 2, 4, 1, 8, 1), (48, 4, 3, 2, 2, None), (64, 4, 4, 2, 4, None), (64, 8, 2, 1, 8, 2),
+        (64, 2, 8, 2, 4, 2), (64, 1, 1, 1, 64, 1),
     )
     for mapping in (False, True)
-]
-
-
-def test_there_are_enough_layouts() -> None:
-    assert len(LAYOUTS) >= 40
-    assert max(layout.world_size for layout in LAYOUTS) == 64
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_grid_equals_megatron_cores(layout: Layout) -> None:
-    dense = RankGenerator(**_sizes(layout.sizes()), order=layout.order)
-    for axes in DENSE_GROUPS:
-        assert layout.groups(axes) == dense.get_ranks(axes), axes
-    experts = RankGenerator(**_sizes(layout.expert_sizes()), order=layout.order)
-    for axes in EXPERT_GROUPS:
-        assert layout.expert_groups(axes) == experts.get_ranks(axes), axes
+    for sizes, groups, every in (
+        (layout.sizes(), layout.groups, DENSE_GROUPS),
+        (layout.expert_sizes(), layout.expert_groups, EXPERT_GROUPS),
+    ):
+        given = {axis: sizes[axis] for axis in ("tp", "ep", "dp", "pp", "cp")}
+        core = RankGenerator(**given, order=layout.order)
+        for axes in every:
+            assert groups(axes) == core.get_ranks(axes), axes
     for rank, axis in itertools.product(range(layout.world_size), ("tp", "cp", "dp", "pp")):
         group = next(g for g in layout.groups(axis) if rank in g)
         assert group.index(rank) == layout.position(rank)[axis]
-
-
-def _sizes(sizes: dict[str, int]) -> dict[str, int]:
-    return {axis: sizes[axis] for axis in ("tp", "ep", "dp", "pp", "cp")}
 
 
 @pytest.mark.parametrize("mapping", [False, True])

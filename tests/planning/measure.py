@@ -103,7 +103,6 @@ class Measured:
 
 
 def configuration(flags: Sequence[str], program: Task | TaskChoice = GPT) -> RunConfig:
-    """Return a resolved run on forked ranks, with its vocabulary or its clips."""
     return prepared(flags, program, device=select().kind)[1]
 
 
@@ -139,19 +138,14 @@ def check_peak(network: Network, ranks: Sequence[Measured]) -> None:
         assert mine.total == pytest.approx(held + rank.peak, rel=TOLERANCE)
 
 
-def _outside_of_modes(function: Any) -> Any:
-    """Return a function for subclasses of tensors, which no dispatch mode may see being made."""
-
-    def call(*args: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args)
-
-    return call
-
-
 def _work(folder: Path, run: Run) -> None:
-    live, runner = LiveBytes(), run.runner
-    attention.causal_lower_right = _outside_of_modes(attention.causal_lower_right)
+    live, runner, lower_right = LiveBytes(), run.runner, attention.causal_lower_right
+
+    def outside_of_modes(*args: Any) -> Any:
+        with _disable_current_modes():  # No dispatch mode may see subclasses being made.
+            return lower_right(*args)
+
+    attention.causal_lower_right = outside_of_modes
     name = "_pass" if isinstance(runner, StreamingRunner) else "forward_backward"
     step = getattr(runner, name)
 
@@ -222,7 +216,5 @@ def _optimizer_tensors(optimizer: Any) -> Iterable[torch.Tensor]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter
-                yield from (
-                    x for x in part.optimizer.state[parameter].values() if torch.is_tensor(x)
-                )
+                held = part.optimizer.state[parameter].values()
+                yield from (x for x in (parameter, *held) if torch.is_tensor(x))

@@ -106,8 +106,10 @@ def test_a_plan_may_ask_for_layers_that_this_machine_lacks(tool: Tool) -> None:
     assert "Transformer Engine's layers priced as the torch layers" in shown
 
 
-def test_the_tool_searches(tool: Tool) -> None:
+def test_the_tool_searches_and_reports_errors(tool: Tool) -> None:
     assert "layouts that fit" in tool("--world-size 4 --search --count 3", "--bf16")
+    shown = tool("--world-size 3", "--tensor-model-parallel-size 2", code=2)
+    assert "error: The number of ranks (3)" in shown
 
 
 def test_recomputation_is_not_advised_with_graphs(tool: Tool) -> None:
@@ -117,11 +119,6 @@ def test_recomputation_is_not_advised_with_graphs(tool: Tool) -> None:
     shown = tool("--world-size 64 --gpu H200", f"{large} {graphs} {more}", code=1)
     assert "it would fit with full recomputation in place of" in shown
     assert not {"full", "selective"} & set(tool("--world-size 1 --search", graphs).split())
-
-
-def test_the_tool_reports_errors(tool: Tool) -> None:
-    shown = tool("--world-size 3", "--tensor-model-parallel-size 2", code=2)
-    assert "error: The number of ranks (3)" in shown
 
 
 def test_a_task_without_a_cost_shows_its_schedule(capfd: pytest.CaptureFixture[str]) -> None:

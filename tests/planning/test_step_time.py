@@ -36,7 +36,7 @@ def test_time_grows_with_the_bubble_and_stays_below_the_peak_rate() -> None:
     assert slower.seconds > 1.5 * one.seconds
 
 
-def test_search_finds_layouts_that_fit_and_sorts_them() -> None:
+def test_search_finds_layouts_that_fit_and_sorts_them_or_says_why_not() -> None:
     gpu = GPUS["A100-40GB"]
     config = llama("--num-layers 8 --hidden-size 8192 --num-attention-heads 64")
     found = search(config, GPT, 8, gpu, GPT_COST, count=5)
@@ -46,9 +46,6 @@ def test_search_finds_layouts_that_fit_and_sorts_them() -> None:
     assert found.fitting < found.tried
     layouts = {str(candidate) for candidate in candidates(config, 8, gpu, GPT_COST)}
     assert {"dp", "tp8", "tp2pp2", "pp2vpp4", "cp8"} <= layouts
-
-
-def test_search_without_any_layout_says_why() -> None:
     with pytest.raises(ConfigError, match="No layout of 7 ranks") as caught:
         search(llama("--global-batch-size 128"), GPT, 7, GPUS["H100"], GPT_COST)
     assert any("`--global-batch-size` (128)" in text for text in caught.value.messages)
@@ -67,26 +64,19 @@ def test_buckets_follow_the_alignment_of_the_distributed_optimizer() -> None:
     assert shared.end == 768  # a multiple of 3 and 128
     parts = buckets(weights, distributed=True, replicas=2, bucket_size=150)
     assert [(part.start, part.end) for part in parts] == [(0, 256), (256, 512)]
-
-
-def test_a_copy_of_the_embedding_has_a_bucket_of_its_own() -> None:
+    # A copy of the embedding has a bucket of its own.
     weights = [Weight("a", 100), Weight("e", 64, shared=True)]
     alone = buckets(weights, distributed=True, replicas=2, bucket_size=None)
     assert [part.spans for part in alone] == [[(0, 64)], [(128, 228)]]
 
 
-def test_a_walk_holds_what_the_schedule_has_in_flight() -> None:
+def test_a_walk_holds_what_the_schedule_has_in_flight_and_what_has_arrived() -> None:
     costs = [LayerBytes(10, 3), LayerBytes(7, 2)]
     assert walk(PLAN, 0, costs) == (20, 3, 2)
     assert walk(PLAN, 1, costs) == (7, 2, 1)
-
-
-def test_a_walk_holds_what_has_arrived() -> None:
     without, buffers = walk(PLAN, 1, TENS), walk(PLAN, 1, TENS, boundary=3)
     assert buffers[0] in (without[0] + 3, without[0] + 6)
-
-
-def test_a_zero_bubble_walk_holds_what_weight_gradients_need() -> None:
+    # With zero bubbles also what weight gradients need.
     plan = build_plan("zb-h1", pipeline_size=2, num_microbatches=4)
     waiting = walk(plan, 1, TENS, deferred=[4, 4])
     assert waiting[0] == 14  # one whole, one whose weight gradient waits
@@ -104,7 +94,7 @@ def _file(folder: Path, *gpus: Found) -> str:
     return str(path)
 
 
-def test_the_table_of_gpus() -> None:
+def test_the_table_of_gpus_and_the_assumptions() -> None:
     assert tuple(GPUS) == GPU_NAMES
     with pytest.raises(ConfigError, match=r"`--gpu` \(V100\) must be one of"):
         gpu_named("V100")
@@ -113,6 +103,10 @@ def test_the_table_of_gpus() -> None:
         GPUS["A100"].peak(1)
     with pytest.raises(ConfigError, match=r"`products` \(1.5\) must be above 0"):
         Efficiency(products=1.5)
+    with pytest.raises(ConfigError, match=r"`layers` \(0\) must be above 0"):
+        Efficiency(layers=0)
+    for name, value, what, _ in assumed(GPUS["H100"]):  # They say where they come from.
+        assert 0 < float(value) <= 1 and ";" in what, name
 
 
 def test_the_doctor_still_writes_what_is_read() -> None:
@@ -145,8 +139,6 @@ def test_a_gpu_that_the_table_lacks_has_the_links_of_its_slot(tmp_path: Path) ->
     a100 = Found(0, "NVIDIA A100-SXM4-40GB", (8, 0), 42 * 10**9, Rates(2.5e14, None, 1.3e12))
     assert gpu_named(_file(tmp_path, a100)).memory_bandwidth == GPUS["A100-40GB"].memory_bandwidth
 
-
-def test_a_measured_machine_changes_the_time(tmp_path: Path) -> None:
     fast = estimate(llama_network(), gpu_named(_file(tmp_path, H200)))
     slow = Found(0, "NVIDIA H200", (9, 0), 150 * 10**9, Rates(4e14, None, 4.2e12))
     slower = estimate(llama_network(), gpu_named(_file(tmp_path, slow)))
@@ -162,13 +154,10 @@ def test_a_measured_machine_changes_the_time(tmp_path: Path) -> None:
         ('{"gpus": []}', "was written where torch found no GPU"),
         ('{"gpus": [{"name": "NVIDIA H200", "rates": null}]}', "holds no measured rates"),
         ('{"gpus": [{"name": "NVIDIA H200", "rates": {}}]}', "its rates cannot be read"),
-        (
-            '{"gpus": [{"name": "H200", "memory": 1, "capability": [9, 0], "rates": {"bf16": 0, '
-            '"fp8": null, "copy": 1}}]}',
-            "its rates cannot be read",
-        ),
+        ('{"gpus": [{"name": "H200", "memory": 1, "capability": [9, 0], "rates": {"bf16": 0, '
+         '"fp8": null, "copy": 1}}]}', "its rates cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_file_is_one_sentence(
     content: str | None, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,13 +167,6 @@ def test_a_bad_file_is_one_sentence(
     assert main(GPT, [*MODEL, "--dry-run", "--dry-run-gpu", str(path)]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert said in line and str(path) in line and "tools/doctor.py --json" in line
-
-
-def test_assumptions_say_where_they_come_from() -> None:
-    for name, value, what, _ in assumed(GPUS["H100"]):
-        assert 0 < float(value) <= 1 and ";" in what, name
-    with pytest.raises(ConfigError, match=r"`layers` \(0\) must be above 0"):
-        Efficiency(layers=0)
 
 
 def test_the_reserve_grows_with_groups_and_activations() -> None:

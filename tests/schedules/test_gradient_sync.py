@@ -45,17 +45,17 @@ def _step(run: Run, mark: Callable[[str], None]) -> dict[str, Tensor]:
 
 def _events(run: Run, events: list[str]) -> None:
     """Note each backward pass as it ends, and each reduction as it starts."""
+
+    def noted(bucket: _ParamAndGradBucketGroup, *args: Any, **kwargs: Any) -> None:
+        if bucket.grad_reduce_handle is None:
+            events.append("reduce")
+        _ParamAndGradBucketGroup.start_grad_sync(bucket, *args, **kwargs)
+
     for chunk in run.chunks:
         first = next(chunk.parameters())
         first.register_post_accumulate_grad_hook(lambda _: events.append("first weight"))
         for bucket in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-            bucket.start_grad_sync = partial(_noted, bucket, events)
-
-
-def _noted(bucket: _ParamAndGradBucketGroup, events: list[str], *args: Any, **kwargs: Any) -> None:
-    if bucket.grad_reduce_handle is None:
-        events.append("reduce")
-    _ParamAndGradBucketGroup.start_grad_sync(bucket, *args, **kwargs)
+            bucket.start_grad_sync = partial(noted, bucket)
 
 
 def _compare(context: ParallelContext, words: str) -> list[list[str]]:
@@ -87,14 +87,9 @@ def test_one_stage_reduces_while_its_last_backward_pass_runs(context: ParallelCo
 
 @pytest.mark.slow
 @ranks(pp=2, dp=2)
-def test_stages_are_aligned_but_the_first(context: ParallelContext) -> None:
+def test_stages_are_aligned_but_the_first_and_deferred_too(context: ParallelContext) -> None:
     steps = _compare(context, "--pipeline-model-parallel-size 2")
     assert all(step.count("reduce") == 1 for step in steps)
-
-
-@pytest.mark.slow
-@ranks(pp=2, dp=2)
-def test_deferred_gradients_are_complete_when_they_are_reduced(context: ParallelContext) -> None:
     _compare(context, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1")
 
 

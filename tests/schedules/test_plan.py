@@ -150,9 +150,7 @@ def test_every_stage_is_placed_once(size: int) -> None:
         ),
     ],
 )
-def test_shapes_that_a_schedule_cannot_have(
-    schedule: str, arguments: dict[str, int], sentence: str
-) -> None:
+def test_shapes_without_a_schedule(schedule: str, arguments: dict[str, int], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         build_plan(schedule, pipeline_size=4, num_microbatches=8, **arguments)  # type: ignore[arg-type]
 
@@ -266,24 +264,20 @@ def _step(
     return True
 
 
-TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 1.5, 1.0)]
-
-
 @pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 1.5, 1.0)])
 def test_bubbles_are_those_of_the_papers(size: int, times: tuple[float, float, float]) -> None:
     forward, input_gradient, weight_gradient = times
-    whole = Durations(*times)
-    common = {"pipeline_size": size, "num_microbatches": 4 * size}
-    cost = price(build_plan("1f1b", **common), whole)  # type: ignore[arg-type]
-    assert cost.bubble == pytest.approx((size - 1) * sum(times))
-    cost = price(build_plan("zb-h1", **common), whole)  # type: ignore[arg-type]
-    theory = (size - 1) * (forward + input_gradient - weight_gradient)
-    assert cost.bubble == pytest.approx(theory)
-    for chunks in (2, 4):
+
+    def bubble(schedule: str, chunks: int = 1) -> float:
+        shape = {"pipeline_size": size, "num_microbatches": 4 * size, "num_chunks": chunks}
         part = Durations(*(time / chunks for time in times))
-        plan = build_plan("interleaved", num_chunks=chunks, **common)  # type: ignore[arg-type]
-        assert price(plan, part).bubble == pytest.approx((size - 1) * sum(times) / chunks)
+        return price(build_plan(schedule, **shape), part).bubble / (size - 1)
+
+    assert bubble("1f1b") == pytest.approx(sum(times))
+    assert bubble("zb-h1") == pytest.approx(forward + input_gradient - weight_gradient)
+    for chunks in (2, 4):
+        assert bubble("interleaved", chunks) == pytest.approx(sum(times) / chunks)
 
 
 @pytest.mark.parametrize(("size", "num_microbatches"), [(4, 8), (8, 16), (8, 32)])
@@ -301,15 +295,12 @@ def test_latency_of_messages_makes_a_step_longer() -> None:
     assert price(plan, latency=0.5).makespan == price(plan).makespan + 4 * 0.5
 
 
-def test_1f1b_as_text() -> None:
+def test_1f1b_as_text_and_second_chunks_in_small_letters() -> None:
     plan = build_plan("1f1b", pipeline_size=2, num_microbatches=2)
     assert text(plan, price(plan)).splitlines() == [
         "rank 0 |F0-F1-......B0----...B1----|",
         "rank 1 |...F0-B0----F1-B1----......|",
     ]
-
-
-def test_second_chunks_are_in_small_letters() -> None:
     plan = build_plan("zb-v", pipeline_size=2, num_microbatches=1, num_chunks=2)
     lines = text(plan, price(plan)).splitlines()
     assert lines[1].startswith("rank 1 |...F0-f0-...")
@@ -326,24 +317,21 @@ def test_command_draws_and_prices(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "peak micro-batches in flight on each rank, of all its layers: 4, 4, 4, 4" in shown
     height, width, _ = imread(path).shape
     assert height > 100 and width > 1000
-
-
-def test_command_takes_measured_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("--pipeline-size 2 --microbatches 4 --times 10 11 9".split()) == 0
     assert "step time 150, bubble 30 (20.0%)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--schedule zb-v --chunks 3", "The schedule `zb-v` needs 2 chunks on each rank, not 3."),
-        ("--png /nowhere/plan.png", "`--png` (/nowhere/plan.png) cannot be written (No such file"),
-        ("--png plan.tiger", "`--png` (plan.tiger) cannot be written (Format 'tiger' is not"),
-    ],
-)
-def test_command_refuses(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+REFUSED = {
+    "--schedule zb-v --chunks 3": "The schedule `zb-v` needs 2 chunks on each rank, not 3.",
+    "--png /nowhere/plan.png": "`--png` (/nowhere/plan.png) cannot be written (No such file",
+    "--png plan.tiger": "`--png` (plan.tiger) cannot be written (Format 'tiger' is not",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_command_refuses(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
-    assert sentence in capsys.readouterr().err
+    assert REFUSED[words] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--microbatches 0", "--times 1 nan 1", "--latency -1"])

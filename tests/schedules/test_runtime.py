@@ -16,7 +16,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.orders import SCHEDULES
 from megatron_ext.schedules.runtime import PipelineEngine
-from tests.ranks import run_on_ranks
+from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, curve, mock_data, train
 
 STEPS = 3
@@ -42,9 +42,7 @@ def losses_and_norms(words: str, ranks: int, folder: Path) -> list[tuple[float, 
         (f"{SIZE} 2 --no-calculate-per-token-loss", 2, "core-1f1b"),
     ],
 )
-def test_schedules_equal_megatron_core_bit_for_bit(
-    words: str, ranks: int, core: str, tmp_path: Path
-) -> None:
+def test_schedules_give_cores_bits(words: str, ranks: int, core: str, tmp_path: Path) -> None:
     ours = losses_and_norms(words, ranks, tmp_path / "ours")
     theirs = losses_and_norms(f"{words} --pipeline-schedule {core}", ranks, tmp_path / "core")
     assert len(ours) == STEPS
@@ -65,28 +63,24 @@ def one_f_one_b(start: str, tmp_path_factory: pytest.TempPathFactory) -> list[tu
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks"),
+    ("ranks", "words"),
     [
-        (f"{SIZE} 2 --pipeline-schedule zb-h1", 2),
-        (f"{SIZE} 2 --pipeline-schedule zb-v", 2),
-        (f"{SIZE} 4 --pipeline-schedule zb-h1", 4),
-        (f"{SIZE} 2 --pipeline-schedule zb-h1 --overlap-grad-reduce --overlap-param-gather", 4),
-        (
-            f"{SIZE} 2 --pipeline-schedule zb-v --tensor-model-parallel-size 2 --sequence-parallel",
-            4,
-        ),
-        (f"{SIZE} 2 --pipeline-schedule zb-v --context-parallel-size 2", 4),
-        (
-            f"{SIZE} 2 --pipeline-schedule zb-h1 --recompute-granularity full "
-            "--recompute-method uniform --recompute-num-layers 1",
-            2,
-        ),
+        (2, "2 --pipeline-schedule zb-h1"),
+        (2, "2 --pipeline-schedule zb-v"),
+        (4, "4 --pipeline-schedule zb-h1"),
+        (4, "2 --pipeline-schedule zb-h1 --overlap-grad-reduce --overlap-param-gather"),
+        (4, "2 --pipeline-schedule zb-v --tensor-model-parallel-size 2 --sequence-parallel"),
+        (4, "2 --pipeline-schedule zb-v --context-parallel-size 2"),
+        (2, "2 --pipeline-schedule zb-h1 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1"),
+        # Both neighbours are the same peer; our messages name their ends.
+        pytest.param(2, f"2 {CHUNKS}", id="d15 virtual chunks"),
     ],
-)
-def test_zero_bubble_trains_like_1f1b(
-    words: str, ranks: int, start: str, one_f_one_b: list[tuple[float, float]], tmp_path: Path
+)  # fmt: skip
+def test_zero_bubble_and_virtual_chunks_train_like_1f1b(
+    ranks: int, words: str, start: str, one_f_one_b: list[tuple[float, float]], tmp_path: Path
 ) -> None:
-    mine = losses_and_norms(f"{words} {start}", ranks, tmp_path / "run")
+    mine = losses_and_norms(f"{SIZE} {words} {start}", ranks, tmp_path / "run")
     for row, want in zip(mine, one_f_one_b, strict=True):
         assert row == pytest.approx(want, rel=1e-6)
 
@@ -169,11 +163,8 @@ def layout_of(schedule: str, size: int, chunks: int) -> Layout:
 def sum_loss(output: Tensor, non_loss_data: bool = False) -> Any:
     if non_loss_data:
         return output.detach().clone()
-    return (
-        output.sum(),
-        torch.tensor(output.numel(), dtype=torch.int),
-        {"sum": output.detach().sum()},
-    )
+    total = output.sum()
+    return total, torch.tensor(output.numel(), dtype=torch.int), {"sum": total.detach().clone()}
 
 
 def step(iterator: Iterator[int] | None, model: Any) -> tuple[Tensor, Any]:
@@ -191,9 +182,7 @@ def truth(num_stages: int, num_microbatches: int, length: int) -> tuple[list[flo
             output = output * weight
         losses.append(output.sum())
     torch.stack(losses).sum().backward()
-    return [float(loss.detach()) for loss in losses], [
-        float(w.grad) for w in weights if w.grad is not None
-    ]
+    return [float(loss.detach()) for loss in losses], [float(w.grad) for w in weights]
 
 
 def check_step(
@@ -249,9 +238,8 @@ def check_forward_only(context: ParallelContext, schedule: str) -> None:
         )
     if context.is_last_stage:
         factor = math.prod(1.0 + 0.25 * s for s in range(context.placement.num_stages))
-        assert [float(output[0, 0, 0]) for output in outputs] == pytest.approx(
-            [factor * (i + 1) for i in range(5)]
-        )
+        found = [float(output[0, 0, 0]) for output in outputs]
+        assert found == pytest.approx([factor * (i + 1) for i in range(5)])
         assert all(output.shape == (3, 1, 2) for output in outputs)
     else:
         assert outputs == []
@@ -265,8 +253,8 @@ def test_forward_only_collects_what_is_no_loss(schedule: str, chunks: int) -> No
     run_on_ranks(check_forward_only, layout_of(schedule, 2, chunks), {"schedule": schedule})
 
 
-def check_memory(context: ParallelContext) -> None:
-    """Check that outputs are let go once sent, and their messages still arrive whole (D16)."""
+@ranks(pp=2, vpp=2)
+def test_d16_outputs_are_deallocated_and_messages_stay_whole(context: ParallelContext) -> None:
     engine, chunks = engine_of("interleaved", context)
     kept: list[Tensor] = []
 
@@ -279,25 +267,12 @@ def check_memory(context: ParallelContext) -> None:
     engine.run(keeping, iterators, 4, (3, 1, 2))
     sent = 4 * (len(chunks) - (1 if context.is_last_stage else 0))
     assert sum(output.numel() == 1 and output.dim() == 1 for output in kept) == sent
+    check_step(context, "interleaved", 6)
 
 
-def test_d16_outputs_are_deallocated_and_messages_stay_whole() -> None:
-    layout = layout_of("interleaved", 2, 2)
-    run_on_ranks(check_memory, layout, {})
-    run_on_ranks(check_step, layout, {"schedule": "interleaved", "num_microbatches": 6})
-
-
-def test_d15_two_stages_with_virtual_chunks_train_like_1f1b(
-    start: str, one_f_one_b: list[tuple[float, float]], tmp_path: Path
-) -> None:
-    """Both neighbours are the same peer; our messages name their ends."""
-    mine = losses_and_norms(f"{SIZE} 2 {CHUNKS} {start}", 2, tmp_path / "run")
-    for row, want in zip(mine, one_f_one_b, strict=True):
-        assert row == pytest.approx(want, rel=1e-6)
-
-
-def check_deferral(context: ParallelContext) -> None:
-    """Check that weight gradients come after later input gradients, not within them."""
+@ranks(pp=4)
+def test_zb_h1_puts_weight_gradients_off(context: ParallelContext) -> None:
+    """Weight gradients come after later input gradients, not within them."""
     engine, chunks = engine_of("zb-h1", context)
     events: list[tuple[str, tuple[int, int]]] = []
     queue: Any = engine.transformer_config.weight_gradients
@@ -310,7 +285,3 @@ def check_deferral(context: ParallelContext) -> None:
     # Rank r is r micro-batches late.
     assert late == context.pp_rank + 1
     assert chunks[0].weight.grad is not None
-
-
-def test_zb_h1_puts_weight_gradients_off() -> None:
-    run_on_ranks(check_deferral, layout_of("zb-h1", 4, 1), {})

@@ -33,25 +33,9 @@ def _write(prefix: Path, *more: int) -> None:
             writer.add_document(ids, [40])
 
 
-def _truncated(folder: Path) -> None:
-    os.truncate(folder / "docs.bin", (folder / "docs.bin").stat().st_size - 10)
-
-
-def _corrupt_index(folder: Path) -> None:
-    (folder / "docs.idx").write_bytes(b"nonsense" * 20)
-
-
-def _negative_id(folder: Path) -> None:
-    _write(folder / "docs", -3)
-
-
 def _file(folder: Path) -> None:
     """Put a file where a folder should be; the superuser cannot write below it either."""
     (folder / "file").touch()
-
-
-def _file_for_the_cache(folder: Path) -> None:
-    (folder / "docs").touch()
 
 
 def _pickle_in_the_cache(folder: Path) -> None:
@@ -61,16 +45,19 @@ def _pickle_in_the_cache(folder: Path) -> None:
     (cache / "0-KeyedGPTDataset-train-document_index.npy").write_bytes(pickle.dumps([1]))
 
 
-DAMAGED: dict[str, tuple[str, str, Callable[[Path], None]]] = {
-    "truncated .bin": (DATA, ".bin is truncated: it has", _truncated),
-    "corrupt .idx": (DATA, "docs.idx", _corrupt_index),
-    "negative id": (DATA, "docs.bin holds the token id -3, but the vocabulary has", _negative_id),
+DAMAGED: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "truncated .bin": (DATA, ".bin is truncated: it has",
+                       lambda x: os.truncate(x / "docs.bin", (x / "docs.bin").stat().st_size - 10)),
+    "corrupt .idx": (DATA, "docs.idx", lambda x: (x / "docs.idx").write_bytes(b"nonsense" * 20)),
+    "negative id": (DATA, "docs.bin holds the token id -3, but the vocabulary has",
+                    lambda x: _write(x / "docs", -3)),
     "cache": (f"{DATA} --data-cache-path FOLDER/file", "cannot be written to", _file),
-    "cache of the data": (DATA, "docs is no folder); give a folder that can", _file_for_the_cache),
+    "cache of the data": (DATA, "docs is no folder); give a folder that can",
+                          lambda x: (x / "docs").touch()),
     "pickle in the cache": (DATA, "document_index.npy is no array of numpy", _pickle_in_the_cache),
     "save": (f"{MOCK} --save FOLDER/file/x", "/file/x) cannot be written (", _file),
     "tensorboard": (f"{MOCK} --tensorboard-dir FOLDER/file/x", "`--tensorboard-dir` (", _file),
-}
+}  # fmt: skip
 BAD_RUNS = (Path(__file__).parent / "bad_runs.txt").read_text(encoding="utf-8").splitlines()
 """Flags and a part of the sentence; MOCK, FOLDER and FILE stand for made-up data and paths."""
 
@@ -147,9 +134,7 @@ def test_all_errors_of_a_command_line_come_together(capfd: pytest.CaptureFixture
     assert "Traceback" not in shown
 
 
-def test_a_checkpoint_of_another_model_ends_all_ranks(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     two = f"{MOCK} --nproc-per-node 2"
     assert main(GPT, _flags(f"{two} --save FOLDER", tmp_path)) == 0
     capfd.readouterr()

@@ -30,25 +30,23 @@ def test_constant() -> None:
     assert not size.update(1000)
 
 
-def test_ramp_up_grows_by_its_increment() -> None:
-    # From 4 to 16 by 4 over 24 samples: one increment for every 8 samples.
-    size = BatchSize(_training(rampup_batch_size=[4, 4, 24]), 8, 1)
+def _seen(size: BatchSize, *consumed: int) -> list[tuple[int, int]]:
     seen = []
-    for consumed in (0, 7, 8, 16, 23, 25):
-        size.update(consumed)
-        seen.append(size.global_batch_size)
-    assert seen == [4, 4, 8, 12, 12, 16]
+    for samples in consumed:
+        size.update(samples)
+        seen.append((size.global_batch_size, size.num_microbatches))
+    return seen
 
 
-def test_iterations_of_a_ramp_up_by_samples() -> None:
-    # Batches 4, 4, 8, 12 reach 28 samples; then 16 each: 28 + 2 * 16 = 60.
+def test_ramp_up_grows_by_its_increment_or_is_refused() -> None:
+    # From 4 to 16 by 4 over 24 samples: one increment for every 8 samples.
     training = _training(rampup_batch_size=[4, 4, 24], train_samples=60)
+    seen = _seen(BatchSize(training, 8, 1), 0, 7, 8, 16, 23, 25)
+    assert [batch for batch, _ in seen] == [4, 4, 8, 12, 12, 16]
+    # Batches 4, 4, 8, 12 reach 28 samples; then 16 each: 28 + 2 * 16 = 60.
     assert number_of_iterations(training, 8, 1) == 6
     assert number_of_iterations(_training(train_samples=60), 8, 1) == 3
     assert number_of_iterations(_training(train_iters=7), 8, 1) == 7
-
-
-def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
     size = BatchSize(_training(rampup_batch_size=[4, 4, 24]), 8, 4)
     with pytest.raises(ConfigError, match=r"reaches the global batch size 4, .* \(8\)"):
         size.update(0)
@@ -56,16 +54,9 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
 
 def test_a_schedule_of_steps_counts_tokens() -> None:
     # Sequences of 8 tokens: batch 4 from 0, 8 from 12 samples on, 16 from 250 samples on.
-    training = _training(step_batch_size_schedule="0:4 96:8, 2k:16")
-    size = BatchSize(training, 8, 1)
-    seen = []
-    for consumed in (0, 11, 12, 249, 250, 10**6):
-        size.update(consumed)
-        seen.append((size.global_batch_size, size.num_microbatches))
+    size = BatchSize(_training(step_batch_size_schedule="0:4 96:8, 2k:16"), 8, 1)
+    seen = _seen(size, 0, 11, 12, 249, 250, 10**6)
     assert seen == [(4, 2), (4, 2), (8, 4), (8, 4), (16, 8), (16, 8)]
-
-
-def test_iterations_of_a_schedule_of_steps() -> None:
     # 3 steps of 4 reach 12 samples, 30 steps of 8 reach 252, then 16 each.
     training = _training(step_batch_size_schedule="0:4 96:8 2000:16", train_samples=252 + 32)
     assert number_of_iterations(training, 8, 1) == 3 + 30 + 2

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-n
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 PP2 = "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-TE = "--transformer-impl transformer_engine"
 
 
 @pytest.mark.parametrize(
@@ -55,14 +53,6 @@ def test_recomputation_changes_nothing(
     again = curve(f"{SMALL} {model} {recomputed} {layout}", tmp_path / "again", ranks)
     for got, want in zip(again, plain, strict=True):
         assert got == pytest.approx(want, rel=1e-6 if ranks == 1 else 1e-5)
-
-
-def test_recomputing_transformer_engines_mlp_with_biases_is_refused() -> None:
-    """The recomputed part would return its biases, which are parameters."""
-    sentence = (
-        "`--recompute-modules` (mlp) with Transformer Engine's layers needs an MLP without biases"
-    )
-    check_refused(f"{SMALL} {SELECTIVE} mlp {TE}", sentence, device="cuda")
 
 
 RUNS = {
@@ -136,31 +126,27 @@ def losses_of_a_float32_stream(words: str, ranks: int, save: Path) -> list[float
     return [row["lm loss"] for row in rows]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_stages_and_recomputation_keep_the_float32_stream(model: str, tmp_path: Path) -> None:
-    one = losses_of_a_float32_stream(MODELS[model], 1, tmp_path / "one")
-    two = losses_of_a_float32_stream(f"{MODELS[model]} {PP2} {UNIFORM} 1", 2, tmp_path / "two")
-    assert two == pytest.approx(one, rel=1e-5)
+@pytest.mark.parametrize("model", [*MODELS, "sequence parallel"])
+def test_layouts_and_recomputation_keep_the_float32_stream(model: str, tmp_path: Path) -> None:
+    words, more, tolerance = MODELS.get(model, "--bf16"), f"{PP2} {UNIFORM} 1", 1e-5
+    if model not in MODELS:
+        more, tolerance = TP2, 1e-3
+    one = losses_of_a_float32_stream(words, 1, tmp_path / "one")
+    two = losses_of_a_float32_stream(f"{words} {more}", 2, tmp_path / "two")
+    assert two == pytest.approx(one, rel=tolerance)
 
 
-def test_sequence_parallel_ranks_keep_the_float32_stream(tmp_path: Path) -> None:
-    one = losses_of_a_float32_stream("--bf16", 1, tmp_path / "one")
-    two = losses_of_a_float32_stream(f"--bf16 {TP2}", 2, tmp_path / "two")
-    assert two == pytest.approx(one, rel=1e-3)
-
-
-def test_transformer_engines_layers_have_no_float32_stream() -> None:
-    sentence = "`--fp32-residual-connection` needs our torch layers"
-    check_refused(f"{RESIDUAL} --bf16 {TE}", sentence, device="cuda")
-
-
-TARGETS = (8, 2)
-
-
-def with_targets(batch: Batch, count: int) -> Batch:
-    mask = torch.zeros_like(batch.loss_weights)
-    mask[:, :count] = 1
-    return replace(batch, loss_weights=mask)
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        # The recomputed part would return its biases, which are parameters.
+        (f"{SELECTIVE} mlp", "`--recompute-modules` (mlp) with Transformer Engine's layers needs "
+         "an MLP without biases"),
+        ("--fp32-residual-connection --bf16", "`--fp32-residual-connection` needs our torch"),
+    ],
+)  # fmt: skip
+def test_what_transformer_engines_layers_lack(words: str, sentence: str) -> None:
+    check_refused(f"{SMALL} {words} --transformer-impl transformer_engine", sentence, device="cuda")
 
 
 def joined(batches: list[Batch]) -> Batch:
@@ -187,8 +173,9 @@ def test_only_a_mean_of_means_depends_on_unequal_micro_batches(
     words: str, fits: Callable[[float], bool], tmp_path: Path
 ) -> None:
     def prepare(run: Run) -> None:
-        drawn = run.train_source.next_step(2)
-        apart = [with_targets(b, n) for b, n in zip(drawn, TARGETS, strict=True)]
+        apart = run.train_source.next_step(2)
+        for batch, targets in zip(apart, (8, 2), strict=True):
+            batch.loss_weights.zero_()[:, :targets] = 1
         truth = gradient(run, [joined(apart)]).clone()
         assert fits(float((gradient(run, apart) - truth).norm() / truth.norm()))
 

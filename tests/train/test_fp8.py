@@ -47,7 +47,6 @@ def losses(rows: Rows) -> list[float]:
 
 
 def assert_near(fp8: list[float], bf16: list[float]) -> None:
-    """Check that losses are near those of bf16, but not the same."""
     assert fp8 != bf16
     assert fp8 == pytest.approx(bf16, rel=0.01)
 
@@ -82,15 +81,12 @@ def test_200_steps_end_within_1_percent_of_bf16(layout: str, tmp_path: Path) -> 
     want = sum(bf16[-10:]) / 10
     assert want < 0.9 * bf16[0]
     for name, recipe in (("d", DELAYED), ("t", TENSORWISE), ("r", ROWWISE)):
-        fp8 = losses(
-            run(tmp_path / name, *small, recipe, "--fp8-format hybrid", ranks=2, steps=200)
-        )
-        got = sum(fp8[-10:]) / 10
+        fp8 = run(tmp_path / name, *small, recipe, "--fp8-format hybrid", ranks=2, steps=200)
+        got = sum(losses(fp8[-10:])) / 10
         print(f"{recipe}: {got:.5f}, bf16 {want:.5f}, began at {bf16[0]:.5f}")
         assert math.isclose(got, want, rel_tol=0.01)
 
 
-LAYOUTS = [(2, TP2, DELAYED)]
 MORE_LAYOUTS = [
     (2, "--tensor-model-parallel-size 2", ROWWISE),
     (2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1", DELAYED),
@@ -108,7 +104,6 @@ Runs = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run without 8 bits."""
     save = tmp_path_factory.mktemp("bf16") / "save"
     run(save)
     return save
@@ -127,25 +122,23 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return saved
 
 
+def rows_of(save: Path) -> Rows:
+    return training_rows(read_metrics(save / "metrics.jsonl"))
+
+
 @pytest.mark.parametrize("recipe", [DELAYED, pytest.param(TENSORWISE, marks=slow), ROWWISE])
-def test_an_8_bit_run_is_near_bf16_but_not_the_same(
-    recipe: str, in_bf16: Path, on_one_rank: Runs
-) -> None:
-    fp8, bf16 = (
-        losses(training_rows(read_metrics(save / "metrics.jsonl")))
-        for save in (on_one_rank(recipe), in_bf16)
-    )
-    assert_near(fp8, bf16)
+def test_an_8_bit_run_is_near_bf16(recipe: str, in_bf16: Path, on_one_rank: Runs) -> None:
+    assert_near(losses(rows_of(on_one_rank(recipe))), losses(rows_of(in_bf16)))
 
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "recipe"),
-    [*LAYOUTS, *(pytest.param(*layout, marks=slow) for layout in MORE_LAYOUTS)],
+    [(2, TP2, DELAYED), *(pytest.param(*layout, marks=slow) for layout in MORE_LAYOUTS)],
 )
 def test_other_layouts_train_alike(
     ranks: int, layout: str, recipe: str, on_one_rank: Runs, tmp_path: Path
 ) -> None:
-    want = training_rows(read_metrics(on_one_rank(recipe) / "metrics.jsonl"))
+    want = rows_of(on_one_rank(recipe))
     got = run(tmp_path / "save", "--fp8-format hybrid", recipe, layout, ranks=ranks)
     # Tensors that are cut add in another order in bf16, as they do without 8 bits.
     cuts = "tensor" in layout or "context" in layout
@@ -165,8 +158,7 @@ def test_recomputation_changes_nothing(recipe: str, on_one_rank: Runs, tmp_path:
     """A pass that is computed twice enters the history once."""
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     got = run(tmp_path / "save", "--fp8-format hybrid", recipe, full)
-    want = training_rows(read_metrics(on_one_rank(recipe) / "metrics.jsonl"))
-    assert losses(got) == losses(want)
+    assert losses(got) == losses(rows_of(on_one_rank(recipe)))
     if recipe == DELAYED:
         assert_equal(histories(tmp_path / "save", 4), histories(on_one_rank(recipe), 4))
 
@@ -199,18 +191,14 @@ def test_resuming_is_bit_identical(ranks: int, layout: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "layout", [pytest.param(TP2, marks=slow), f"{PP2} --num-layers-per-virtual-pipeline-stage 1"]
 )
-def test_another_layout_goes_on_with_the_scales(
-    layout: str, on_one_rank: Runs, tmp_path: Path
-) -> None:
+def test_another_layout_goes_on_alike(layout: str, on_one_rank: Runs, tmp_path: Path) -> None:
     start = on_one_rank(DELAYED)
     more = f"--load {start} --override-opt-param-scheduler"
     run(tmp_path / "save", "--fp8-format hybrid", DELAYED, layout, more, ranks=2, steps=5)
     assert_one_step_later(histories(tmp_path / "save", 5), histories(start, 4))
 
 
-def test_a_bf16_checkpoint_starts_an_8_bit_run(
-    in_bf16: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_starts_from_bf16(in_bf16: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save = tmp_path / "save"
     flags = flags_of("--fp8-format hybrid", DELAYED, f"--load {in_bf16}", steps=2)
     assert train_on_ranks(flags, save=save)[0] != 0
@@ -235,21 +223,14 @@ def test_first_and_last_layers_stay_in_bf16(tmp_path: Path) -> None:
     """Layers are counted along the whole model."""
     more = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 {} --num-layers-at-end-in-bf16 0"
 
-    def note(count: int) -> Any:
-        def prepare(run: Any) -> None:
-            names = [
-                name.split(".layers.")[1].partition(".")[0]
-                for chunk in run.chunks
-                for name, module in chunk.named_modules()
-                if name.endswith(".fp8")
-            ]
-            assert names == [str(n) for n in range(count, 4) for _ in range(4)]
-
-        return prepare
+    def check(run: Any, count: int) -> None:
+        names = [name for chunk in run.chunks for name, _ in chunk.named_modules()]
+        layers = [n.split(".layers.")[1].partition(".")[0] for n in names if n.endswith(".fp8")]
+        assert layers == [str(n) for n in range(count, 4) for _ in range(4)]
 
     for count in (1, 3):
         flags = flags_of("--fp8-format e4m3", TENSORWISE, more.format(count), steps=1)
-        train(flags, tmp_path / str(count), prepare=note(count))
+        train(flags, tmp_path / str(count), prepare=functools.partial(check, count=count))
 
 
 EXPERTS = (
@@ -302,9 +283,7 @@ ADAPTERS = "--lora-rank 4 --seed 3"
         pytest.param(ROWWISE, ADAPTERS, 2, marks=slow),
     ],
 )
-def test_experts_and_adapters_are_near_bf16(
-    recipe: str, words: str, steps: int, tmp_path: Path
-) -> None:
+def test_experts_and_lora_near_bf16(recipe: str, words: str, steps: int, tmp_path: Path) -> None:
     bf16 = losses(run(tmp_path / "bf16", words, steps=steps))
     got = losses(run(tmp_path / "fp8", words, "--fp8-format hybrid", recipe, steps=steps))
     assert_near(got, bf16)

@@ -57,18 +57,13 @@ def test_all_ranks_run_with_their_environment(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
-def test_a_users_error_is_a_sentence_and_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_users_error_is_one_sentence_and_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     error = ConfigError("`--flag` (1) must be 2; use 2.")
-    start = time.monotonic()
-    assert fork_ranks(_only(1, lambda: _fail(error)), 3) == 2
-    assert time.monotonic() - start < 10
-    assert capfd.readouterr().err == "[rank 1] `--flag` (1) must be 2; use 2.\n"
-
-
-def test_an_error_that_all_ranks_meet_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
-    error = ConfigError("`--flag` (1) must be 2; use 2.")
-    assert fork_ranks(lambda: _fail(error), 3) == 2
-    assert capfd.readouterr().err == "[rank 0] `--flag` (1) must be 2; use 2.\n"
+    for rank, main in ((1, _only(1, lambda: _fail(error))), (0, lambda: _fail(error))):
+        start = time.monotonic()
+        assert fork_ranks(main, 3) == 2
+        assert time.monotonic() - start < 10
+        assert capfd.readouterr().err == f"[rank {rank}] `--flag` (1) must be 2; use 2.\n"
 
 
 def test_rank_0_tells_an_error_of_the_flags_and_torchruns_summary_repeats_it(
@@ -93,11 +88,12 @@ def test_a_rank_that_alone_finds_an_error_of_the_flags_tells_it(
     assert capfd.readouterr().err == "[rank 1] error: one\n"
 
 
-def test_a_crash_shows_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_shows_its_traceback_and_a_kill_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert fork_ranks(_only(0, lambda: _fail(RuntimeError("out of luck"))), 2) == 1
     shown = capfd.readouterr().err
-    assert "[rank 0] Traceback" in shown
-    assert "out of luck" in shown
+    assert "[rank 0] Traceback" in shown and "out of luck" in shown
+    assert fork_ranks(_only(1, _signal(signal.SIGKILL)), 2) == 128 + signal.SIGKILL
+    assert "[rank 1] was ended by SIGKILL" in capfd.readouterr().err
 
 
 def test_a_rank_that_ignores_sigterm_is_killed() -> None:
@@ -111,11 +107,6 @@ def test_a_rank_that_ignores_sigterm_is_killed() -> None:
     start = time.monotonic()
     assert fork_ranks(main, 2) == 7
     assert time.monotonic() - start < 15
-
-
-def test_a_killed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert fork_ranks(_only(1, _signal(signal.SIGKILL)), 2) == 128 + signal.SIGKILL
-    assert "[rank 1] was ended by SIGKILL" in capfd.readouterr().err
 
 
 def test_a_stopped_rank_is_named_within_the_time_given(capfd: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +157,7 @@ def test_a_rank_that_does_not_answer_is_named(capfd: pytest.CaptureFixture[str])
     assert "[rank 2] does not" not in shown
 
 
-def test_the_rank_that_fails_is_the_one_whose_exit_code_counts(
+def test_the_exit_code_is_that_of_the_rank_that_fails(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The others lose their connection, which is said in a sentence."""

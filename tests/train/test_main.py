@@ -14,17 +14,10 @@ from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import EXIT_CODE_SIGNAL, StopRequests
+from tests import training_runs
 from tests.ranks import ParallelContext, ranks
-from tests.training_runs import (
-    TINY,
-    config_of,
-    mock_data,
-    train_on_ranks,
-    train_steps,
-    training_rows,
-)
 
-FLAGS = [*TINY, *mock_data(), "--train-iters", "500"]
+FLAGS = [*training_runs.TINY, *training_runs.mock_data(), "--train-iters", "500"]
 
 
 def test_the_exit_signal_saves_and_gives_its_code(tmp_path: Path) -> None:
@@ -36,22 +29,24 @@ def test_the_exit_signal_saves_and_gives_its_code(tmp_path: Path) -> None:
 
     sender = threading.Thread(target=send_when_training)
     sender.start()
-    code, rows = train_on_ranks([*FLAGS, "--exit-signal-handler"], ranks=2, save=tmp_path)
+    code, rows = training_runs.train_on_ranks(
+        [*FLAGS, "--exit-signal-handler"], ranks=2, save=tmp_path
+    )
     sender.join()
     assert code == EXIT_CODE_SIGNAL == 143
-    assert 3 <= len(training_rows(rows)) < 500
-    assert read_tracker(tmp_path) == training_rows(rows)[-1]["iteration"]
+    assert 3 <= len(training_runs.training_rows(rows)) < 500
+    assert read_tracker(tmp_path) == training_runs.training_rows(rows)[-1]["iteration"]
 
 
 def test_the_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
-    rows = train_steps([*FLAGS, "--exit-duration-in-mins", "0.03"], tmp_path)
+    rows = training_runs.train_steps([*FLAGS, "--exit-duration-in-mins", "0.03"], tmp_path)
     assert len(rows) < 500
     assert read_tracker(tmp_path) == rows[-1]["iteration"]
 
 
 @ranks(dp=2)
 def test_a_gpu_is_told_a_step_later_on_all_ranks_alike(context: ParallelContext) -> None:
-    training = config_of([*FLAGS, "--exit-signal-handler"], ranks=2).training
+    training = training_runs.config_of([*FLAGS, "--exit-signal-handler"], ranks=2).training
     requests = StopRequests(training, time.time())
     device = torch.device("cpu")
     assert requests.check(device, late=True) is None
@@ -79,9 +74,7 @@ ORDER = (
         ("cpu", "the data is odd", UserWarning, True),
     ],
 )
-def test_only_known_noise_is_silent(
-    device: str, message: str, kind: type[Warning], heard: bool
-) -> None:
+def test_known_noise_is_silent(device: str, message: str, kind: type[Warning], heard: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         silence_known_warnings(device)

@@ -81,9 +81,7 @@ def poison(run: Run, *, rank: int, step: int, value: float, folder: Path) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("layout", ["dp2", "dp2plain", "tp2pp2"])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
-    layout: str, value: float, tmp_path: Path
-) -> None:
+def test_a_bad_gradient_skips_the_step_on_all(layout: str, value: float, tmp_path: Path) -> None:
     ranks = LAYOUTS[layout][0]
     spoil = partial(poison, rank=ranks - 1, step=2, value=value, folder=tmp_path)
     rows = steps_of(tmp_path / "save", "--train-iters 3", layout, spoil)
@@ -187,9 +185,7 @@ def digest_data(run: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "loader"), [("dp2", "cyclic"), ("tp2pp2", "single")])
-def test_a_resumed_run_repeats_order_rate_and_loss(
-    layout: str, loader: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_repeats_rate_and_loss(layout: str, loader: str, tmp_path: Path) -> None:
     prefix = documents(tmp_path / "docs", 30)
     data = without(TINY, "--eval-iters", "--eval-interval", "--split")
     words = [*data, *NULL, "--data-path", prefix, "--split", "80,20,0", "--eod-mask-loss"]

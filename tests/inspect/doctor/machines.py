@@ -1,7 +1,7 @@
 """Made-up machines for the doctor."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,14 @@ H200 = {
     "cudnn": 91501,
     "gpus": [["NVIDIA H200", 9, 0, 150_000_000_000]],
 }
-NO_CUDA = {
-    **H200,
-    "version": "2.13.0+cpu",
-    "cuda": None,
-    "archs": [],
-    "driver_cuda": None,
-    "usable": False,
-    "nccl": None,
-    "cudnn": None,
-    "gpus": [],
-}
+NOTHING = {"version": "2.13.0+cpu", "archs": [], "usable": False, "gpus": []}
+NO_CUDA: dict[str, Any] = {**dict.fromkeys(H200), **NOTHING}
 SERVER = Host(192.0, 2**41, 2**40, 2**20, None, ("mlx5_0", "mlx5_1"))
 RATES = {"bf16": 7.9e14, "fp8": 1.4e15, "copy": 4.1e12}
+
+
+def _outcome(answer: str | Outcome) -> Outcome:
+    return answer if isinstance(answer, Outcome) else Outcome(0, answer)
 
 
 class Machine(ThisMachine):
@@ -98,30 +93,24 @@ class Machine(ThisMachine):
     def run(self, command: Sequence[str], seconds: float = 30.0) -> Outcome:
         if command[0] == SMI:
             if "topo" in command:
-                found = self.topology
-                return found if isinstance(found, Outcome) else Outcome(0, found)
-            return self._smi(len(command) > 1)
+                return _outcome(self.topology)
+            shown = self.smi if len(command) > 1 else "| Driver: 580   CUDA Version: 13.0   |"
+            return self.smi if isinstance(self.smi, Outcome) else Outcome(0, f"{shown}\n")
         if command[0].endswith("nvcc"):
             return Outcome(0, "Cuda compilation tools, release 13.0, V13.0.88\n")
         return self._python(command[-1])
 
-    def _smi(self, asks: bool) -> Outcome:
-        if isinstance(self.smi, Outcome):
-            return self.smi
-        return Outcome(0, f"{self.smi}\n" if asks else "| Driver: 580   CUDA Version: 13.0   |\n")
-
     def _python(self, code: str) -> Outcome:
         self.ran.append(code)
-        answers: dict[str, Callable[[], Any]] = {
-            "device.gpus": lambda: self.rates,
-            "cuDriverGetVersion": lambda: self.torch,
-            "CUDAGraph": lambda: self.probes.get("graph", {"seconds": 0.0}),
-            "torch.compile": lambda: self.probes.get("compile", {"seconds": 12.3}),
+        answers: dict[str, Any] = {
+            "device.gpus": self.rates,
+            "cuDriverGetVersion": self.torch,
+            "CUDAGraph": self.probes.get("graph", {"seconds": 0.0}),
+            "torch.compile": self.probes.get("compile", {"seconds": 12.3}),
         }
         for word, answer in answers.items():
             if word in code:
-                found = answer()
-                return found if isinstance(found, Outcome) else Outcome(0, json.dumps(found))
+                return _outcome(answer if isinstance(answer, Outcome) else json.dumps(answer))
         for module, outcome in self.broken.items():
             if f"import {module}" in code:
                 return outcome

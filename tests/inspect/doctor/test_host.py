@@ -43,15 +43,10 @@ def test_limits_of_the_host(field: str, value: object, name: str, status: str, w
     assert not finding.stops_runs
 
 
-def test_this_host_is_what_the_system_says() -> None:
+def test_a_container_limits_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = this_host()
     assert host.cores > 0 and host.memory > 2**28
     assert ThisMachine().host() == host
-
-
-def test_a_container_limits_cores_and_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(host_module, "CGROUP", tmp_path)
     whole = this_host()
     (tmp_path / "cpu.max").write_text("50000 100000\n")
@@ -62,12 +57,9 @@ def test_a_container_limits_cores_and_memory(
     assert this_host() == whole
 
 
-def test_links_are_read_from_the_drivers_table() -> None:
+def test_pairs_without_nvlink_cost_tensor_parallelism() -> None:
     assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV18"}
     assert parse_topology("nothing of the kind") == {}
-
-
-def test_pairs_without_nvlink_cost_tensor_parallelism() -> None:
     mixed = examine(Machine(TWO, topology=TOPOLOGY), measure=False).finding("links of GPUs")
     assert (mixed.status, mixed.detail) == ("low", "NV18 between 2 pair(s), SYS between 1 pair(s).")
     assert "without NVLink, GPU 0 and GPU 2 for one" in mixed.cost
@@ -75,19 +67,12 @@ def test_pairs_without_nvlink_cost_tensor_parallelism() -> None:
     assert whole.finding("links of GPUs").detail == ("NVLink joins all 3: NV18 between 3 pair(s).")
 
 
-@pytest.mark.parametrize(
-    ("said", "detail"),
-    [
-        (Outcome(6, errors="no permission\n"), "`nvidia-smi topo -m` failed: no permission."),
-        ("", "`nvidia-smi topo -m` failed: it printed no table."),
-    ],
-)
-def test_links_that_nobody_tells_are_unknown(said: str | Outcome, detail: str) -> None:
-    finding = examine(Machine(TWO, topology=said), measure=False).finding("links of GPUs")
-    assert (finding.status, finding.detail) == ("unknown", detail)
-
-
-def test_one_gpu_has_no_links() -> None:
+def test_links_that_nobody_tells_are_unknown_and_one_gpu_has_none() -> None:
+    denied = Outcome(6, errors="no permission\n")
+    for said, why in ((denied, "no permission"), ("", "it printed no table")):
+        finding = examine(Machine(TWO, topology=said), measure=False).finding("links of GPUs")
+        assert finding.status == "unknown"
+        assert finding.detail == f"`nvidia-smi topo -m` failed: {why}."
     with pytest.raises(KeyError):
         examine(Machine(topology=TOPOLOGY), measure=False).finding("links of GPUs")
 

@@ -60,23 +60,9 @@ def packed(
 
 def stream(ids: Sequence[int], weights: Sequence[float]) -> Row:
     """Cut a row of n positions from n + 1 ids."""
-    size = len(weights)
-    assert len(ids) == size + 1
-    return Row(
-        dp_rank=0,
-        microbatch=0,
-        number=0,
-        tokens=np.array(ids[:-1]),
-        labels=np.array(ids[1:]),
-        positions=np.arange(size),
-        weights=np.array(weights, dtype=np.float32),
-        samples=None,
-        reaches=np.arange(size) > 0,
-        mtp_labels=np.zeros((0, size), dtype=np.int64),
-        mtp_weights=np.zeros((0, size), dtype=np.float32),
-        provenance=Provenance(4, "corpus"),
-        sample_provenance={},
-    )
+    one = packed([(ids, weights)], len(weights))
+    provenance = {"provenance": Provenance(4, "corpus"), "sample_provenance": {}}
+    return dataclasses.replace(one, samples=None, **provenance)
 
 
 def step_of(*rows: Row) -> Step:
@@ -111,9 +97,7 @@ def test_a_stream_predicts_the_first_token_of_a_document_from_the_end_of_the_one
     assert second.ids.tolist() == [7, 8]
     assert second.weights.tolist() == [0, 1]
     assert second.positions.tolist() == [3, -1]
-
-
-def test_a_stream_may_end_with_the_first_token_of_a_document() -> None:
+    # A stream may end with the first token of a document.
     first, second = documents_of(stream([5, EOD, 7], [1, 0.5]), EOD)
     assert (first.ids.tolist(), first.positions.tolist()) == ([5, EOD], [0, 1])
     assert (second.ids.tolist(), second.weights.tolist()) == ([7], [0.5])
@@ -161,16 +145,11 @@ def test_bytes_of_one_character_are_one_span(tmp_path: Path) -> None:
     assert [p.is_special for p in found] == [False] * 4 + [True]
 
 
-def test_bytes_that_weigh_differently_are_shown_apart_by_their_ids(tmp_path: Path) -> None:
+def test_bytes_that_make_no_character_or_weigh_apart_are_shown_by_ids(tmp_path: Path) -> None:
     made = chatml(tmp_path)
     one, two = made.tokenize("ö")
     found = SpanSplitter(made).split([one, two], [0, 1])
     assert [p.text for p in found] == [f"⟨{one}⟩", f"⟨{two}⟩"]
-
-
-def test_bytes_that_make_no_character_are_shown_by_their_ids(tmp_path: Path) -> None:
-    made = chatml(tmp_path)
-    one, _ = made.tokenize("ö")
     (a,) = made.tokenize("a")
     end = made.eos
     assert [p.text for p in SpanSplitter(made).split([one, a, one, end, one], [1] * 5)] == [
@@ -206,21 +185,20 @@ def test_what_cannot_be_seen_is_escaped(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def printed(folder: Path, console: Console, heaviest: float = 1.0) -> list[str]:
-    """Return the token lines of "abcd<|im_end|>", with the weights 0, 1/4, 1 and 1."""
-    made = chatml(folder)
-    ids = made.tokenize("abcd<|im_end|>")
-    terminal = Terminal(console, SpanSplitter(made), made.eod, heaviest)
-    terminal.row(packed([(ids, [0, 0.25, 1, 1])], 6))
-    assert isinstance(console.file, io.StringIO)
-    return [text for text in console.file.getvalue().splitlines() if "│" in text]
+def printed(
+    folder: Path, text: str = "abcd<|im_end|>", weights: Any = (0, 0.25, 1, 1), **how: Any
+) -> list[str]:
+    """Return the token lines of a text with its weights on a console."""
+    made, file = chatml(folder), io.StringIO()
+    console = Console(file=file, **{"width": 80, **how})
+    row = packed([(made.tokenize(text), weights)], len(weights) + 2)
+    Terminal(console, SpanSplitter(made), made.eod, 1.0).row(row)
+    return [line for line in file.getvalue().splitlines() if "│" in line]
 
 
 def test_colours_follow_the_weight(tmp_path: Path) -> None:
-    console = Console(
-        file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=False, width=80
-    )
-    (text,) = printed(tmp_path, console)
+    how = {"force_terminal": True, "color_system": "truecolor", "no_color": False}
+    (text,) = printed(tmp_path, **how)
     low = "\x1b[38;2;177;183;64m"  # shade 2 of 8: a seventh of the way from yellow to green
     full = "38;2;40;200;90m"
     assert text.endswith(
@@ -229,25 +207,15 @@ def test_colours_follow_the_weight(tmp_path: Path) -> None:
     )
 
 
-def test_marks_stand_in_for_colours(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=80)
-    assert printed(tmp_path, console) == ["      0 │ ab⟦0.25|c⟧⟦d<|im_end|>⟧"]
-
-
-def test_no_color_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_stand_in_for_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert printed(tmp_path) == ["      0 │ ab⟦0.25|c⟧⟦d<|im_end|>⟧"]
     monkeypatch.setenv("NO_COLOR", "1")
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    (text,) = printed(tmp_path, console)
+    (text,) = printed(tmp_path, force_terminal=True)
     assert "38;2" not in text and "⟦0.25|" in text
 
 
 def test_lines_are_cut_at_the_width_and_begin_with_their_position(tmp_path: Path) -> None:
-    made = chatml(tmp_path)
-    ids = made.tokenize("x" * 45)
-    console = Console(file=io.StringIO(), width=30)
-    Terminal(console, SpanSplitter(made), made.eod, 1.0).row(packed([(ids, [0] * 44)], 44))
-    assert isinstance(console.file, io.StringIO)
-    lines = [text for text in console.file.getvalue().splitlines() if "│" in text]
+    lines = printed(tmp_path, "x" * 45, [0] * 44, width=30)
     assert lines == [f"      0 │ {'x' * 20}", f"     20 │ {'x' * 20}", f"     40 │ {'x' * 5}"]
 
 
@@ -278,16 +246,14 @@ def test_good_rows_raise_no_suspicion(splitter: SpanSplitter) -> None:
 
 def test_a_conversation_without_trained_tokens(splitter: SpanSplitter) -> None:
     (sentence,) = found(splitter, packed([GOOD, ([5, 6, 7], [0, 0])], 8))
-    assert sentence.startswith(
-        "1 conversations have no trained token (the first: a.jsonl, sample 1, conversation 2)"
-    )
+    said = "1 conversations have no trained token (the first: a.jsonl, sample 1, conversation 2)"
+    assert sentence.startswith(said)
 
 
 def test_a_row_without_trained_tokens(splitter: SpanSplitter) -> None:
     sentences = found(splitter, packed([([5, 6, 7], [0, 0])], 8), packed([GOOD], 8))
-    assert sentences[0].startswith(
-        "1 rows train no token at all (the first: step 1, rank 0, micro-batch 1, row 1)"
-    )
+    said = "1 rows train no token at all (the first: step 1, rank 0, micro-batch 1, row 1)"
+    assert sentences[0].startswith(said)
     (alone,) = found(splitter, stream([5, 6, 7], [0, 0]))
     assert "train no token at all" in alone
 
@@ -305,17 +271,14 @@ def test_an_end_of_turn_that_is_not_trained(splitter: SpanSplitter) -> None:
     (sentence,) = found(splitter, packed([bad], 8))
     assert sentence.startswith("<|im_end|> (256) follows what is trained, but is never trained")
     assert not found(splitter, packed([bad, GOOD], 8))
-
-
-def test_the_start_of_the_next_turn_is_no_end_of_turn(splitter: SpanSplitter) -> None:
+    # The start of the next turn is no end of a turn.
     assert not found(splitter, packed([([65, 66, 256, 198, 257, 65], [0.0, 1, 1, 0, 0])], 8))
 
 
 def test_conversations_that_were_cut(splitter: SpanSplitter) -> None:
     (sentence,) = found(splitter, packed([GOOD, GOOD], 8, cut=3))
-    assert sentence.startswith(
-        "2 conversations are cut to `--sft-max-length`, 6 tokens in all are lost"
-    )
+    said = "2 conversations are cut to `--sft-max-length`, 6 tokens in all are lost"
+    assert sentence.startswith(said)
 
 
 def test_targets_and_attention_that_cross_documents(splitter: SpanSplitter) -> None:
@@ -324,7 +287,6 @@ def test_targets_and_attention_that_cross_documents(splitter: SpanSplitter) -> N
     beyond = [(67, 1.0), (256, 1.0), (9, 1.0), (0, 0)]
     (sentence,) = found(splitter, packed([GOOD], 4, depth_1=beyond))
     assert "crosses into another document" in sentence
-    row = packed([GOOD, GOOD], 8)
-    joined = dataclasses.replace(row, reaches=np.arange(8) > 0)
+    joined = dataclasses.replace(packed([GOOD, GOOD], 8), reaches=np.arange(8) > 0)
     (sentence,) = found(splitter, joined)
     assert "crosses into another document" in sentence

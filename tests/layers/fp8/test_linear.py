@@ -88,11 +88,9 @@ def test_gradients_are_in_e5m2_only_in_hybrid() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weight_gradients_in_the_dtype_of_the_run(recipe: str) -> None:
     x, _, gradient = tensors()
-    got = whole_layer(scaling_of(recipe, fp8_wgrad=False))[2]
     want = gradient.flatten(0, 1).t() @ x.flatten(0, 1)
-    assert torch.equal(got, want)
-    in_8_bits = whole_layer(scaling_of(recipe))[2]
-    assert not torch.equal(in_8_bits, want)
+    assert torch.equal(whole_layer(scaling_of(recipe, fp8_wgrad=False))[2], want)
+    assert not torch.equal(whole_layer(scaling_of(recipe))[2], want)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -123,17 +121,19 @@ def test_bias_is_added_and_has_its_gradient() -> None:
     assert torch.equal(bias.grad, gradient.flatten(0, 1).sum(0))
 
 
-def keep(saved: list[Tensor]) -> Any:
-    """Return a context that lists what waits for the backward pass."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-
-
-def test_what_waits_for_the_backward_pass_is_in_8_bits() -> None:
+def test_the_backward_pass_waits_for_8_bits_and_with_a_frozen_weight_for_no_input() -> None:
     saved: list[Tensor] = []
-    x, weight, _ = tensors(torch.bfloat16)
-    weight.requires_grad_()
-    with keep(saved):
-        fp8_linear(x, weight, None, LinearCall(weight, scaling=scaling_of("tensorwise")))
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    x, weight, gradient = tensors(torch.bfloat16)
+    call = LinearCall(weight, scaling=scaling_of("tensorwise"))
+    with keep:
+        output = fp8_linear(x.requires_grad_(), weight, None, call)
+    assert [t.shape for t in saved] == [weight.shape, torch.Size([])]
+    output.backward(gradient)
+    assert torch.equal(x.grad, whole_layer(scaling_of("tensorwise"), torch.bfloat16)[1])
+    saved.clear()
+    with keep:
+        fp8_linear(x.detach(), weight.requires_grad_(), None, call)
     sizes = {tuple(t.shape): t.dtype for t in saved if t is not weight and t.dim() == 2}
     assert sizes[(S * B, IN)] == torch.float8_e4m3fn
 
@@ -173,9 +173,7 @@ def test_weight_gradients_go_to_the_main_gradient_unrounded(recipe: str, puts_of
 
 @pytest.mark.parametrize("s", [S, 5])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_torch_takes_the_products_of_a_layer(
-    recipe: str, s: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_takes_the_products(recipe: str, s: int, monkeypatch: pytest.MonkeyPatch) -> None:
     products = []
 
     def checked(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -191,20 +189,7 @@ def test_torch_takes_the_products_of_a_layer(
     call = LinearCall(parameter, None, True, scaling=scaling_of(recipe))
     fp8_linear(x.requires_grad_(), parameter, None, call).backward(gradient)
     of_weight = torch.bfloat16 if recipe == "rowwise" else torch.float32
-    wanted = [(torch.bfloat16, True), (torch.bfloat16, False), (of_weight, False)]
-    assert products == wanted
-
-
-def test_a_frozen_weight_keeps_no_input() -> None:
-    saved: list[Tensor] = []
-    x, weight, gradient = tensors(torch.bfloat16)
-    x.requires_grad_()
-    with keep(saved):
-        call = LinearCall(weight, scaling=scaling_of("tensorwise"))
-        output = fp8_linear(x, weight, None, call)
-    assert [t.shape for t in saved] == [weight.shape, torch.Size([])]
-    output.backward(gradient)
-    assert torch.equal(x.grad, whole_layer(scaling_of("tensorwise"), torch.bfloat16)[1])
+    assert products == [(torch.bfloat16, True), (torch.bfloat16, False), (of_weight, False)]
 
 
 def layer_of(

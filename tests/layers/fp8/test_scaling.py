@@ -72,6 +72,10 @@ def test_each_format_has_its_limit(context: ParallelContext) -> None:
 @ranks()
 def test_values_beyond_a_delayed_scale_are_cut_off(context: ParallelContext) -> None:
     layer = scaling(context)
+    layer.eval()  # It leaves no trace.
+    layer.rows(of_size(8.0), Role.INPUT)
+    assert not layer.amax.any()
+    layer.train()
     step(AmaxHistories([layer]), layer, 1.0)
     given = layer.rows(of_size(4.0), Role.INPUT).dequantized()
     assert given.tolist() == [[1.0, -1.0], [1.0, 0.0]]
@@ -92,9 +96,7 @@ def test_zeros_and_what_is_not_finite_leave_the_scale(context: ParallelContext) 
 
 @pytest.mark.parametrize("first", [0.0, torch.inf])
 @ranks()
-def test_a_tensor_without_a_history_has_its_own_scale(
-    context: ParallelContext, first: float
-) -> None:
+def test_without_a_history_a_tensor_has_its_scale(context: ParallelContext, first: float) -> None:
     """Gates of zeros, or a skipped first step, must not lose the gradients of the next."""
     layer = scaling(context)
     histories = AmaxHistories([layer])
@@ -106,14 +108,6 @@ def test_a_tensor_without_a_history_has_its_own_scale(
         assert not layer.has_history
         histories.advance()
     assert layer.has_history
-
-
-@ranks()
-def test_evaluation_leaves_no_trace(context: ParallelContext) -> None:
-    layer = scaling(context)
-    layer.eval()
-    layer.rows(of_size(8.0), Role.INPUT)
-    assert not layer.amax.any()
 
 
 @ranks(tp=2, dp=2, timeout=60)
@@ -168,12 +162,17 @@ def test_the_linear_layers_of_the_decoder_are_attached(context: ParallelContext)
 
 
 @ranks()
-def test_a_model_without_such_layers_is_refused(context: ParallelContext) -> None:
+def test_a_model_without_such_layers_and_an_old_gpu_are_refused(
+    context: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     foreign = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(16, 16)])})
     with pytest.raises(ConfigError, match="of which this model has none; leave it out"):
         attach_fp8([foreign], HYBRID, context.pgs, **ON_A_CPU)
     # A stage may hold the ends of a model only.
     attach_fp8([torch.nn.Linear(16, 16)], HYBRID, context.pgs, **ON_A_CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"capability 8\.9 or above, but this one has 8\.0"):
+        attach_fp8([], Fp8Config(), context.pgs, num_layers=4, on_gpu=True, varies=False)
 
 
 @ranks()
@@ -211,10 +210,3 @@ def test_layers_of_experts_vary_in_tokens(context: ParallelContext) -> None:
     assert experts == {name for name in kinds if ".local_experts." in name}
     assert len(experts) == 4 * 2 * 2 and any(".shared_experts." in name for name in kinds)
     assert all(parts.varies == (name in experts) for name, parts in kinds.items())
-
-
-def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    groups: Any = None
-    with pytest.raises(ConfigError, match=r"capability 8\.9 or above, but this one has 8\.0"):
-        attach_fp8([], Fp8Config(), groups, num_layers=4, on_gpu=True, varies=False)

@@ -18,12 +18,8 @@ from tests.text.convert.models import in_child
 from tests.training_runs import TINY, Rows, mock_data, train, training_rows
 
 TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
-SMALL = [
-    *TINY,
-    *mock_data(),
-    *"--vocab-size 200 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64".split(),
-    *("--seq-length", "16"),
-]
+SIZE = "--vocab-size 200 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --seq-length 16"
+SMALL = [*TINY, *mock_data(), *SIZE.split()]
 DECAY, STEPS = 0.8, 6
 EMA = ["--ema-decay", str(DECAY)]
 FOUR = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
@@ -40,7 +36,6 @@ def _stored(save: Path, iteration: int) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 def _equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
-    """Return whether tensors of the first names are the same bits in the second."""
     return all(torch.equal(others[name], tensor) for name, tensor in some.items())
 
 
@@ -192,9 +187,7 @@ def test_evaluation_is_that_of_the_exported_average(
         assert math.isclose(plain[name], inside[f"{name} ema"], rel_tol=1e-6), name
 
 
-def test_an_average_starts_from_weights_that_were_saved_without(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_average_starts_from_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--save-interval", "1", "--load", str(tmp_path)]
     _train(tmp_path, *flags, "--exit-interval", "2")
     capfd.readouterr()

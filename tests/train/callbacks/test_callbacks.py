@@ -60,9 +60,7 @@ class Diary(Callback):
         self.note("end")
 
 
-def test_a_callback_of_a_task_is_called_in_order_and_decides(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_callback_of_a_task_decides(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = dataclasses.replace(GPT, callbacks=(Diary,))
     code, rows = train_on_ranks(FLAGS, ranks=2, save=tmp_path, task=task)
     assert (code, len(training_rows(rows))) == (5, 3)

@@ -1,5 +1,7 @@
 """Modules on torch."""
 
+# ruff: noqa: F401
+
 from transformer_engine.pytorch import (
     attention,
     cross_entropy,
@@ -23,26 +25,3 @@ from transformer_engine.pytorch.module import (
     Linear,
     RMSNorm,
 )
-
-__all__ = [
-    "DotProductAttention",
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "Linear",
-    "RMSNorm",
-    "attention",
-    "cross_entropy",
-    "distributed",
-    "fp8",
-    "fp8_autocast",
-    "fp8_model_init",
-    "module",
-    "ops",
-    "optimizers",
-    "permutation",
-    "router",
-    "tensor",
-]
