@@ -6,19 +6,13 @@ nothing to compare with, and the tests are skipped by name.
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext.train.reporting.files import read_metrics
-from tests.training_runs import train
-
-ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = Path(os.environ.get("MEGATRON_REFERENCE", ROOT.parent / "shared" / "reference"))
+from tests.training_runs import REFERENCE, run_python, train
 
 RECORDED = REFERENCE / "curves.json"
 CURVES = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"runs": {}}
@@ -30,12 +24,10 @@ OF_THE_PROGRAM = "llama_tp2"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py")]
-    command += ["--input", str(REFERENCE / "corpus.jsonl")]
-    command += ["--output-prefix", str(folder / "sp_eod"), "--append-eod", "--workers", "1"]
-    command += ["--tokenizer-type", "SentencePieceTokenizer"]
-    command += ["--tokenizer-model", str(REFERENCE / "tokenizer.model")]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    words = ["--input", str(REFERENCE / "corpus.jsonl"), "--append-eod", "--workers", "1"]
+    words += ["--output-prefix", str(folder / "sp_eod"), "--tokenizer-model"]
+    words += [str(REFERENCE / "tokenizer.model"), "--tokenizer-type", "SentencePieceTokenizer"]
+    run_python("tools/preprocess_data.py", *words, seconds=120)
     return folder
 
 
@@ -46,10 +38,8 @@ def run(name: str, data: Path, save: Path) -> list[dict[str, Any]]:
     flags = [word.format(data=data, reference=REFERENCE) for word in words]
     if name != OF_THE_PROGRAM:
         return train(flags, save, recorded["ranks"])
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--save", str(save)]
-    command += ["--nproc-per-node", str(recorded["ranks"])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    more = ["--save", str(save), "--nproc-per-node", str(recorded["ranks"])]
+    run_python("pretrain_gpt.py", *flags, *more)
     return read_metrics(save / "metrics.jsonl")
 
 

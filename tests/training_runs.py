@@ -2,6 +2,8 @@
 
 import functools
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,11 +26,8 @@ from megatron_ext.train.reporting.files import plot_metrics, read_metrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice, check_step_flags
 
-REFERENCE = Path(
-    os.environ.get(
-        "MEGATRON_REFERENCE", Path(__file__).resolve().parents[2] / "shared" / "reference"
-    )
-)
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = Path(os.environ.get("MEGATRON_REFERENCE", ROOT.parent / "shared" / "reference"))
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
@@ -176,6 +175,23 @@ def without(words: Sequence[str], *names: str) -> list[str]:
         at = kept.index(name)
         del kept[at : at + 2]
     return kept
+
+
+def run_python(
+    *words: str, seconds: float = 300.0, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in the repository's root, in a process of its own that must end well."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
 
 
 def documents(prefix: Path, number: int) -> str:

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,9 +15,8 @@ from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.train.reporting.files import read_metrics
+from tests.training_runs import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 300.0
 LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
@@ -32,20 +29,9 @@ def train(
     flags: Sequence[str], save: Path, *, on: Literal["cuda", "cpu"], ranks: int = 1
 ) -> list[dict[str, Any]]:
     """Return the rows of a run's training steps; its exit code must be 0."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if on == "cpu":
-        environ["CUDA_VISIBLE_DEVICES"] = ""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on == "cpu" else {}
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_python("pretrain_gpt.py", *words, **hidden)
     return [row for row in read_metrics(save / "metrics.jsonl") if row["kind"] == "train"]
 
 

@@ -1,8 +1,5 @@
 """On a GPU the pointwise parts compile, agree with their eager selves, and make fewer kernels."""
 
-import os
-import subprocess
-import sys
 from statistics import median
 from typing import Any
 
@@ -18,9 +15,10 @@ from megatron_ext.layers import compiled as module
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.pointwise import activated, norm_with_residual
 from megatron_ext.layers.weight_gradients import adds_in_float32
-from tests.gpu.runs import ROOT, SECONDS, one_gpu
+from tests.gpu.runs import one_gpu
 from tests.layers.test_pointwise import CASES, HALF_FACTOR, Case, cast, error, run
 from tests.losses.dense_cross_entropy import ALONE, dense, leaves, weighted
+from tests.training_runs import run_python
 from tests.video.model.test_compiled import CASES as VIDEO_CASES
 
 pytestmark = pytest.mark.gpu
@@ -160,15 +158,6 @@ def test_the_doctor_finds_this_gpu() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_benchmarks_run_at_a_tiny_size(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}.py", "--tiny"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = run_python(f"benchmarks/{script}.py", "--tiny")
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert len(rows) > 2

@@ -8,8 +8,6 @@ import ast
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,12 @@ import torch
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.train.reporting.start import implementation_line
+from tests.training_runs import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "fake_te"
 LAYERS, STEPS, MICROBATCHES = 3, 2, 2
 LINEARS = 4 * LAYERS
 PRODUCTS = LINEARS * STEPS * MICROBATCHES
-SECONDS = 300.0
-
 Seen = dict[str, dict[str, Any]]
 
 RESUMED = [
@@ -40,17 +36,7 @@ RESUMED = [
 
 def runs(*names: str) -> Seen:
     path = os.pathsep.join([str(STAND_IN), str(ROOT)])
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.layers.te_runs", *names],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = run_python("-m", "tests.layers.te_runs", *names, PYTHONPATH=path)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return {one["name"]: one for one in found}
 

@@ -16,6 +16,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks, peers, secondary_groups
 from megatron_ext.parallel.grid import DENSE_GROUPS, EXPERT_GROUPS, Layout
 from tests.ranks import ranks, run_on_ranks
+from tests.training_runs import run_python
 
 LAYOUTS = [
     Layout(world, tp, pp, cp, ep, etp, use_tp_pp_dp_mapping=mapping)
@@ -131,10 +132,7 @@ def test_the_command_prints_the_grid_without_torch() -> None:
         "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
     )
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --world-size 16"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *flags.split()], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", code, *flags.split(), seconds=60)
     assert "[0,8] [1,9]" in done.stdout  # pipelines
     assert "[0,2,4,6] [1,3,5,7]" in done.stdout  # replicas
 
