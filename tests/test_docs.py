@@ -74,10 +74,6 @@ TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 }
 
 
-def paths_of(page: str) -> list[str]:
-    return [*PATH.findall(TEXTS[page]), *QUOTED.findall(TEXTS[page])]
-
-
 def exists(path: str, page: str) -> bool:
     """Return whether what looks like a path of this repository, or of megatron-core, exists."""
     if METRIC.fullmatch(path) or f"```python\n# {path}\n" in TEXTS[page]:
@@ -94,7 +90,8 @@ def exists(path: str, page: str) -> bool:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_path_exists(page: str) -> None:
-    assert [path for path in paths_of(page) if not exists(path, page)] == []
+    paths = [*PATH.findall(TEXTS[page]), *QUOTED.findall(TEXTS[page])]
+    assert [path for path in paths if not exists(path, page)] == []
 
 
 @functools.cache

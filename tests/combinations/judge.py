@@ -138,7 +138,9 @@ def check_sentences(ended: Ended) -> None:
 
 def check_end(ended: Ended) -> None:
     if ended.code is None:
-        raise _Failed("hang", stacks(ended))
+        blocks = re.split(r"(?:Current thread|Thread) 0x\w+ \(most recent call first\):", ended.err)
+        stacks = {"\n".join(block.strip().splitlines()[:5]) for block in blocks[1:]}
+        raise _Failed("hang", "\n--\n".join(sorted(stacks)) + "\nhang")
     if "Traceback" in ended.err:
         raise _Failed("traceback", tail(ended))
     if ended.code == 2 and ended.started:
@@ -154,12 +156,6 @@ def tail(ended: Ended, lines: int = 12) -> str:
     text = [x for x in ended.err.splitlines() if x.strip() and "Warning" not in x]
     errors = [x for x in text if re.match(r"^(\[rank \d+\] )?[\w.]*(Error|Exception|Exit)\b", x)]
     return "\n".join([*text[-lines:], *errors[:1]])
-
-
-def stacks(ended: Ended) -> str:
-    blocks = re.split(r"(?:Current thread|Thread) 0x\w+ \(most recent call first\):", ended.err)
-    found = {"\n".join(block.strip().splitlines()[:5]) for block in blocks[1:]}
-    return "\n--\n".join(sorted(found)) + "\nhang"
 
 
 def steps(ended: Ended) -> list[dict[str, Any]]:

@@ -11,19 +11,12 @@ from megatron_ext.config.sections import all_flags, section_name, spellings
 from megatron_ext.text.task import TEXT
 from megatron_ext.video.task import VIDEO
 
-
-def _sections() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    text = (Path(__file__).parent / "values.txt").read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if line.startswith("["):
-            lines = found[line[1:-1]] = []
-        elif line and not line.startswith("#"):
-            lines.append(line)
-    return found
-
-
-SECTIONS = _sections()
+SECTIONS: dict[str, list[str]] = {}
+for _line in (Path(__file__).parent / "values.txt").read_text(encoding="utf-8").splitlines():
+    if _line.startswith("["):
+        _lines = SECTIONS[_line[1:-1]] = []
+    elif _line and not _line.startswith("#"):
+        _lines.append(_line)
 
 
 def _pairs(name: str) -> dict[str, str]:

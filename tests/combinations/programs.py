@@ -90,10 +90,6 @@ def _flow_layout(dice: random.Random, experts: bool) -> Layout:
     return _without_experts(layouts.draw(dice, limits=(2, 2, 2), stages=("plain", "vpp", "zb-h1")))
 
 
-def _streaming_layout(dice: random.Random, experts: bool) -> Layout:
-    return _without_experts(layouts.draw(dice, ranks=(1, 2, 2, 4), limits=(2, 1, 2)))
-
-
 def _without_experts(layout: Layout) -> Layout:
     return dataclasses.replace(layout, model="")
 
@@ -122,7 +118,9 @@ STREAMING = Program(
     _video,
     ("whole streaming", "streaming", "streaming_sample", "lora"),
     ("sample", "codec", "text_encoder", *ENGINE),
-    _streaming_layout,
+    lambda dice, experts: _without_experts(
+        layouts.draw(dice, ranks=(1, 2, 2, 4), limits=(2, 1, 2))
+    ),
 )
 
 PROGRAMS = {program.name: program for program in (GPT, SFT, FLOW, STREAMING)}

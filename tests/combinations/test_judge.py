@@ -15,7 +15,7 @@ import pytest
 from megatron_ext.train.reporting.start import STARTED
 from tests.combinations import layouts, programs
 from tests.combinations.draw import Case, Draws
-from tests.combinations.judge import Verdict, judge
+from tests.combinations.judge import judge
 from tests.combinations.options import (
     FIXED,
     NEEDS,
@@ -64,12 +64,6 @@ def _leave_a_process(words: list[str]) -> int:
     return _train(words)
 
 
-def _judge(monkeypatch: pytest.MonkeyPatch, folder: Path, main: Main, **more: object) -> Verdict:
-    fake = dataclasses.replace(programs.GPT, main=main)
-    monkeypatch.setitem(programs.PROGRAMS, "gpt", fake)
-    return judge(Case(1, "gpt", **more), folder, folder, limit=1.0)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("main", "kind", "text"),
     [
@@ -88,7 +82,9 @@ def _judge(monkeypatch: pytest.MonkeyPatch, folder: Path, main: Main, **more: ob
 def test_each_end_has_a_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, main: Main, kind: str, text: str
 ) -> None:
-    verdict = _judge(monkeypatch, tmp_path, main)
+    fake = dataclasses.replace(programs.GPT, main=main)
+    monkeypatch.setitem(programs.PROGRAMS, "gpt", fake)
+    verdict = judge(Case(1, "gpt"), tmp_path, tmp_path, limit=1.0)
     assert verdict.kind == kind and text in verdict.text
 
 

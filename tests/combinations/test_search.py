@@ -4,7 +4,6 @@ Each number of a seed is a test of its own.
 """
 
 import argparse
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +19,13 @@ LIMIT = 60.0
 """Seconds after which a run counts as hanging where other tests run beside it."""
 
 
-@functools.cache
-def _cases(kind: str, seed: int, count: int, judges: tuple[str, ...]) -> list[Case]:
-    return cases_of(kind, seed, count, dict.fromkeys(judges, count), max_ranks=4)
-
-
 def numbers(kind: str, count: int, *judges: str, slow: int = 0, seed: int = SEED) -> list[Any]:
     """Return so many cases of a seed, and ``slow`` more that are slow."""
     marks = [[], [pytest.mark.slow]]
+    wanted = dict.fromkeys(judges, count + slow)
     return [
         pytest.param(case, id=f"{kind}-{case.number}", marks=marks[case.number >= count])
-        for case in _cases(kind, seed, count + slow, judges)
+        for case in cases_of(kind, seed, count + slow, wanted, max_ranks=4)
     ]
 
 

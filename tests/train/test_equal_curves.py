@@ -149,11 +149,6 @@ def test_what_transformer_engines_layers_lack(words: str, sentence: str) -> None
     check_refused(f"{SMALL} {words} --transformer-impl transformer_engine", sentence, device="cuda")
 
 
-def joined(batches: list[Batch]) -> Batch:
-    names = ("tokens", "labels", "loss_weights", "position_ids")
-    return Batch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in names))
-
-
 def gradient(run: Run, batches: list[Batch]) -> Tensor:
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
@@ -176,7 +171,9 @@ def test_only_a_mean_of_means_depends_on_unequal_micro_batches(
         apart = run.train_source.next_step(2)
         for batch, targets in zip(apart, (8, 2), strict=True):
             batch.loss_weights.zero_()[:, :targets] = 1
-        truth = gradient(run, [joined(apart)]).clone()
+        names = ("tokens", "labels", "loss_weights", "position_ids")
+        whole = Batch(*(torch.cat([getattr(batch, name) for batch in apart]) for name in names))
+        truth = gradient(run, [whole]).clone()
         assert fits(float((gradient(run, apart) - truth).norm() / truth.norm()))
 
     sizes = "--micro-batch-size 1 --global-batch-size 2 --train-iters 1"
