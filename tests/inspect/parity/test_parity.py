@@ -43,6 +43,7 @@ def test_the_first_divergence_is_named(tmp_path: Path) -> None:
     assert result.loss is not None and result.loss.size == pytest.approx(1e-4, rel=1e-3)
     # 0.5 over the norm of four ones.
     assert (result.first.step, result.first.name) == (2, "w")
+    assert parity.read_gradients(tmp_path / "b", 2)["w"].tolist() == [1.5, 1.0, 1.0, 1.0]
     assert result.first.size == pytest.approx(0.25)
     shown = io.StringIO()
     Console(width=200, file=shown).print(parity.table([result], truth, parity.Tolerances()))
