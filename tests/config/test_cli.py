@@ -32,7 +32,7 @@ def test_gpt3_script(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_llama3_script_also_with_fp8(device: str) -> None:
-    """Its bash array passes on quotes."""
+    """The array of its bash script passes on quotes."""
     found = parsed(LLAMA3, ranks=8, device=device)
     assert found.config.section(DataConfig).split == "99,1,0"
     assert found.config.optimizer.decoupled_lr == 5.0e-4
