@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import grad
 
 from benchmarks import (
     attention,
@@ -133,9 +134,7 @@ def test_absent_peers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert table_of(capfd.readouterr().out) == [["torchtitan", "not installed"]]
 
 
-def test_throughput_of_what_runs_or_why_it_does_not(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_throughput_of_what_runs_or_why_it_does_not(capfd: pytest.CaptureFixture[str]) -> None:
     words = "--device cpu --tiny --precisions bf16 fp8-tensorwise -- --label-smoothing 0.1"
     assert run_apart(gpu_throughput.main, *words.split()) == 0
     torch_row, fp8_row, te_row, _ = table_of(capfd.readouterr().out)
@@ -285,7 +284,7 @@ UNIT = 4 * 6 * 2 * 8
 X = torch.randn(6, 2, 8)
 
 
-def test_views_move_nothing_and_operations_their_tensors() -> None:
+def test_views_move_nothing_operations_their_tensors_and_products_stand_apart() -> None:
     def step() -> None:
         y = X.view(12, 8).t()
         (y + y).sum()
@@ -293,9 +292,6 @@ def test_views_move_nothing_and_operations_their_tensors() -> None:
     counted = eager_traffic(step)
     assert [kernel.name for kernel in counted.kernels] == ["add", "sum"]
     assert counted.num_bytes("pointwise") == 2 * UNIT + UNIT + 4
-
-
-def test_products_stand_apart() -> None:
     counted = eager_traffic(lambda: X.view(12, 8) @ X.view(12, 8).t())
     assert counted.count("products") == 1 and counted.count("pointwise") == 0
 
@@ -303,9 +299,8 @@ def test_products_stand_apart() -> None:
 def test_a_norm_is_one_kernel_each_way_as_on_gpus() -> None:
     x, gain = X.clone().requires_grad_(), torch.ones(8, requires_grad=True)
     upstream = torch.randn_like(X)
-    counted = eager_traffic(
-        lambda: torch.autograd.grad(F.rms_norm(x, (8,), gain, 1e-5), (x, gain), upstream)
-    )
+    inputs = (x, gain)
+    counted = eager_traffic(lambda: grad(F.rms_norm(x, (8,), gain, 1e-5), inputs, upstream))
     sizes = {kernel.name: kernel.num_bytes for kernel in counted.kernels}
     assert sizes == {"rms_norm": 2 * UNIT + 32, "rms_norm_backward": 3 * UNIT + 64}
 
@@ -315,7 +310,7 @@ def test_a_compiled_activation_moves_its_inputs_and_outputs_once() -> None:
     upstream = torch.randn(6, 2, 8)
 
     def step() -> None:
-        torch.autograd.grad(activated(wide, None, None, "silu", True), wide, upstream)
+        grad(activated(wide, None, None, "silu", True), wide, upstream)
 
     counted = compiled_traffic(step)
     assert [kernel.num_bytes / UNIT for kernel in counted.kernels] == [3, 5]

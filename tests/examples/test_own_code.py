@@ -18,15 +18,9 @@ from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.text.sft import tiny
 from tests.text.sft.test_runs import MODEL
-from tests.training_runs import config_of, errors_of, train_steps
+from tests.training_runs import SMALL, config_of, errors_of, train_steps
 
-RUN = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
-    "--log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
-    "--make-vocab-size-divisible-by 32 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 "
-    "--init-method-std 0.1 --position-embedding-type rope --num-workers 0"
-).split()
+RUN = [*SMALL, *"--eval-iters 0 --init-method-std 0.1 --position-embedding-type rope".split()]
 OWN = {"task": TASK}
 FOCAL = "--loss examples/custom_loss/focal.py:FocalLossConfig --loss-args gamma=1.5"
 SMOOTH = "--loss cross-entropy --label-smoothing 0.1 --z-loss-coeff 1e-3"
@@ -40,9 +34,7 @@ def run(save: Path, words: str, ranks: int = 1, steps: int = 3, **options: Any) 
     return [[row.get(name) for name in NAMES] for row in rows]
 
 
-def test_with_losses_and_parts_of_gpt_it_trains_what_pretrain_gpt_trains(
-    tmp_path: Path,
-) -> None:
+def test_with_losses_and_parts_of_gpt_it_trains_what_pretrain_gpt_trains(tmp_path: Path) -> None:
     words = f"{PARTS} {SMOOTH}"
     own = run(tmp_path / "own", words, **OWN)
     assert own == run(tmp_path / "gpt", words)

@@ -218,3 +218,8 @@ def _optimizer_tensors(optimizer: Any) -> Iterable[torch.Tensor]:
             for parameter in group["params"]:
                 held = part.optimizer.state[parameter].values()
                 yield from (x for x in (parameter, *held) if torch.is_tensor(x))
+
+
+def slow_but(quick: Sequence[Any], names: Iterable[Any]) -> list[Any]:
+    """Return the names, those that are not quick marked as slow."""
+    return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]

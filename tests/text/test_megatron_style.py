@@ -5,7 +5,6 @@ import dataclasses
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,18 +174,13 @@ def test_arguments_of_argparse_are_flags() -> None:
     runs.check_refused(RUN, "`--width` is required; give it.", TEXT.with_sections(kind))
 
 
-@pytest.mark.parametrize(
-    "add",
-    [
-        lambda parser: parser.add_argument("--verbose", action="count"),
-        lambda parser: parser.add_argument("file"),
-        lambda parser: parser.add_argument("--at", type=Path),
-        lambda parser: parser.add_argument("--maybe", nargs="?"),
-    ],
-)
-def test_arguments_that_no_flag_can_stand_for_are_refused(add: Callable[..., Any]) -> None:
+UNFIT = {"--v": {"action": "count"}, "file": {}, "--at": {"type": Path}, "--maybe": {"nargs": "?"}}
+
+
+@pytest.mark.parametrize(("name", "how"), UNFIT.items())
+def test_arguments_that_no_flag_can_stand_for_are_refused(name: str, how: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="of `extra_args_provider` must be an option with two"):
-        section_of(add)
+        section_of(lambda parser: parser.add_argument(name, **how))
 
 
 def nothing(*_: Any, **__: Any) -> Any:

@@ -93,10 +93,8 @@ def tiktoken_file() -> Path:
     """Write 256 bytes and 44 merges in NVIDIA's JSON form."""
     tokens = [bytes([i]) for i in range(256)]
     tokens += [bytes([a, b]) for a in b"abdegi" for b in b"nrstlm "] + [b"the", b" the"]
-    entries = [
-        {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None}
-        for i, t in enumerate(tokens)
-    ]
+    texts = enumerate(base64.b64encode(token).decode() for token in tokens)
+    entries = [{"rank": i, "token_bytes": text, "token_str": None} for i, text in texts]
     path = _folder() / "tiktoken.json"
     path.write_text(json.dumps(entries))
     return path

@@ -90,9 +90,8 @@ def test_a_socket_as_standard_input_is_read(tmp_path: Path) -> None:
     with ours, theirs:
         ours.sendall(data)
         ours.shutdown(socket.SHUT_WR)
-        done = subprocess.run(
-            command(tmp_path, source="/dev/stdin"), stdin=theirs, capture_output=True, timeout=60
-        )
+        argv = command(tmp_path, source="/dev/stdin")
+        done = subprocess.run(argv, stdin=theirs, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
     assert read_pair(tmp_path / "out_text_document") == expected(tmp_path, documents)
 
@@ -115,9 +114,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, parts_before_kill: in
     documents = tiny.corpus(12_000)
     tiny.write_jsonl(tmp_path / "in.jsonl", documents)
     more = ["--workers", "2", "--engine", "native", "--part-megabytes", "0.2"]
-    process = subprocess.Popen(
-        command(tmp_path, *more), cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    how = {"cwd": tmp_path, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    process = subprocess.Popen(command(tmp_path, *more), **how)
     markers: list[Path] = []
     until = time.monotonic() + 30
     while len(markers) < parts_before_kill and time.monotonic() < until:
@@ -176,9 +174,8 @@ def test_starts_in_half_a_second_without_torch(tmp_path: Path) -> None:
         "heavy = ('torch', 'triton', 'transformer_engine', 'megatron', 'transformers', 'awkward')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", script], **how)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -270,10 +270,9 @@ def compare(words: Sequence[str], folder: Path, first: int, count: int) -> list[
     return steps
 
 
-@pytest.mark.parametrize(
-    ("batching", "epochs"), [("packed", 3), ("padded", 1), ("token-budget", 1)]
-)
-def test_rows_are_those_of_a_run(folder: Path, tmp_path: Path, batching: str, epochs: int) -> None:
+@pytest.mark.parametrize("batching", ["packed", "padded", "token-budget"])
+def test_rows_are_those_of_a_run(folder: Path, tmp_path: Path, batching: str) -> None:
+    epochs = 3 if batching == "packed" else 1
     words = f"--global-batch-size 4 --sft-batching {batching} --train-epochs {epochs}".split()
     more = "--loss-reduction square --mtp-num-layers 2".split()
     words = [*words_of(folder, "many.jsonl"), *words, *more]

@@ -119,10 +119,8 @@ def record_steps(run: Run, folder: Path) -> None:
 
     def recorded(num_microbatches: int) -> Any:
         batches: Any = next_step(num_microbatches)
-        content = [
-            {**batch.inputs, **({} if batch.targets is None else vars(batch.targets))}
-            for batch in batches
-        ]
+        targets = [{} if batch.targets is None else vars(batch.targets) for batch in batches]
+        content = [{**batch.inputs, **own} for batch, own in zip(batches, targets, strict=True)]
         torch.save(content, folder / f"{run.progress.iteration + 1}.pt")
         return batches
 

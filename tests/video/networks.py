@@ -60,9 +60,8 @@ class Problem:
         """
         leaves = {n: torch.zeros_like(x).double().requires_grad_() for n, x in like.items()}
         moved = self.to_plain(leaves)
-        back = torch.autograd.grad(
-            [moved[n] for n in plain], [*leaves.values()], [*plain.values()], allow_unused=True
-        )
+        given = [moved[n] for n in plain], [*leaves.values()], [*plain.values()]
+        back = torch.autograd.grad(*given, allow_unused=True)
         return {n: x for n, x in zip(leaves, back, strict=True) if x is not None}
 
     def prepare(self, chunk: VideoChunk) -> None:
@@ -163,10 +162,8 @@ def reported(total: Tensor, count: Tensor) -> Any:
     return total, count.int(), {"loss": pair(total, count)}
 
 
-def gathered_weights(
-    chunks: Sequence[Any], tensor_of: Callable[[Any], Tensor] = lambda p: p
-) -> Tensors:
-    shards = [shard for chunk in chunks for shard in shards_of(chunk, tensor_of)]
+def gathered_weights(chunks: Sequence[Any], part: Callable[[Any], Tensor] = lambda p: p) -> Tensors:
+    shards = [shard for chunk in chunks for shard in shards_of(chunk, part)]
     own = [(s.name, s.full_shape, s.offset, s.tensor.detach().clone()) for s in shards]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)

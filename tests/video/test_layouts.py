@@ -51,9 +51,7 @@ def one_rank(clips: Path, valid: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_train_alike(
-    clips: Path, valid: Path, one_rank: Rows, name: str, tmp_path: Path
-) -> None:
+def test_layouts_agree(clips: Path, valid: Path, one_rank: Rows, name: str, tmp_path: Path) -> None:
     """Leave references out of the loss, on ranks with unequal numbers of image tokens."""
     ranks, words = LAYOUTS[name]
     check(run(clips, valid, tmp_path, words, ranks=ranks), one_rank, TOLERANCE)
@@ -198,9 +196,7 @@ def errors_of(data: Path, truth: Truth, folder: Path, words: str, ranks: int) ->
 
 
 @pytest.fixture(scope="module")
-def in_bf16(
-    short: Path, truth: Truth, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, float]:
+def bf16(short: Path, truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return errors_of(short, truth, tmp_path_factory.mktemp("bf16"), "--bf16", 1)
 
 
@@ -213,12 +209,12 @@ def in_bf16(
     ],
 )
 def test_a_step_of_a_video_dit_is_near_double_precision(
-    short: Path, truth: Truth, in_bf16: dict[str, float], ranks: int, words: str, tmp_path: Path
+    short: Path, truth: Truth, bf16: dict[str, float], ranks: int, words: str, tmp_path: Path
 ) -> None:
     fp8 = errors_of(short, truth, tmp_path, words, ranks)
     assert max(fp8.values()) < ROUNDED, fp8
-    assert max(in_bf16.values()) < ROUNDED / 3
-    assert all(fp8[name] > in_bf16[name] for name in in_bf16)
+    assert max(bf16.values()) < ROUNDED / 3
+    assert all(fp8[name] > bf16[name] for name in bf16)
 
 
 def note_layers(run: Run, path: Path) -> None:

@@ -54,17 +54,12 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("resume")
     counts, sizes = {tiny.IMAGE: 13, tiny.SHORT: 12, tiny.LONG: 9}, {tiny.IMAGE: 4, tiny.LONG: 1}
-    data, whole, killed = (
-        tiny.write_clips(root / "clips", counts, sizes),
-        root / "whole",
-        root / "kill",
-    )
-    rows = tiny.steps(
-        data, whole, WORDS, prepare=partial(tiny.record_steps, folder=whole / "steps")
-    )
-    code, _ = tiny.attempt(
-        data, killed, WORDS, prepare=partial(_record_and_die, folder=killed / "steps")
-    )
+    data = tiny.write_clips(root / "clips", counts, sizes)
+    whole, killed = root / "whole", root / "kill"
+    note = partial(tiny.record_steps, folder=whole / "steps")
+    rows = tiny.steps(data, whole, WORDS, prepare=note)
+    die = partial(_record_and_die, folder=killed / "steps")
+    code, _ = tiny.attempt(data, killed, WORDS, prepare=die)
     assert code != 0
     assert (killed / "latest_checkpointed_iteration.txt").read_text() == str(SAVED)
     return Runs(data, whole, rows, killed)

@@ -23,12 +23,11 @@ from megatron_ext.train.launch import fork_ranks
 from tests.layers import plain
 from tests.numerics.stock import LENGTH, VOCABULARY, gpt_config, whole_batch
 from tests.ranks import ranks
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tests.training_runs import SAME_WEIGHTS, mock_data, train_on_ranks, training_rows
 from tools.lora import main
 
 LORA = "--lora-rank 4 --lora-alpha 8".split()
-MODEL = [word for word in TINY if word != "--use-cpu-initialization"]
-MODEL += "--global-batch-size 4".split()
+MODEL = [*SAME_WEIGHTS, "--global-batch-size", "4"]
 KEYS = ("iteration", "lm loss", "grad_norm")
 
 

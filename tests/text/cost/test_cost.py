@@ -3,10 +3,9 @@
 import dataclasses
 import random
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,14 @@ from megatron_ext.planning.step_time import estimate, rank_volume
 from megatron_ext.text.cost.flops import GptFlops, flops_per_sample
 from megatron_ext.text.cost.network import GptNetwork, with_recomputation
 from megatron_ext.text.task import padded_to_ranks
-from tests.planning.measure import TOLERANCE, check_peak, check_state, configuration, measure
+from tests.planning.measure import (
+    TOLERANCE,
+    check_peak,
+    check_state,
+    configuration,
+    measure,
+    slow_but,
+)
 from tests.text.cost import layouts
 from tests.training_runs import config_of
 
@@ -47,14 +53,11 @@ def test_full_recomputation_repeats_the_layers() -> None:
     assert GptFlops(config, full.sizes).recomputed(stage).forward == 0
 
 
-def test_parameters_of_llama_3_8b() -> None:
+def test_parameters_and_state_of_llama_3_8b() -> None:
     """8,030,261,248 by its model card's weights."""
     for more in ("", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4"):
         assert model_parameters(memory(layouts.llama_network(more))) == 8_030_261_248
-
-
-def test_llama_8b_state_in_bf16_over_replicas() -> None:
-    """16 + 2 bytes a parameter: bf16 weights, fp32 gradients, main weights and two moments."""
+    # 16 + 2 bytes each: bf16 weights, fp32 gradients, main weights and two moments, over replicas.
     (rank,) = memory(layouts.llama_network("--use-distributed-optimizer"))
     assert rank.state.parameters == pytest.approx(2 * 8_030_261_248, rel=1e-4)
     assert rank.state.gradients == pytest.approx(4 * 8_030_261_248, rel=1e-4)
@@ -76,15 +79,12 @@ def test_tensor_parallel_messages_of_a_layer() -> None:
         assert layer.context == layer.expert == 0
 
 
-def test_messages_between_replicas() -> None:
+def test_messages_between_replicas_and_stages_and_along_the_sequence() -> None:
     gradients = memory(layouts.llama_network())[0].state.gradients
     assert _volume("").data == 2 * 7 / 8 * gradients
     shared = memory(layouts.llama_network("--use-distributed-optimizer"))[0].state
     wanted = 7 / 8 * (shared.gradients + shared.parameters)
     assert _volume("--use-distributed-optimizer").data == wanted
-
-
-def test_messages_between_stages_and_along_the_sequence() -> None:
     tensor = 8192 * 4096 * 2
     assert _volume("--pipeline-model-parallel-size 2").pipeline == tensor
     keys = 32 * 2 * 4096 * 2 * 8 * 128 * 2  # layers, passes, tokens, keys and values, bytes
@@ -117,31 +117,22 @@ def test_adapters_of_llama_8b_have_no_other_gradients() -> None:
     assert rank.state.gradients == 4 * 32 * 16 * sides
     assert rank.state.frozen == 2 * 8_030_261_248
     plain = estimate(layouts.llama_network(), GPUS["H100"])
-    assert (
-        estimate(layouts.llama_network("--lora-rank 16"), GPUS["H100"]).seconds
-        < 0.8 * plain.seconds
-    )
+    adapted = estimate(layouts.llama_network("--lora-rank 16"), GPUS["H100"])
+    assert adapted.seconds < 0.8 * plain.seconds
 
 
 def _network(flags: Sequence[str]) -> GptNetwork:
     return GptNetwork.of(configuration(flags))
 
 
-def _marked(names: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
-    """Return the names, those that are not quick marked as slow."""
-    return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]
-
-
-@pytest.mark.parametrize(
-    "name", _marked([*layouts.LAYOUTS, *layouts.PEAKS], [*layouts.QUICK, *layouts.QUICK_PEAKS])
-)
+@pytest.mark.parametrize("name", slow_but(layouts.QUICK, [*layouts.LAYOUTS, *layouts.PEAKS]))
 def test_state_exactly_and_peak_within_a_tenth(name: str, tmp_path: Path) -> None:
     ranks, network = measure(layouts.flags_of(name), tmp_path), _network(layouts.flags_of(name))
     check_state(network, ranks)
     check_peak(network, ranks)
 
 
-@pytest.mark.parametrize("name", _marked(layouts.MORE, layouts.QUICK))
+@pytest.mark.parametrize("name", slow_but(layouts.QUICK, layouts.MORE))
 def test_parameters_and_state_are_exact_in_further_layouts(name: str, tmp_path: Path) -> None:
     check_state(_network(layouts.flags_of(name)), measure(layouts.flags_of(name), tmp_path))
 
@@ -154,7 +145,7 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("mode", _marked(RECOMPUTED, ["full"]))
+@pytest.mark.parametrize("mode", slow_but(["full"], RECOMPUTED))
 def test_peak_with_recomputation(mode: str, tmp_path: Path) -> None:
     flags = [*layouts.flags_of("dp2"), *RECOMPUTED[mode].split()]
     planned = memory(_network(flags))[0]
@@ -265,7 +256,7 @@ def outcome(seed: int) -> str:
     return "plan"
 
 
-@pytest.mark.parametrize("seeds", _marked([range(300), range(300, 5300)], [range(300)]))
+@pytest.mark.parametrize("seeds", slow_but([range(300)], [range(300), range(300, 5300)]))
 def test_random_runs_end_in_a_plan_or_in_sentences(seeds: range) -> None:
     counts, broken = {"plan": 0, "errors": 0}, list[str]()
     for seed in seeds:

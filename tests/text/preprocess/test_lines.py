@@ -104,7 +104,7 @@ def test_damaged_packed_file(tmp_path: Path) -> None:
         list(blocks(Part(str(path), "f", 0, 9, "zstd")))
 
 
-def test_expand(tmp_path: Path) -> None:
+def test_inputs_are_expanded_and_lone_packed_ones_shared(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "odd[1].jsonl"):
         (tmp_path / name).write_text("{}\n")
     assert expand([f"{tmp_path}/?.jsonl"]) == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
@@ -112,6 +112,12 @@ def test_expand(tmp_path: Path) -> None:
     assert expand(["-"]) == ["-"]
     with pytest.raises(DataError, match=r"`--input` \(.*none\*\) matches no file; give jsonl"):
         expand([f"{tmp_path}/none*"])
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x"))
+    path = str(tmp_path / "a.gz")
+    assert needs_spool([path], 2) == [path]
+    assert needs_spool([path], 1) == []
+    assert needs_spool([path, path], 2) == []
+    assert needs_spool(["-"], 1) == ["-"]
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
@@ -121,15 +127,6 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
             DataError, match=rf"`--input` \(.*f\) is a {name}.* file; give jsonl, p"
         ):
             inputs.packing_of(str(tmp_path / "f"))
-
-
-def test_lone_packed_files_are_unpacked_to_be_shared(tmp_path: Path) -> None:
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x"))
-    path = str(tmp_path / "a.gz")
-    assert needs_spool([path], 2) == [path]
-    assert needs_spool([path], 1) == []
-    assert needs_spool([path, path], 2) == []
-    assert needs_spool(["-"], 1) == ["-"]
 
 
 @pytest.mark.parametrize(
@@ -179,9 +176,7 @@ def test_the_line_of_a_log_counts_from_where_the_run_went_on() -> None:
     assert progress.line(500, 5, 1.0).endswith("ETA 1:39:59")
 
 
-def test_a_log_gets_lines_now_and_then_and_a_terminal_a_bar(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_log_gets_a_line_at_times_and_a_terminal_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     log, terminal = io.StringIO(), Terminal()

@@ -334,10 +334,14 @@ def test_a_fifo_is_read_beside_a_file(tmp_path: Path, fifo: Path, packed: bool) 
     check_pair(tmp_path, texts_of(tiny.corpus(60)) * 2)
 
 
-def test_a_fifo_that_nobody_writes_into_ends_the_run(tmp_path: Path, fifo: Path) -> None:
+def test_a_fifo_without_a_writer_or_named_twice_is_refused(tmp_path: Path, fifo: Path) -> None:
     with pytest.raises(DataError, match=r"fifo\) is a FIFO that no program has opened for writ"):
         run(tmp_path, fifo)
     assert left_in(tmp_path) == []
+    (tmp_path / "link").symlink_to(fifo)
+    for names in ((fifo, fifo), (fifo, tmp_path / "link")):
+        with pytest.raises(DataError, match="names twice what can be read only once; name it once"):
+            run(tmp_path, *names)
 
 
 def test_a_slow_writer_is_waited_for(tmp_path: Path, fifo: Path) -> None:
@@ -353,13 +357,6 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path, fifo: Path) -> None:
     run(tmp_path, fifo)
     writer.join()
     check_pair(tmp_path, texts_of(tiny.corpus(60)))
-
-
-def test_a_stream_named_twice_is_refused(tmp_path: Path, fifo: Path) -> None:
-    (tmp_path / "link").symlink_to(fifo)
-    for names in ((fifo, fifo), (fifo, tmp_path / "link")):
-        with pytest.raises(DataError, match="names twice what can be read only once; name it once"):
-            run(tmp_path, *names)
 
 
 def test_a_hidden_change_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,10 +478,8 @@ def test_append_eod_needs_an_eod(tmp_path: Path) -> None:
 def test_hashes_are_those_recorded_from_megatrons_own_tool(tmp_path: Path, name: str) -> None:
     sp = TokenizerConfig("SentencePieceTokenizer", str(tiny.REFERENCE / "tokenizer.model"))
     hf = TokenizerConfig("HuggingFaceTokenizer", str(tiny.REFERENCE / "hf_tokenizer"))
-    more: dict[str, dict[str, Any]] = {
-        "sp_keys": {"append_eod": False, "json_keys": ("text", "title")},
-        "sp_part": {"partitions": 2},
-    }
+    keys: dict[str, Any] = {"append_eod": False, "json_keys": ("text", "title")}
+    more = {"sp_keys": keys, "sp_part": {"partitions": 2}}
     options = {"flags": hf if name == "hf_eod" else sp, "part_megabytes": 0.3}
     prefix = str(tmp_path / name)
     corpus = tiny.REFERENCE / "corpus.jsonl"

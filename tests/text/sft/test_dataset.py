@@ -78,10 +78,8 @@ def test_packed_conversations_share_no_label() -> None:
 
 def test_padded_and_packed_rows_give_the_same_summed_loss() -> None:
     generator = np.random.default_rng(0)
-    samples: dict[int, Any] = {
-        length: (generator.integers(0, 16, length), generator.integers(0, 2, length))
-        for length in (5, 9, 2)
-    }
+    lengths = (5, 9, 2)
+    samples: dict[int, Any] = {n: [generator.integers(0, k, n) for k in (16, 2)] for n in lengths}
     table = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def summed(rows: list[dict[str, Any]]) -> float:

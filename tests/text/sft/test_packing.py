@@ -73,15 +73,12 @@ def test_pack_names_a_sample_that_does_not_fit() -> None:
         pack([3, 8, 0], 8)
 
 
-def test_cost_of_the_textbook_layer_doubles_at_twelve_times_its_width() -> None:
+def test_cost_counts_products_and_doubles_at_twelve_times_the_width_of_a_layer() -> None:
     model = CostModel.of_sizes(64, 256, 4)
     alone = 768 * model.linear  # 12 h tokens without attention
     assert cost([768], model) == 2 * alone
     assert cost([384, 384], model) * 2 == 3 * alone  # half the pairs of positions
     assert cost([], model) == 0
-
-
-def test_cost_counts_matrix_products() -> None:
     h, f, n, g, d, layers, v = 32, 80, 4, 2, 16, 3, 100
     model = GATED(h, f, n, num_query_groups=g, kv_channels=d, num_layers=layers, vocab_size=v)
     shapes = [(h, n * d), (h, g * d), (h, g * d), (n * d, h), (h, f), (h, f), (f, h)]
@@ -128,13 +125,10 @@ def test_a_step_depends_on_seed_epoch_and_number_only() -> None:
         first.step(0, 99)
 
 
-def test_epochs_exchange_samples_of_equal_length() -> None:
+def test_epochs_exchange_equal_samples_and_end_with_the_row_that_is_not_full() -> None:
     epochs = PackedEpochs([4] * 20, 8, 10, 1, MODEL, 1)
     pairs = [{frozenset(row) for row in epochs.step(epoch, 0)[0]} for epoch in (0, 1)]
     assert pairs[0] != pairs[1]
-
-
-def test_the_row_that_is_not_full_is_in_the_last_step() -> None:
     for seed in range(5):
         epochs = PackedEpochs([8] * 7 + [1], 8, 2, 2, MODEL, seed)
         assert [7] in chain(*epochs.step(0, 3))

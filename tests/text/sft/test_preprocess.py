@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +240,8 @@ def test_tokenizers_without_templates_are_refused(tmp_path: Path) -> None:
 
 def test_further_special_tokens_have_the_ids_of_the_trainer(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "t")
-    settings = TokenizerConfig(
-        "HuggingFaceTokenizer", str(folder), tokenizer_special_tokens=["<|one|>", "<|two|>"]
-    )
+    special = {"tokenizer_special_tokens": ["<|one|>", "<|two|>"]}
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder), **special)
     tokenizer = build_tokenizer(settings)
     chat = build_chat(tokenizer, settings, SftConfig(sft=True))
     asked, answer = {"role": "user", "content": "<|two|>"}, {"role": "assistant", "content": "x"}
@@ -263,18 +261,12 @@ def run(tmp_path: Path) -> tuple[RunConfig, Chat]:
     return config, build_chat(build_tokenizer(tokenizer), tokenizer, config.section(SftConfig))
 
 
-def _open(run: tuple[RunConfig, Chat], names: Sequence[Any], said: list[str]) -> list[SftStore]:
-    config, chat = run
-    return open_stores(
-        "--data-path", [str(name) for name in names], chat=chat,
-        cache=config.section(DataConfig).data_cache_path, vocab_size=chat.vocab_size,
-        say=said.append,
-    )  # fmt: skip
-
-
-def opened(run: tuple[RunConfig, Chat], *names: Any) -> tuple[list[SftStore], list[str]]:
-    said: list[str] = []
-    return _open(run, names, said), said
+def opened(run: tuple[RunConfig, Chat], *names: Any, said: list[str] | None = None) -> Any:
+    """Return the stores of files, and what was said."""
+    (config, chat), said = run, [] if said is None else said
+    how = {"chat": chat, "cache": config.section(DataConfig).data_cache_path, "say": said.append}
+    found = [str(name) for name in names]
+    return open_stores("--data-path", found, vocab_size=chat.vocab_size, **how), said
 
 
 def test_unchanged_files_are_tokenized_once(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
@@ -373,6 +365,6 @@ def test_a_bad_row_is_shown_by_the_rank_that_found_it(
     said: list[str] = []
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(DataError, match=r"f.jsonl line 4 is refused: `messages` is not a column"):
-        _open(run, [path], said)
+        opened(run, path, said=said)
     assert said[-1].startswith("error: ")
     assert "f.jsonl line 4 is refused" in said[-1]

@@ -82,9 +82,7 @@ def test_control_texts_are_those_of_the_model() -> None:
     assert native(KINDS[1]).control_texts() == ("<|endoftext|>", "<|pad|>")
 
 
-def test_documents_with_control_texts_go_native(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_documents_with_control_texts_go_native(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = native(KINDS[0])
     fast = FastEncoder(tokenizer)
     monkeypatch.setattr(fast, "_encode", lambda text: np.asarray([-7]))

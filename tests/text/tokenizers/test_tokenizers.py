@@ -178,17 +178,14 @@ def test_identity_is_plain_and_follows_the_file(tmp_path: Path) -> None:
     assert json.loads(json.dumps(first)) == first == identity()
     model.write_bytes(model.read_bytes().replace(b"<user>", b"<uses>"))
     assert identity() != first
-
-
-def test_identity_follows_a_folders_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(tiny.hf_folder(), folder)
     chosen = flags("HuggingFaceTokenizer", tokenizer_model=str(folder))
-    first = build_tokenizer(chosen).unique_identifiers
+    of_folder = build_tokenizer(chosen).unique_identifiers
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     (folder / "tokenizer.json").write_text(text.replace("<|pad|>", "<|PAD|>"), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tiny.END}))
-    assert build_tokenizer(chosen).unique_identifiers != first
+    assert build_tokenizer(chosen).unique_identifiers != of_folder
 
 
 SENTENCEPIECE = "sentencepiece"
@@ -266,7 +263,6 @@ def test_building_imports_no_torch(case: str) -> None:
         "build_tokenizer(chosen).tokenize('a b')\n"
         "print([m for m in ('torch', 'transformers', 'megatron') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tiny.ROOT, timeout=60
-    )
+    how = {"capture_output": True, "text": True, "cwd": tiny.ROOT, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", script], **how)
     assert done.stdout.strip() == "[]", done.stderr

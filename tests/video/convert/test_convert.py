@@ -214,14 +214,12 @@ def test_imported_weights_compute_what_diffusers_does(tmp_path: Path, naming: Na
 
 
 @torch.no_grad()
-def check_filled(
-    context: ParallelContext, sizes: VideoDiTSizes, source: Path, expected: Tensor
-) -> None:
+def check_fill(context: ParallelContext, sizes: VideoDiTSizes, source: Path, want: Tensor) -> None:
     chunk = bare(context, sizes)
     with TensorFolder(source, STEM) as tensors:
         check_tensors(sizes, Naming.DIFFUSERS, tensors)
         fill(chunk, Naming.DIFFUSERS, tensors)
-    check_flow(chunk(**inputs(sizes)), expected)
+    check_flow(chunk(**inputs(sizes)), want)
 
 
 def test_heads_of_wan_rotate_alike(tmp_path: Path) -> None:
@@ -229,10 +227,9 @@ def test_heads_of_wan_rotate_alike(tmp_path: Path) -> None:
     sizes = VideoDiTSizes(256, 2, 320, 1, text_width=24)
     assert sizes.axes_dim == (44, 42, 42)
     model = network(sizes)
-    expected = theirs(model, inputs(sizes))
+    given = {"sizes": sizes, "source": tmp_path, "want": theirs(model, inputs(sizes))}
     model.save_pretrained(tmp_path)
-    given = {"sizes": sizes, "source": tmp_path, "expected": expected}
-    run_on_ranks(check_filled, Layout(1), given)
+    run_on_ranks(check_fill, Layout(1), given)
 
 
 STEPS = 3

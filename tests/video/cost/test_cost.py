@@ -1,7 +1,6 @@
 """Memory and operations of video runs: state exactly, operations, and peaks within a tenth."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,15 @@ from megatron_ext.video.data.setup import planned_clips
 from megatron_ext.video.networks import network_of
 from megatron_ext.video.streaming import cost
 from megatron_ext.video.task import VIDEO
-from tests.planning.measure import KINDS, Measured, check_peak, check_state, configuration, measure
+from tests.planning.measure import (
+    KINDS,
+    Measured,
+    check_peak,
+    check_state,
+    configuration,
+    measure,
+    slow_but,
+)
 from tests.ranks import ranks
 from tests.video.clips import LONG, write_clips
 from tests.video.model.wan.plain import num_parameters
@@ -68,10 +75,6 @@ LAYOUTS = {
     "causal cp2": f"{CAUSAL} {CP2}",
 }
 QUICK = ("mmdit recomputed", "mmdit tp2 sp", "dit", "causal")
-
-
-def slow_but(quick: Sequence[str], names: Iterable[str]) -> list[Any]:
-    return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +218,7 @@ def counted(chunk: Any, inputs: dict[str, Any]) -> tuple[float, float]:
 
 
 @ranks()
-def test_products_count_and_keys_of_the_cache_but_not_its_text(
-    context: ParallelContext,
-) -> None:
+def test_products_count_and_keys_of_the_cache_but_not_its_text(context: ParallelContext) -> None:
     for problem in (
         Problem(),
         Problem(options=BIDIRECTIONAL),

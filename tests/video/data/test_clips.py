@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -132,13 +131,10 @@ def test_damage_that_headers_do_not_show(tmp_path: Path) -> None:
     Image.fromarray(making.pictures(1, 16, 16)[0]).save(folder / "002.png")
     with pytest.raises(DataError, match=r"mixed cannot be read \(its frames differ in size\)"):
         decode(Clip(str(folder), "x"), 0, 1, 3, (32, 32))
-
-
-@pytest.mark.parametrize("write", [making.write_video, making.write_folder])
-def test_clips_that_end_early(tmp_path: Path, write: Any) -> None:
-    path = write(tmp_path / "a.mp4", making.pictures(4))
-    with pytest.raises(DataError, match=r"only 2 of 3 frames could be decoded"):
-        decode(Clip(str(path), "x"), 0, 2, 3, (32, 32))
+    for write in (making.write_video, making.write_folder):
+        path = write(tmp_path / f"{write.__name__}.mp4", making.pictures(4))
+        with pytest.raises(DataError, match=r"only 2 of 3 frames could be decoded"):
+            decode(Clip(str(path), "x"), 0, 2, 3, (32, 32))
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,10 +136,8 @@ def test_the_patch_codec_is_exact(temporal: int) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=2), codec.decode(latents), atol=1e-6, rtol=0)
 
 
-def in_stretches(
-    decoder: Any, latents: Tensor, stretches: Sequence[int] = STRETCHES
-) -> list[Tensor]:
-    return [decoder(part) for part in latents.split(list(stretches), dim=2)]
+def in_stretches(decoder: Any, latents: Tensor, sizes: Sequence[int] = STRETCHES) -> list[Tensor]:
+    return [decoder(part) for part in latents.split(list(sizes), dim=2)]
 
 
 def test_the_vae_of_wan_is_exact_whatever_else_it_does(folders: dict[str, Path]) -> None:
@@ -187,9 +185,7 @@ class ReachingCodec:
         return shifted.sum(-1).repeat_interleave(2, dim=2)[:, :, 1:]
 
 
-def test_other_codecs_are_exact_where_the_overlap_is_long_enough(
-    folders: dict[str, Path],
-) -> None:
+def test_other_codecs_are_exact_where_the_overlap_is_long_enough(folders: dict[str, Path]) -> None:
     codec: Any = ReachingCodec(reach=4)
     latents = latents_of(codec)
     want, errors = codec.decode(latents), []

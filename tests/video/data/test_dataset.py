@@ -165,10 +165,8 @@ def test_clips_that_make_no_batch(change: dict[str, Any], patch: int, sentence: 
 
 
 def test_crops_of_another_seed_differ(source: Path) -> None:
-    videos = [
-        OnlineVideos(planned(source, config), encoder(config), PLAN)
-        for config in (EncodeConfig(), EncodeConfig(clip_seed=5))
-    ]
+    configs = (EncodeConfig(), EncodeConfig(clip_seed=5))
+    videos = [OnlineVideos(planned(source, x), encoder(x), PLAN) for x in configs]
     differing = [not torch.equal(videos[0][i].latents, videos[1][i].latents) for i in (0, 1, 3, 4)]
     assert any(differing) and torch.equal(videos[0][2].latents, videos[1][2].latents)
 

@@ -195,7 +195,7 @@ def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
         EncodeConfig(**wrong)
 
 
-def test_longest_bucket_that_a_clip_fills() -> None:
+def test_the_longest_bucket_that_a_clip_fills_or_why_it_has_none() -> None:
     clip = ClipShape(20, 240, 426, 24.0)
     assert assign(clip, TWO_SIZES, 3, seed=1) == Bucket("256px", 17, 192, 336)
     fast = ClipShape(20, 426, 240, 60.0)
@@ -204,9 +204,6 @@ def test_longest_bucket_that_a_clip_fills() -> None:
     big = [assign(ClipShape(20, 800, 800, 24), TWO_SIZES, i, seed=1) for i in range(200)]
     assert {b.resolution for b in big if isinstance(b, Bucket)} == {"256px", "768px"}
     assert not any(isinstance(b, Drop) for b in big)
-
-
-def test_clips_without_a_bucket_have_a_reason() -> None:
     assert assign(ClipShape(20, 100, 100, 24), TWO_SIZES, 0, seed=1) is Drop.TOO_SMALL
     assert assign(ClipShape(4, 256, 256, 24), TWO_SIZES, 0, seed=1) is Drop.TOO_SHORT
     rare = parse_plan({"256px": {"5": [0.2, 1]}})

@@ -75,9 +75,7 @@ def test_bfloat16_gives_nearly_the_float32_output(context: ParallelContext, netw
 
 
 @ranks()
-def test_conditions_start_without_effect_and_adaln_zero_at_means(
-    context: ParallelContext,
-) -> None:
+def test_conditions_start_without_effect_and_adaln_zero_at_means(context: ParallelContext) -> None:
     with_cond = MMDiTProblem(sizes=dataclasses.replace(MMDIT_SIZES["tiny"], cond_embed=True))
     i2v, t2v = one(with_cond, context), one(MMDiTProblem(sizes=MMDIT_SIZES["tiny"]), context)
     batch = with_cond.inputs()
@@ -120,9 +118,8 @@ def test_wan_starts_at_zero_and_its_twin_has_the_same_parameters(context: Parall
 @ranks()
 def test_recomputation_of_an_mmdit_changes_nothing(context: ParallelContext) -> None:
     losses, gradients, runs, calls = [], [], [], []
-    hook = register_module_forward_hook(
-        lambda module, *_: calls.append(isinstance(module, DoubleBlock | SingleBlock))
-    )
+    blocks = DoubleBlock | SingleBlock
+    hook = register_module_forward_hook(lambda x, *_: calls.append(isinstance(x, blocks)))
     for double, single in [(0, 0), (1, 2), (100, 100)]:
         options = MMDiTOptions(recompute_double_blocks=double, recompute_single_blocks=single)
         calls.clear()

@@ -17,7 +17,7 @@ from tests.video.model.mmdit.plain import PlainMMDiT
 from tests.video.model.wan.plain import frame_mask, num_parameters
 
 
-def test_11b_is_open_sora_2() -> None:
+def test_11b_is_open_sora_2_and_1_3b_and_14b_are_wan() -> None:
     sizes = MMDIT["11b"]
     with torch.device("meta"):
         model = PlainMMDiT(sizes)
@@ -26,9 +26,6 @@ def test_11b_is_open_sora_2() -> None:
         found = sum(p.numel() for p in blocks.parameters()) / 1e9
         assert found == pytest.approx(want, abs=0.005)
     assert sizes.cond_width == 68 and sizes.token_width == 64
-
-
-def test_1_3b_and_14b_are_wan() -> None:
     small, large = WAN["1.3b"], WAN["14b"]
     assert (small.hidden_size, small.num_heads, small.num_blocks) == (1536, 12, 30)
     assert (large.hidden_size, large.num_heads, large.num_blocks) == (5120, 40, 40)

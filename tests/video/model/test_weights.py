@@ -59,9 +59,7 @@ def test_initial_weights_are_those_of_one_rank(
         assert torch.equal(mine[name], weight), name
 
 
-def test_weights_are_drawn_as_torch_and_wan_draw_them(
-    single: dict[Problem, Tensors],
-) -> None:
+def test_weights_are_drawn_as_torch_and_wan_draw_them(single: dict[Problem, Tensors]) -> None:
     """Draw within 1 / sqrt(fan_in), weights and biases; both pieces of W2 have one fan-in."""
     weights = single[MMDIT]
     fan_ins = {

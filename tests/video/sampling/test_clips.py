@@ -77,9 +77,7 @@ def test_the_contact_sheet_has_a_row_for_each_clip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(1, 32, 32), (3, 31, 33)])
-def test_images_and_odd_sizes_can_play(
-    tmp_path: Path, frames: int, height: int, width: int
-) -> None:
+def test_images_and_odd_sizes_play(tmp_path: Path, frames: int, height: int, width: int) -> None:
     pixels = smooth(1, frames, height, width)
     write_clips(tmp_path / "out", pixels, ASKED[:1], fps=1, seed=5)
     found, fps = read(tmp_path / "out" / "sample_000.mp4")

@@ -16,6 +16,7 @@ from megatron_ext.video.model.tokens import pack
 from megatron_ext.video.sampling import flow
 
 B, C, T, H, W = 2, 4, 3, 8, 8
+SHAPES = [((5, 8, 8), 1, 64), ((5, 24, 42), 2, 252)]
 FLOW = FlowConfig()
 PLAIN = SampleConfig(
     sample_text_scale=1.0, sample_image_scale=1.0, sample_oscillation=False,
@@ -72,9 +73,7 @@ def test_a_constant_velocity_is_followed_to_its_end(num_steps: int) -> None:
     assert torch.allclose(found, x0 + FLOW.sigma_min * NOISE, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("shape", "patch_size", "tokens"), [((5, 8, 8), 1, 64), ((5, 24, 42), 2, 252)]
-)
+@pytest.mark.parametrize(("shape", "patch_size", "tokens"), SHAPES)
 def test_times_shift_alike(shape: tuple[int, int, int], patch_size: int, tokens: int) -> None:
     """Compare a uniform step s of the sampler with a training draw with sigmoid(u) = s."""
     factor = (1 + (tokens - 256) * 2 / 3840) * math.sqrt(5)

@@ -42,11 +42,9 @@ TOLERANCE = 1e-5
 
 def clips_of(context: ParallelContext, asked: list[ClipRequest], **changes: Any) -> Tensor | None:
     settings, shape = changes.pop("settings", {}), changes.pop("shape", SHAPE)
-    is_reporting = context.is_reporting_rank
+    models = (CODEC, ENCODER) if context.is_reporting_rank else (None, None)
     velocity = velocity_on(context, **settings)
-    encoded = encode_on_reporting_rank(
-        asked, shape, CODEC if is_reporting else None, ENCODER if is_reporting else None, context
-    )
+    encoded = encode_on_reporting_rank(asked, shape, *models, context)
     sampling = dataclasses.replace(SAMPLING, **changes)
     latents = generate_latents(velocity, encoded, flow=FLOW, sampling=sampling, context=context)
     return None if latents is None else decoded(CODEC, latents, 2)

@@ -176,9 +176,7 @@ def own_velocity(context: ParallelContext, *, joins_text: bool = False) -> Paral
 
 
 @ranks()
-def test_models_without_a_method_or_of_another_shape_are_refused(
-    context: ParallelContext,
-) -> None:
+def test_models_without_a_method_or_of_another_shape_are_refused(context: ParallelContext) -> None:
     engine = own_velocity(context).engine
     with pytest.raises(ConfigError, match="model Incomplete must have a method `boundary_shape"):
         ParallelVelocity(engine, [Incomplete(engine.transformer_config)], context, patch_size=2)

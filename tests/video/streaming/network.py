@@ -88,14 +88,11 @@ class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.qkv, self.text_kv = nn.Linear(width, 3 * width), nn.Linear(TEXT, 2 * width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        wide = 2 * width
+        self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
-    def forward(
-        self, x: Tensor, text: Tensor, past: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, text: Tensor, past: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the output for ``x`` [b, n, width], and its keys and values."""
         q, k, v = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
         seen = [tuple(self.text_kv(text).chunk(2, dim=-1)), *past, (k, v)]

@@ -82,9 +82,7 @@ def check_same(found: Result, wanted: Result, tolerance: float = 1e-5) -> None:
         pytest.param(4, 1, TP, marks=pytest.mark.slow),
     ],
 )
-def test_layouts_train_alike(
-    tmp_path: Path, one: Result, ranks: int, micro: int, words: str
-) -> None:
+def test_layouts_are_alike(tmp_path: Path, one: Result, ranks: int, micro: int, words: str) -> None:
     check_same(trained(tmp_path, words, ranks=ranks, micro=micro), one)
 
 
@@ -183,8 +181,7 @@ def test_a_bf16_run_stays_near_that_of_fp32(tmp_path: Path, layout: str) -> None
     rough = runs.run(tmp_path, f"{words} --bf16 {layout}", ranks=ranks, save="bf16")
     differences = []
     for row, want in zip(rough, exact, strict=True):
-        assert runs.losses_of(row) == pytest.approx(runs.losses_of(want), rel=0.03), row[
-            "iteration"
-        ]
-        differences.append(runs.losses_of(row) != runs.losses_of(want))
+        found, expected = runs.losses_of(row), runs.losses_of(want)
+        assert found == pytest.approx(expected, rel=0.03), row["iteration"]
+        differences.append(found != expected)
     assert any(differences)

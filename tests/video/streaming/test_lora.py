@@ -190,9 +190,7 @@ DESCRIBING = (
 ).split()
 
 
-def test_adapters_go_on_without_the_flags_of_the_networks(
-    tuned: runs.Tuned, tmp_path: Path
-) -> None:
+def test_adapters_go_on_without_flags_of_the_networks(tuned: runs.Tuned, tmp_path: Path) -> None:
     """Compare with a run that is given all flags, bit for bit."""
     found = []
     onward = f"--override-opt-param-scheduler --load {tuned.saved} --train-iters {runs.STEPS + 1}"

@@ -86,9 +86,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, batch: int, layou
         pytest.param(2, "--use-distributed-optimizer --bf16", marks=pytest.mark.slow),
     ],
 )
-def test_adapters_go_on_bit_for_bit(
-    tuned: runs.Tuned, tmp_path: Path, ranks: int, layout: str
-) -> None:
+def test_adapters_go_on_exactly(tuned: runs.Tuned, tmp_path: Path, ranks: int, layout: str) -> None:
     batch = 2 if "distributed" in layout else 1
     words = f"{tuned.words} {runs.ADAPTERS} {layout} {LENGTH}"
     whole, saved = tuned.rows, tuned.saved
@@ -164,9 +162,8 @@ def resumed(
 ) -> tuple[runs.Rows, Any]:
     again = cut_back(one_rank[0] / "save", folder / "again")
     words = f"--train-iters {runs.STEPS} {words} --load {again}"
-    rows, noted = runs.observed(
-        folder, words, _kept, ranks=ranks, batch=2, micro=micro, save="again"
-    )
+    sizes = {"ranks": ranks, "batch": 2, "micro": micro, "save": "again"}
+    rows, noted = runs.observed(folder, words, _kept, **sizes)
     assert [row["iteration"] for row in rows] == list(range(runs.SAVED + 1, runs.STEPS + 1))
     return rows, noted[0]
 

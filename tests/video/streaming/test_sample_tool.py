@@ -142,9 +142,7 @@ def test_a_file_that_cannot_be_written_ends_all_ranks(
     assert not (tmp_path / "videos").exists() and not (tmp_path / ".videos.writing").exists()
 
 
-def refused(
-    argv: str, capfd: pytest.CaptureFixture[str], program: Callable[[list[str]], int]
-) -> str:
+def refused(argv: str, capfd: pytest.CaptureFixture[str], program: Callable[..., int]) -> str:
     assert program(argv.split()) == EXIT_CODE_USER_ERROR
     return capfd.readouterr().err
 

@@ -121,9 +121,7 @@ def test_a_prompt_acts_from_its_frame_on() -> None:
     assert torch.equal(video(scenes[:1])[:, :9], base[:, :9])
 
 
-@pytest.mark.parametrize(
-    "window", [harness.Window(window=7, sink=1), harness.Window(window=6, sink=0)]
-)
+@pytest.mark.parametrize("window", [harness.Window(3, 7, 1), harness.Window(3, 6, 0)])
 def test_windows_and_sinks_need_not_be_whole_blocks(window: harness.Window) -> None:
     """Check that a later prompt changes no block before it."""
     scenes = [(0, "text"), (12, "after")]

@@ -17,6 +17,7 @@ from tests.checkpoint.tiny import whole_tensors
 from tests.video.streaming import runs
 
 STEPS, INTERVAL = 10, 5
+Recorded = tuple[runs.Rows, dict[str, Any]]
 TRAINED = [step % INTERVAL == 0 for step in range(STEPS)]
 
 
@@ -57,15 +58,13 @@ def _networks(run: Run) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[runs.Rows, dict[str, Any]]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("step")
     rows, (seen,) = runs.observed(folder, f"--train-iters {STEPS}", _networks, interval=INTERVAL)
     return rows, seen
 
 
-def test_the_generator_is_trained_every_fifth_step(
-    recorded: tuple[runs.Rows, dict[str, Any]],
-) -> None:
+def test_the_generator_is_trained_every_fifth_step(recorded: Recorded) -> None:
     rows, seen = recorded
     pairs = list(zip(seen["weights"], seen["weights"][1:], strict=False))
     assert [runs.differ(a["generator"], b["generator"]) for a, b in pairs] == TRAINED
@@ -94,9 +93,7 @@ def _applied_norms(run: Run) -> dict[str, float]:
     return applied
 
 
-def test_networks_are_clipped_alone(
-    tmp_path: Path, recorded: tuple[runs.Rows, dict[str, Any]]
-) -> None:
+def test_networks_are_clipped_alone(tmp_path: Path, recorded: Recorded) -> None:
     words = "--train-iters 1 --clip-grad 0.002 --critic-clip-grad 0.003"
     (row,), (applied,) = runs.observed(tmp_path, words, _applied_norms, interval=INTERVAL)
     assert applied == pytest.approx({"generator": 0.002, "critic": 0.003}, rel=1e-3)
@@ -185,9 +182,8 @@ AVERAGED, DECAY = 7, 0.8
 
 def _generators(run: Run) -> list[dict[str, Tensor]]:
     seen: list[dict[str, Tensor]] = []
-    runs.after_each_step(
-        run, lambda _: seen.append(runs.weights(runs.runner_of(run).generator.network))
-    )
+    network = runs.runner_of(run).generator.network
+    runs.after_each_step(run, lambda _: seen.append(runs.weights(network)))
     return seen
 
 
@@ -236,9 +232,7 @@ def test_sharded_averages_are_the_whole_ones_bit_for_bit(tmp_path: Path) -> None
         assert torch.equal(found[name], wanted[name]), name
 
 
-def test_passes_advance_one_sequence_and_no_teacher(
-    recorded: tuple[runs.Rows, dict[str, Any]],
-) -> None:
+def test_passes_advance_one_sequence_and_no_teacher(recorded: Recorded) -> None:
     kinds = "".join("gc" if trains else "c" for trains in TRAINED)
     wanted = [(i // runs.CLIPS, i % runs.CLIPS, kind) for i, kind in enumerate(kinds)]
     assert recorded[1]["chunks"] == wanted

@@ -107,10 +107,8 @@ class PlainMMDiT(nn.Module):
         silu = nn.functional.silu(vec)
         mods = {name: block[name].mod(silu).chunk(6, -1) for name in ("txt", "img")}
         x = {"txt": txt, "img": img}
-        parts = {
-            name: self.heads(block[name].qkv(mod(x[name], *mods[name][:2])), block[name])
-            for name in x
-        }
+        qkv = {name: block[name].qkv(mod(x[name], *mods[name][:2])) for name in x}
+        parts = {name: self.heads(qkv[name], block[name]) for name in x}
         joint = [torch.cat(pair, dim=2) for pair in zip(parts["txt"], parts["img"], strict=True)]
         out = self.attend(*joint, ids)
         outs = {"txt": out[:, : txt.size(1)], "img": out[:, txt.size(1) :]}
