@@ -68,7 +68,6 @@ def check_close(rows: list[Any], wanted: list[Any], tolerance: float, name: str 
         (PP2, 4),
         (f"{PP2} --num-virtual-stages-per-pipeline-rank 2", 2),
     ],
-    ids=["PP2", "DP2", "PP2xDP2", "PP2xVPP2"],
 )
 def test_losses_are_those_of_one_rank(
     more: str, ranks: int, latents: Path, of_one_rank: list[Any], tmp_path: Path

@@ -29,6 +29,7 @@ from tests.text.convert.models import (
 )
 from tests.training_runs import config_of, train
 
+QUERIES = "model__layers__1__self_attn__q_proj__weight"
 TP2_PP2 = Layout(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 
 
@@ -196,10 +197,7 @@ def test_dtypes_that_cannot_be_kept(source: Path, tmp_path: Path) -> None:
         ({"score__weight": torch.ones(2, 64)}, "holds `score.weight`, which a model of its"),
         ({"model__norm__weight": None}, "holds no `model.norm.weight`, which its config.json"),
         ({"lm_head__weight": torch.ones(299, 64)}, "with shape [299, 64], but its config.json"),
-        (
-            {"model__layers__1__self_attn__q_proj__weight": torch.ones(48, 64)},
-            "`self_attn.q_proj` has 48 rows, but the shape of the model gives 64",
-        ),
+        ({QUERIES: torch.ones(48, 64)}, "`self_attn.q_proj` has 48 rows, but the shape of the mod"),
     ],
 )
 def test_wrong_tensors(source: Path, tmp_path: Path, changed: dict[str, Any], text: str) -> None:
@@ -211,8 +209,8 @@ def test_a_tied_model_with_another_head(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert "holds a `lm_head.weight` of its own" in child_refusal(source, tmp_path / "x")
-    change(source, lm_head__weight=load_file(source / "model.safetensors")[
-        "model.embed_tokens.weight"])  # fmt: skip
+    embedding = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    change(source, lm_head__weight=embedding)
     assert "--untie-embeddings-and-output-weights" not in imported(source, tmp_path / "y")
 
 
@@ -226,9 +224,7 @@ def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"`--hf` \(.*\) holds something already"):
         huggingface.export_model(huggingface.Export(root, full))
     assert [path.name for path in full.iterdir()] == ["thesis.txt"]
-    with pytest.raises(
-        CheckpointError, match=r"vocabulary to export \(400\) must be at least 1 and at most"
-    ):
+    with pytest.raises(CheckpointError, match=r"vocabulary to export \(400\) must be at least"):
         huggingface.export_model(huggingface.Export(root, tmp_path / "new", vocab_size=400))
     other = make("qwen3", tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"`--kv-channels` is 16, but `--hf-like` is a model"):
@@ -267,10 +263,8 @@ def test_no_weight_is_lost(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
             huggingface.export_model(huggingface.Export(more, tmp_path / "back"))
         return str(caught.value)
 
-    assert in_child(refused, tmp_path / "text") == (
-        f"{path} holds `output_layer.adapter`, which the exported model would not have; export a "
-        "checkpoint of the plain model."
-    )
+    said = f"{path} holds `output_layer.adapter`, which the exported model would not have; export"
+    assert in_child(refused, tmp_path / "text").startswith(said)
     monkeypatch.setattr(exporting, "read_run_config", lambda *_: {"moe": {"num_experts": 8}})
     assert "holds a model with `--num-experts`, which cannot be exported" in refused()
     assert not (tmp_path / "back").exists()

@@ -61,6 +61,8 @@ def twin(changes: dict[str, Any], **fields: Any) -> WanProblem:
 
 
 WAN_A2A, WHOLE = {"cp_comm_type": "a2a"}, {"timestep_per_frame": False}
+ALL_BLOCKS = {"recompute_blocks": 9}
+FOUR, EIGHT = {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "pp": 2}
 CASES: dict[str, tuple[dict[str, int], Problem]] = {
     "mmdit one, last frame": ({}, MMDiTProblem(**LAST)),
     "mmdit tp2": ({"tp": 2}, MMDiTProblem()),
@@ -80,20 +82,14 @@ CASES: dict[str, tuple[dict[str, int], Problem]] = {
     "mmdit tp2 pp2": ({"tp": 2, "pp": 2}, MMDiTProblem()),
     "mmdit tp2sp pp2": ({"tp": 2, "pp": 2}, MMDiTProblem(**SP)),
     "mmdit cp2 dp2": ({"cp": 2, "dp": 2}, MMDiTProblem()),
-    "mmdit tp2 cp2 pp2": ({"tp": 2, "cp": 2, "pp": 2}, MMDiTProblem()),
-    "mmdit tp2sp cp2 pp2 a2a": ({"tp": 2, "cp": 2, "pp": 2}, MMDiTProblem(**SP, **A2A)),
-    "mmdit tp2sp cp2 pp2 a2a recomputed": (
-        {"tp": 2, "cp": 2, "pp": 2},
-        MMDiTProblem(**SP, options=RECOMPUTED),
-    ),
+    "mmdit tp2 cp2 pp2": (EIGHT, MMDiTProblem()),
+    "mmdit tp2sp cp2 pp2 a2a": (EIGHT, MMDiTProblem(**SP, **A2A)),
+    "mmdit tp2sp cp2 pp2 a2a recomputed": (EIGHT, MMDiTProblem(**SP, options=RECOMPUTED)),
     "mmdit cp2, last frame": ({"cp": 2}, MMDiTProblem(**LAST)),
     "mmdit cp2 a2a, last frame": ({"cp": 2}, MMDiTProblem(**LAST, **A2A)),
     "mmdit cp4, last frame": ({"cp": 4}, MMDiTProblem(**LAST)),
     "mmdit cp2 dp2, last frame": ({"cp": 2, "dp": 2}, MMDiTProblem(**LAST)),
-    "mmdit tp2sp cp2 pp2 a2a, last frame": (
-        {"tp": 2, "cp": 2, "pp": 2},
-        MMDiTProblem(**SP, **A2A, **LAST),
-    ),
+    "mmdit tp2sp cp2 pp2 a2a, last frame": (EIGHT, MMDiTProblem(**SP, **A2A, **LAST)),
     "mmdit cp4, text alone": ({"cp": 4}, MMDiTProblem(**TEXT)),
     "mmdit cp4 a2a, text alone": ({"cp": 4}, MMDiTProblem(**TEXT, **A2A)),
     "wan streamed one": ({}, streamed({})),
@@ -102,14 +98,8 @@ CASES: dict[str, tuple[dict[str, int], Problem]] = {
     "wan streamed cp2": ({"cp": 2}, streamed({})),
     "wan streamed cp2 a2a": ({"cp": 2}, streamed(WAN_A2A)),
     "wan streamed tp2 cp2": ({"tp": 2, "cp": 2}, streamed({})),
-    "wan streamed tp2sp cp2 a2a recomputed": (
-        {"tp": 2, "cp": 2},
-        streamed({**WAN_A2A, "recompute_blocks": 9}, **SP),
-    ),
-    "wan streamed tp2sp cp2 recomputed": (
-        {"tp": 2, "cp": 2},
-        streamed({"recompute_blocks": 1}, **SP),
-    ),
+    "wan streamed tp2sp cp2 a2a recomputed": (FOUR, streamed({**WAN_A2A, **ALL_BLOCKS}, **SP)),
+    "wan streamed tp2sp cp2 recomputed": (FOUR, streamed({"recompute_blocks": 1}, **SP)),
     "wan streamed cp4": ({"cp": 4}, streamed({})),
     "wan masked cp2": ({"cp": 2}, masked({})),
     "wan masked tp2sp cp2 recomputed": ({"tp": 2, "cp": 2}, masked({"recompute_blocks": 1}, **SP)),

@@ -66,6 +66,8 @@ def test_forward_passes_and_graphs_of_a_clip() -> None:
     clip = sequence.next_clip(trains_generator=False)
     assert not any(g for _, g in net.calls)
     assert not clip.latents.requires_grad and not clip.blocks
+    # Every block finds its past with W + clip - block frames.
+    losses_of(build(PLAIN, capacity=6 + 9 - 3), 4)
 
 
 def block_by_block(net: TinyDiT, noises: dict[tuple[int, int], Tensor], exit_step: int) -> Tensor:
@@ -265,8 +267,3 @@ def test_who_is_trained_by_what_and_told_the_current_prompt() -> None:
     clip = clip_of()
     critic_clip_loss(clip, noised_clip(clip, SCHEDULE, 1, "critic"), critic)
     assert torch.equal(told[0], clip.text)
-
-
-def test_the_capacity_that_is_needed_and_older_clips_are_not_run_again() -> None:
-    """Check that every block finds its past with W + clip - block frames, and not with fewer."""
-    losses_of(build(PLAIN, capacity=6 + 9 - 3), 4)

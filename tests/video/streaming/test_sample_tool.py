@@ -78,9 +78,8 @@ def test_layouts_agree(sample: Sample, tmp_path: Path, capfd: pytest.CaptureFixt
     base, said = sample(), capfd.readouterr().out
     assert [video.size(0) for video in base] == [12] * 3
     folder = tmp_path / "videos"
-    assert {path.name for path in folder.iterdir()} == {
-        *(f"sample_00{i}.mp4" for i in range(3)), CONTACT_SHEET, LIST
-    }  # fmt: skip
+    videos = {f"sample_00{i}.mp4" for i in range(3)}
+    assert {path.name for path in folder.iterdir()} == videos | {CONTACT_SHEET, LIST}
     rows = [json.loads(line) for line in (folder / LIST).read_text().splitlines()]
     assert [len(row["switches"]) for row in rows] == [0, 2, 0]
     assert all(row["iteration"] == 3 and row["averaged_weights"] for row in rows)
