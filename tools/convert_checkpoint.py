@@ -44,9 +44,9 @@ from megatron_ext.config.flags import COUNT, NATURAL, SIZE
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.text.convert.huggingface import Export, Import, export_model, import_model
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.video.convert.export import NETWORKS, WanExport, export_wan, is_streaming
+from megatron_ext.video.convert.export import NETWORKS, export_wan, is_streaming
 from megatron_ext.video.convert.names import Naming
-from megatron_ext.video.convert.wan import WanImport, import_wan, is_wan
+from megatron_ext.video.convert.wan import import_wan, is_wan
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,7 +163,7 @@ def _import(args: argparse.Namespace) -> None:
 
 def _import_wan(args: argparse.Namespace) -> None:
     _refuse(args, _LANGUAGE, "Wan, which has no vocabulary")
-    size, dtype = import_wan(WanImport(args.hf, args.save, args.dtype, args.entry))
+    size, dtype = import_wan(args.hf, args.save, args.dtype, args.entry)
     print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
     root = str(args.save.resolve())
     words = ["--task", "streaming", "--generator-size", size, "--pretrained-checkpoint", root]
@@ -190,7 +190,7 @@ def _export(args: argparse.Namespace) -> None:
         given = _given(args, ("network", "naming"))
         if "naming" in given:
             given["naming"] = Naming(given["naming"])
-        export_wan(WanExport(**order, **given))
+        export_wan(**order, **given)
     else:
         _refuse(args, _WAN, "a language model")
         notes = export_model(Export(**order, like=args.hf_like, vocab_size=args.vocab_size))

@@ -88,7 +88,7 @@ def task_of(config: RunConfig) -> Task:
     video = config.section(VideoConfig)
     if video.streams:
         return STREAMING
-    return FLOW_OF_DIT if video.uses_dit else FLOW
+    return FLOW if video.video_model == "mmdit" else FLOW_OF_DIT
 
 
 VIDEO = TaskChoice((FLOW, FLOW_OF_DIT, STREAMING), task_of)

@@ -17,7 +17,7 @@ from megatron_ext.train.run import Run
 from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig, SampleConfig
 from megatron_ext.video.data.conditions import Text, draw_modes
 from megatron_ext.video.data.randomness import draw_noise, draw_uniforms
-from megatron_ext.video.data.setup import EVALUATION_SEED, null_text_of
+from megatron_ext.video.data.setup import EVALUATION_SEED, manifest_of, null_text_of
 from megatron_ext.video.loss import QUARTERS
 from megatron_ext.video.sampling.flow import sample
 from megatron_ext.video.sampling.velocity import ParallelVelocity
@@ -164,7 +164,7 @@ class SampleAtEnd(Callback):
         run, config, one = self.run, self.run.config, tiny.clip(tiny.SHORT, 0)
         assert run.runner.engine is not None and config.checkpoint.save is not None
         velocity = ParallelVelocity(run.runner.engine, run.chunks, run.context, patch_size=2)
-        null = Text(*(x[None] for x in null_text_of(config)))
+        null = Text(*(x[None] for x in null_text_of(config, manifest_of(config))))
         text = Text(one.text[None], one.pooled[None])
         noise = draw_noise(SEED, [0], SHAPE, "sampling noise")
         scales = SampleConfig(sample_steps=20, sample_text_scale=1.0, sample_image_scale=1.0)

@@ -21,26 +21,23 @@ HASHED_WIDTH = 64
 class CodecConfig:
     """Which codec, and the sizes of the built-in one.
 
-    Raises:
-        ConfigError: a size below 1, more channels than there are, a scale or shift of no use, or
-            sizes of the patch codec given for a VAE.
+    A size below 1, more channels than there are, a scale or shift of no use, and sizes of the patch
+    codec given for a VAE raise ConfigError.
     """
 
     codec: str = flag(PATCH, f"{PATCH}, or the folder of a diffusers video VAE")
-    codec_spatial: int = flag(
-        8, "pixels of a latent cell on each side (patch)", unit="pixels", bounds=SIZE
-    )
+    codec_spatial: int = flag(8, "pixels of a latent cell on each side (patch)", SIZE, "pixels")
     codec_temporal: int = flag(
-        4, "frames of a latent frame after the first (patch)", unit="frames", bounds=SIZE
+        4, "frames of a latent frame after the first (patch)", SIZE, "frames"
     )
     codec_channels: int | None = flag(
         None,
         "latent channels, the lowest space-time frequencies; default: all, no loss (patch)",
-        bounds=SIZE,
+        SIZE,
     )
-    codec_shift: float = flag(0.0, "pixel value that becomes zero (patch)", bounds=FINITE)
+    codec_shift: float = flag(0.0, "pixel value that becomes zero (patch)", FINITE)
     codec_scale: float = flag(
-        1.0, "factor on the latents, best 1 / their deviation (patch)", bounds=FINITE
+        1.0, "factor on the latents, best 1 / their deviation (patch)", FINITE
     )
 
     def __post_init__(self) -> None:
@@ -56,9 +53,6 @@ class CodecConfig:
                 f"`codec_scale` ({self.codec_scale}) must differ from 0; use 1 / standard "
                 "deviation of the latents."
             )
-        self._refuse_sizes_of_a_vae()
-
-    def _refuse_sizes_of_a_vae(self) -> None:
         given = [
             f"`{f.name}` ({getattr(self, f.name)})"
             for f in fields(self)
@@ -75,19 +69,16 @@ class CodecConfig:
 class TextEncoderConfig:
     """Which text encoder, and its sizes.
 
-    Raises:
-        ConfigError: an unknown name, folders that do not go with it, a size below 1, or sizes of
-            hashed words given for models.
+    An unknown name, folders that do not go with it, a size below 1, and sizes of hashed words given
+    for models raise ConfigError.
     """
 
     text_encoder: str = flag(HASHED, "encoder of the captions", choices=tuple(FOLDERS))
     t5_path: str | None = flag(None, f"local folder of T5 ({T5_CLIP}) or UMT5 ({UMT5})")
     clip_path: str | None = flag(None, f"local folder of CLIP ({T5_CLIP})")
-    text_length: int = flag(
-        512, "rows of an encoded caption; longer ones are cut", unit="tokens", bounds=SIZE
-    )
-    text_width: int = flag(HASHED_WIDTH, f"width of the rows ({HASHED})", bounds=SIZE)
-    pooled_width: int = flag(HASHED_WIDTH, f"width of the pooled vector ({HASHED})", bounds=SIZE)
+    text_length: int = flag(512, "rows of an encoded caption; longer ones are cut", SIZE, "tokens")
+    text_width: int = flag(HASHED_WIDTH, f"width of the rows ({HASHED})", SIZE)
+    pooled_width: int = flag(HASHED_WIDTH, f"width of the pooled vector ({HASHED})", SIZE)
 
     def __post_init__(self) -> None:
         if self.text_encoder not in FOLDERS:
@@ -102,9 +93,6 @@ class TextEncoderConfig:
                     f"`{name}` ({getattr(self, name)}) must be left out with `text_encoder` "
                     f"{self.text_encoder}: the models decide; only {HASHED} takes it."
                 )
-        self._check_folders()
-
-    def _check_folders(self) -> None:
         for name in FOLDERS[T5_CLIP]:
             path, needed = getattr(self, name), name in FOLDERS[self.text_encoder]
             if not needed and path is not None:
@@ -122,17 +110,13 @@ class TextEncoderConfig:
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """How clips become samples.
-
-    Raises:
-        ConfigError: a value out of range.
-    """
+    """How clips become samples; a value out of range raises ConfigError."""
 
     fps_cap: int = flag(
         24,
         "highest frame rate; faster clips lose every other frame and so on",
-        unit="frames per second",
-        bounds=SIZE,
+        SIZE,
+        "frames per second",
     )
     temporal_crop: str = flag(
         "random",
@@ -142,11 +126,11 @@ class EncodeConfig:
     reference_lengths: tuple[int, ...] = flag(
         (1,),
         "pieces at both ends that are encoded by themselves: 1 for i2v, 9 and 17 for v2v",
+        SIZE,
+        "latent frames",
         nargs="+",
-        unit="latent frames",
-        bounds=SIZE,
     )
-    clip_seed: int = flag(1234, "seed of buckets and crops", bounds=NATURAL)
+    clip_seed: int = flag(1234, "seed of buckets and crops", NATURAL)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference_lengths", tuple(self.reference_lengths))

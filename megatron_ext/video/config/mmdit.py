@@ -1,7 +1,4 @@
-"""Sizes of an MMDiT, by name from ``tiny`` (tests on a CPU) to ``11b`` (Open-Sora 2.0).
-
-Flags of the MMDiT: a named size, what differs from it, and how it is computed.
-"""
+"""Sizes and flags of the MMDiT, from ``tiny`` (tests on a CPU) to ``11b`` (Open-Sora 2.0)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_ext.config.flags import FACTOR, NATURAL, SIZE, WEIGHT, IfChanged, Range, derived, flag
+from megatron_ext.config.flags import FACTOR, NATURAL, SIZE, Changeable, Range, derived, flag
 from megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,9 +25,10 @@ EPSILON = 1e-6
 class MMDiTSizes:
     """Everything that decides the shapes of an MMDiT's parameters.
 
+    Sizes that do not fit together raise ConfigError.
+
     Attributes:
-        hidden_size: h.
-        num_heads: n; the size of a head d is h / n.
+        hidden_size, num_heads: h and n; the size of a head d is h / n.
         axes_dim: parts of d that rotate with the latent frame, row and column of a token.
         num_double_blocks: blocks with weights of their own for text and image.
         num_single_blocks: blocks on the joint sequence.
@@ -43,9 +41,6 @@ class MMDiTSizes:
         qkv_bias: the projections to queries, keys and values have biases.
         guidance_embed: the model takes a guidance strength, for distilled models.
         cond_embed: the model takes condition latents (image to video).
-
-    Raises:
-        ConfigError: sizes that do not fit together.
     """
 
     hidden_size: int
@@ -134,14 +129,10 @@ def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     The sequence has no length of its own: that of the longest clip is filled in once the data is
     known.
     """
-    fields = dict(fields)
-    return dataclasses.replace(
-        model,
-        norm_epsilon=fields.pop("layernorm_epsilon"),
-        untie_embeddings_and_output_weights=True,
-        blocks_dealt_by_cost=True,
-        **fields,
-    )
+    own: dict[str, Any] = {**fields, "norm_epsilon": fields["layernorm_epsilon"]}
+    del own["layernorm_epsilon"]
+    own |= {"untie_embeddings_and_output_weights": True, "blocks_dealt_by_cost": True}
+    return dataclasses.replace(model, **own)
 
 
 SIZES = {
@@ -162,8 +153,8 @@ _OF_SIZES = (
 
 
 @dataclass(frozen=True)
-class MMDiTConfig:
-    """The model of pretrain_video.py.
+class MMDiTConfig(Changeable):
+    """The flags of the MMDiT: a named size, what differs from it, and how it is computed.
 
     Attributes:
         channels, caption_width, pooled_caption_width: of the data, which decides them.
@@ -172,33 +163,27 @@ class MMDiTConfig:
 
     SECTION: ClassVar[str] = "mmdit"
 
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
-
     mmdit_size: str = flag(
         "tiny",
         "named size of the MMDiT; flags such as --hidden-size change it",
         choices=tuple(SIZES),
     )
     num_double_blocks: int | None = flag(
-        None, "blocks with weights of their own for the text", bounds=Range(0, 10**6)
+        None, "blocks with weights of their own for the text", Range(0, 10**6)
     )
-    num_single_blocks: int | None = flag(
-        None, "blocks on the joint sequence", bounds=Range(0, 10**6)
-    )
+    num_single_blocks: int | None = flag(None, "blocks on the joint sequence", Range(0, 10**6))
     axes_dim: tuple[int, int, int] | None = flag(
         None,
         "parts of a head that rotate with frame, row and column",
+        SIZE,
         nargs=3,
-        bounds=SIZE,
         if_changed="refuse",
     )
-    patch_size: int | None = flag(
-        None, "a token is a square of so many latent cells a side", bounds=SIZE
-    )
-    mlp_ratio: int | None = flag(None, "width of the MLPs over the hidden size", bounds=SIZE)
+    patch_size: int | None = flag(None, "a token is a square of so many latent cells a side", SIZE)
+    mlp_ratio: int | None = flag(None, "width of the MLPs over the hidden size", SIZE)
     guidance_embed: bool = flag(False, "the model is told the strength of --guidance")
     guidance: float = flag(
-        4.0, "strength that a model with --guidance-embed is told", bounds=WEIGHT, if_changed="say"
+        4.0, "strength that a model with --guidance-embed is told", Range(0, 1e6), if_changed="say"
     )
     adaln_zero: bool = flag(
         True, "modulations and the last layer start at zero; off as in Open-Sora's code"
@@ -206,17 +191,15 @@ class MMDiTConfig:
     recompute_double_blocks: int | None = flag(
         None,
         "first double blocks that keep only their inputs for the backward pass; default: all",
-        bounds=NATURAL,
+        NATURAL,
     )
     recompute_single_blocks: int | None = flag(
         None,
         "first single blocks that keep only their inputs for the backward pass; default: all",
-        bounds=NATURAL,
+        NATURAL,
     )
     double_block_cost: float = flag(
-        1.0,
-        "time of a double block over that of a single one, for the cut into stages",
-        bounds=FACTOR,
+        1.0, "time of a double block over that of a single one, for the cut into stages", FACTOR
     )
     channels: int | None = derived(None)
     caption_width: int | None = derived(None)
@@ -224,16 +207,12 @@ class MMDiTConfig:
     cond_embed: bool = derived(False)
 
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
-        """Return the sizes with the changes of the flags and the widths of the data.
-
-        Raises:
-            ConfigError: sizes that do not fit together.
-        """
+        """Return the sizes with the changes of the flags and the widths of the data."""
         given = {
             **{name: getattr(self, name) for name in _OF_SIZES},
             "text_width": self.caption_width,
             "pooled_width": self.pooled_caption_width,
-            "axes_dim": None if self.axes_dim is None else tuple(self.axes_dim),
+            "axes_dim": self.axes_dim and tuple(self.axes_dim),
             "hidden_size": model.hidden_size,
             "num_heads": model.num_attention_heads,
         }

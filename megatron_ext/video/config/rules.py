@@ -32,19 +32,10 @@ ENCODING = ("codec", "text_encoder", "encode")
 FLOW_ONLY = ("mmdit", "video_dit", "flow", "conditions", "text_dropout", "encode")
 STREAMING_ONLY = ("streaming", "streaming_sample")
 SECTIONS: tuple[type, ...] = (
-    VideoConfig,
-    MMDiTConfig,
-    VideoDiTConfig,
-    FlowConfig,
-    ConditionConfig,
-    TextDropoutConfig,
-    CodecConfig,
-    TextEncoderConfig,
-    EncodeConfig,
-    SampleConfig,
-    StreamingConfig,
+    VideoConfig, MMDiTConfig, VideoDiTConfig, FlowConfig, ConditionConfig, TextDropoutConfig,
+    CodecConfig, TextEncoderConfig, EncodeConfig, SampleConfig, StreamingConfig,
     StreamingSampleConfig,
-)
+)  # fmt: skip
 """The sections that pretrain_video.py adds to the engine's flags."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
@@ -64,9 +55,7 @@ and an epsilon that is meant to be that small: with normed queries and keys it i
 
 VIDEO_DIT_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,
-    "i2v_head_weight": 0.0,
-    "i2v_tail_weight": 0.0,
-    "i2v_loop_weight": 0.0,
+    **dict.fromkeys(("i2v_head_weight", "i2v_tail_weight", "i2v_loop_weight"), 0.0),
     "text_dropout": 0.1,
 }
 """The same with a video DiT, which is given text alone: a tenth of the clips has none."""
@@ -111,8 +100,7 @@ LEFT_OUT: LeftOut = {
     "logging": {"log_validation_ppl_to_tensorboard": f"{_ON}its loss has no perplexity"},
     "optimizer": {"decoupled_lr": _VOCABULARY, "decoupled_min_lr": _VOCABULARY},
     "parallel": {
-        "expert_model_parallel_size": _EXPERTS,
-        "expert_tensor_parallel_size": _EXPERTS,
+        **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), _EXPERTS),
         "pipeline_model_parallel_layout": _COST,
         "decoder_first_pipeline_num_layers": _COST,
         "decoder_last_pipeline_num_layers": _COST,
@@ -141,14 +129,12 @@ STREAMING_START = 200
 
 
 def resolve_mmdit(config: RunConfig) -> RunConfig:
-    """Return the configuration with the model's section as the named size decides it.
+    """Return the configuration with the model's section as size and flags of the MMDiT decide it.
 
-    Raises:
-        ConfigError: sizes that do not fit together.
+    Sizes that do not fit together raise ConfigError.
     """
-    sizes = config.section(MMDiTConfig).sizes(config.model)
-    model = model_of(sizes.transformer_fields(), config.model)
-    return dataclasses.replace(config, model=model)
+    fields = config.section(MMDiTConfig).sizes(config.model).transformer_fields()
+    return dataclasses.replace(config, model=model_of(fields, config.model))
 
 
 def resolve_dit(config: RunConfig) -> RunConfig:
@@ -189,14 +175,12 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
             f"`--cp-comm-type` has {len(kinds)} values, but a video model has one for all its "
             "blocks; give one."
         )
-    samples = _samples(config.section(SampleConfig), config.training)
-    described = (
-        ("sample", "streaming_sample") if config.section(VideoConfig).streams else ("sample",)
-    )
-    found += [
-        f"`{spelled}` has an effect only with `--sample-interval`; give it too, or leave this out."
-        for spelled in ([] if samples else changed(config, described))
-    ]
+    if not _samples(config.section(SampleConfig), config.training):
+        streams = config.section(VideoConfig).streams
+        found += [
+            f"`{x}` has an effect only with `--sample-interval`; give it too, or leave this out."
+            for x in changed(config, ("sample", "streaming_sample") if streams else ("sample",))
+        ]
     return found
 
 
@@ -229,10 +213,10 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
     """Return a sentence for each flag that streaming would ignore or cannot follow."""
     sections = config.by_name()
     described = config.section(StreamingConfig).described(config.model)
-    ignored = [x for x in changed(config, ("video", *FLOW_ONLY)) if x != "--task"]
     found = [
         f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
-        for spelled in ignored
+        for spelled in changed(config, ("video", *FLOW_ONLY))
+        if spelled != "--task"
     ]
     found += [
         f"`{spelled}` has no effect with `--task streaming`, whose videos follow the flags of "
@@ -295,23 +279,23 @@ def mmdit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
 def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
     """Return a sentence for everything that flow matching with a video DiT cannot do."""
     sections, video = config.by_name(), config.section(VideoConfig)
-    shared = {*_OF_DIT, *(WINDOW if video.is_causal else ())}
+    shared = {*_OF_DIT, "t2v_weight", *(WINDOW if video.is_causal else ())}
     model = f"`--video-model {video.video_model}`"
     streams = "it decides nothing but what `--task streaming` does"
-    reasons = [
-        ("streaming", shared, streams),
-        ("streaming_sample", set[str](), streams),
-        ("mmdit", set[str](), "it is one of the MMDiT"),
-        ("conditions", {"t2v_weight"}, "a video DiT is given no reference frames"),
-    ]
+    reasons = {
+        "streaming": streams,
+        "streaming_sample": streams,
+        "mmdit": "it is one of the MMDiT",
+        "conditions": "a video DiT is given no reference frames",
+    }
     found = [
-        f"`{spelling_of(section, field.name)}` has no effect with {model}: {reason}; leave it out."
-        for name, kept, reason in reasons
-        for section in (sections[name],)
-        for field in dataclasses.fields(section)
-        if "help" in field.metadata
-        and field.name not in kept
-        and getattr(section, field.name) != VIDEO_DIT_DEFAULTS.get(field.name, field.default)
+        f"`{spelling_of(sections[name], x.name)}` has no effect with {model}: {reason}; leave it "
+        "out."
+        for name, reason in reasons.items()
+        for x in dataclasses.fields(sections[name])
+        if "help" in x.metadata
+        and x.name not in shared
+        and getattr(sections[name], x.name) != VIDEO_DIT_DEFAULTS.get(x.name, x.default)
     ]
     found += [
         f"`{spelling_of(config.model, name)}` has no effect with {model}: `--video-dit-size` "

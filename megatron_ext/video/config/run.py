@@ -1,9 +1,4 @@
-"""Flags of a video run: its data, its buckets, and the clips that it samples on the way.
-
-What a video model is given besides noise: reference frames and captions, and how often.
-
-Flow matching: the path between noise and data, and how often its times are trained.
-"""
+"""Flags of a video run: its data, sampled clips, conditions, and flow matching."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from megatron_ext.config.flags import (
     SHARE,
     SIZE,
     WEIGHT,
-    IfChanged,
+    Changeable,
     Range,
     check_ranges,
     derived,
@@ -32,11 +27,7 @@ from megatron_ext.video.config.wan import CAUSAL, VIDEO_MODELS
 
 @dataclass(frozen=True)
 class VideoConfig:
-    """The data of pretrain_video.py.
-
-    Attributes:
-        video: this is a run of pretrain_video.py.
-    """
+    """The data of pretrain_video.py; ``video`` tells its runs from those of other programs."""
 
     task: str = flag(
         "flow",
@@ -74,19 +65,12 @@ class VideoConfig:
         return self.task == "streaming"
 
     @property
-    def uses_dit(self) -> bool:
-        """Return whether the run trains a video DiT, causal or not, by flow matching."""
-        return self.task == "flow" and self.video_model != "mmdit"
-
-    @property
     def is_causal(self) -> bool:
         """Return whether the run trains a video DiT that sees no later frames."""
-        return self.uses_dit and self.video_model == CAUSAL
+        return self.task == "flow" and self.video_model == CAUSAL
 
     def own_errors(self) -> list[str]:
-        """Return a sentence for everything that is missing."""
-        if self.streams:
-            return []
+        """Return a sentence for what flow matching lacks."""
         if self.video_data_path is None:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
@@ -101,13 +85,11 @@ class VideoConfig:
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(Changeable):
     """Clips sampled from captions, during training and by tools/sample_video.py."""
 
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
-
     sample_interval: int | None = flag(
-        None, "sample clips after each multiple of this many steps", unit="steps", bounds=COUNT
+        None, "sample clips after each multiple of this many steps", COUNT, "steps"
     )
     sample_prompts: str | None = flag(
         None,
@@ -118,15 +100,9 @@ class SampleConfig:
         None, "captions to sample, in the place of --sample-prompts", nargs="+"
     )
     sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
-    sample_steps: int = flag(
-        50, "steps of Euler's method when clips are sampled", unit="steps", bounds=SIZE
-    )
-    sample_text_scale: float = flag(
-        7.5, "guidance by the caption; 1 is none", bounds=Range(0, 1000)
-    )
-    sample_image_scale: float = flag(
-        3.0, "guidance by the references; 1 is none", bounds=Range(0, 1000)
-    )
+    sample_steps: int = flag(50, "steps of Euler's method when clips are sampled", SIZE, "steps")
+    sample_text_scale: float = flag(7.5, "guidance by the caption; 1 is none", Range(0, 1000))
+    sample_image_scale: float = flag(3.0, "guidance by the references; 1 is none", Range(0, 1000))
     sample_oscillation: bool = flag(True, "rest the guidance in odd steps from the tenth on")
     sample_scale_by_frame: bool = flag(
         True, "let the guidance by the references rise over the frames"
@@ -134,23 +110,18 @@ class SampleConfig:
     sample_size: tuple[int, int] | None = flag(
         None,
         "height and width of sampled clips; default: the largest bucket of the data",
+        SIZE,
+        "pixels",
         nargs=2,
-        unit="pixels",
-        bounds=SIZE,
     )
     sample_frames: int | None = flag(
-        None,
-        "frames of sampled clips; default: the largest bucket of the data",
-        unit="frames",
-        bounds=SIZE,
+        None, "frames of sampled clips; default: the largest bucket of the data", SIZE, "frames"
     )
     sample_fps: int | None = flag(
-        None, "frames per second; default: of the data, 16 with --task streaming", bounds=SIZE
+        None, "frames per second; default: of the data, 16 with --task streaming", SIZE
     )
-    sample_seed: int = flag(42, "seed of the noise that sampling starts from", bounds=NATURAL)
-    sample_batch_size: int = flag(
-        4, "clips that a replica samples at once", unit="clips", bounds=SIZE
-    )
+    sample_seed: int = flag(42, "seed of the noise that sampling starts from", NATURAL)
+    sample_batch_size: int = flag(4, "clips that a replica samples at once", SIZE, "clips")
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
     def own_errors(self, save: str | None) -> list[str]:
@@ -176,15 +147,8 @@ class SampleConfig:
         return found
 
 
-MODES = (
-    "t2v",
-    "i2v_head",
-    "i2v_tail",
-    "i2v_loop",
-    "v2v_head",
-    "v2v_tail",
-    "v2v_head_easy",
-    "v2v_tail_easy",
+MODES = tuple(
+    "t2v i2v_head i2v_tail i2v_loop v2v_head v2v_tail v2v_head_easy v2v_tail_easy".split()
 )
 """Names of the modes; tensors of modes hold their indices."""
 
@@ -195,47 +159,39 @@ REFERENCE_LOSSES = ("masked", "all", "trimmed")
 class ConditionConfig:
     """How often a condition mode is drawn, and whether reference frames count in the loss.
 
-    The defaults of the lengths are 33 and 65 frames of a causal VAE of temporal stride 4.
-
-    Raises:
-        ConfigError: a weight that is not 0 or more, no weight at all, or an unknown
-            ``reference_loss``.
+    The defaults of the lengths are 33 and 65 frames of a causal VAE of temporal stride 4. A weight
+    out of range, no weight at all and an unknown ``reference_loss`` raise ConfigError.
     """
 
     SECTION: ClassVar[str] = "conditions"
 
-    t2v_weight: float = flag(1.0, "relative frequency of clips without references", bounds=WEIGHT)
+    t2v_weight: float = flag(1.0, "relative frequency of clips without references", WEIGHT)
     i2v_head_weight: float = flag(
-        5.0, "relative frequency of clips whose first latent frame is given", bounds=WEIGHT
+        5.0, "relative frequency of clips whose first latent frame is given", WEIGHT
     )
     i2v_tail_weight: float = flag(
-        1.0, "relative frequency of clips whose last latent frame is given", bounds=WEIGHT
+        1.0, "relative frequency of clips whose last latent frame is given", WEIGHT
     )
     i2v_loop_weight: float = flag(
-        1.0,
-        "relative frequency of clips whose first and last latent frame are given",
-        bounds=WEIGHT,
+        1.0, "relative frequency of clips whose first and last latent frame are given", WEIGHT
     )
     v2v_head_weight: float = flag(
-        0.0, "relative frequency of clips whose first --v2v-frames are given", bounds=WEIGHT
+        0.0, "relative frequency of clips whose first --v2v-frames are given", WEIGHT
     )
     v2v_tail_weight: float = flag(
-        0.0, "relative frequency of clips whose last --v2v-frames are given", bounds=WEIGHT
+        0.0, "relative frequency of clips whose last --v2v-frames are given", WEIGHT
     )
     v2v_head_easy_weight: float = flag(
-        0.0, "relative frequency of clips whose first --v2v-easy-frames are given", bounds=WEIGHT
+        0.0, "relative frequency of clips whose first --v2v-easy-frames are given", WEIGHT
     )
     v2v_tail_easy_weight: float = flag(
-        0.0, "relative frequency of clips whose last --v2v-easy-frames are given", bounds=WEIGHT
+        0.0, "relative frequency of clips whose last --v2v-easy-frames are given", WEIGHT
     )
     v2v_frames: int = flag(
-        9, "latent frames given in the v2v condition modes", unit="latent frames", bounds=COUNT
+        9, "latent frames given in the v2v condition modes", COUNT, "latent frames"
     )
     v2v_easy_frames: int = flag(
-        17,
-        "latent frames given in the easy v2v condition modes",
-        unit="latent frames",
-        bounds=COUNT,
+        17, "latent frames given in the easy v2v condition modes", COUNT, "latent frames"
     )
     reference_loss: str = flag(
         "masked",
@@ -273,19 +229,18 @@ class ConditionConfig:
 class TextDropoutConfig:
     """Probabilities of training on the empty caption; by default both parts in a tenth of clips.
 
-    Raises:
-        ConfigError: a value outside [0, 1].
+    A value outside [0, 1] raises ConfigError.
     """
 
     text_dropout: float = flag(
         math.sqrt(0.1),
         "probability that the text embeddings of a clip are the empty caption's",
-        bounds=SHARE,
+        SHARE,
     )
     pooled_dropout: float = flag(
         math.sqrt(0.1),
         "probability that the pooled text embedding of a clip is the empty caption's",
-        bounds=SHARE,
+        SHARE,
     )
 
     def __post_init__(self) -> None:
@@ -300,36 +255,34 @@ class FlowConfig:
     """Rectified flow with logit-normal times, ``t = shift(sigmoid(mean + std * u))``.
 
     The shift of a clip is ``shift_base`` where a latent frame has ``shift_base_tokens`` tokens,
-    ``shift_max`` where it has ``shift_max_tokens``, and linear in between and beyond.
-
-    Raises:
-        ConfigError: a value out of its range.
+    ``shift_max`` where it has ``shift_max_tokens``, and linear in between and beyond. A value out
+    of its range raises ConfigError.
     """
 
-    sigma_min: float = flag(1e-5, "noise that is left at t = 0", bounds=BELOW_ONE)
+    sigma_min: float = flag(1e-5, "noise that is left at t = 0", BELOW_ONE)
     timestep_mean: float = flag(
-        0.0, "mean of the logit of a training time before the shift", bounds=Range(-100, 100)
+        0.0, "mean of the logit of a training time before the shift", Range(-100, 100)
     )
     timestep_std: float = flag(
         1.0,
         "standard deviation of the logit of a training time before the shift",
-        bounds=Range(0, 100, above=True),
+        Range(0, 100, above=True),
     )
     shift_base_tokens: int = flag(
-        256, "tokens of a latent frame at which the shift is the base", bounds=NATURAL
+        256, "tokens of a latent frame at which the shift is the base", NATURAL
     )
-    shift_base: float = flag(1.0, "shift of times towards noise for small frames", bounds=FACTOR)
+    shift_base: float = flag(1.0, "shift of times towards noise for small frames", FACTOR)
     shift_max_tokens: int = flag(
-        4096, "tokens of a latent frame at which the shift is the maximum", bounds=COUNT
+        4096, "tokens of a latent frame at which the shift is the maximum", COUNT
     )
-    shift_max: float = flag(3.0, "shift of times towards noise for large frames", bounds=FACTOR)
+    shift_max: float = flag(3.0, "shift of times towards noise for large frames", FACTOR)
     shift_by_length: bool = flag(
         True, "multiply the shift by the square root of the number of latent frames"
     )
     flow_shift: float | None = flag(
         None,
         "one shift of times for clips of any size, instead of --shift-base and --shift-max",
-        bounds=FACTOR,
+        FACTOR,
     )
     loss_normalization: str = flag(
         "per_token", "give every token the same weight, or every clip", choices=NORMALIZATIONS
@@ -339,22 +292,13 @@ class FlowConfig:
         check_ranges(self)
         tokens = self.shift_max_tokens - self.shift_base_tokens
         rise = self.shift_max - self.shift_base
-        # The shift of a frame without tokens; all others must be positive as well.
-        rises = tokens > 0 and rise >= 0
-        rises = rises and self.shift_base * tokens > self.shift_base_tokens * rise
-        rules = (
-            ("shift_max", "such that the shift rises and is above 0 for any tokens", rises),
-            (
-                "loss_normalization",
-                f"one of {', '.join(NORMALIZATIONS)}",
-                self.loss_normalization in NORMALIZATIONS,
-            ),
-        )
-        messages = [
-            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be {rule}; leave it out "
-            "to get the default."
-            for name, rule, fits in rules
-            if not fits
-        ]
-        if messages:
-            raise ConfigError(messages)
+        wrong = []
+        # A frame without tokens has the smallest shift, which must be positive as well.
+        if tokens <= 0 or rise < 0 or self.shift_base * tokens <= self.shift_base_tokens * rise:
+            rule = "such that the shift rises and is above 0 for any tokens"
+            wrong.append(f"`--shift-max` ({self.shift_max}) must be {rule}")
+        if self.loss_normalization not in NORMALIZATIONS:
+            rule = f"one of {', '.join(NORMALIZATIONS)}"
+            wrong.append(f"`--loss-normalization` ({self.loss_normalization}) must be {rule}")
+        if wrong:
+            raise ConfigError([f"{what}; leave it out to get the default." for what in wrong])

@@ -1,7 +1,4 @@
-"""Sizes of the video DiT, by name from ``tiny`` (tests on a CPU) to ``14b`` (Wan 2.1).
-
-Flags of flow matching with a video DiT, and what its sizes decide of the model's section.
-"""
+"""Sizes and flags of the video DiT, from ``tiny`` (tests on a CPU) to ``14b`` (Wan 2.1)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_ext.config.flags import NATURAL, SIZE, IfChanged, derived, flag
+from megatron_ext.config.flags import NATURAL, SIZE, Changeable, derived, flag
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.mmdit import EPSILON
 
@@ -18,18 +15,16 @@ from megatron_ext.video.config.mmdit import EPSILON
 class VideoDiTSizes:
     """Everything that decides the shapes of the parameters, causal or not.
 
+    Sizes that do not fit together raise ConfigError.
+
     Attributes:
-        hidden_size: h.
-        num_heads: n; the size of a head d is h / n.
+        hidden_size, num_heads: h and n; the size of a head d is h / n.
         ffn_size: width of the feed-forward layers.
         num_blocks: transformer blocks.
         channels: c of the latents.
         patch_size: p; a token holds p x p pixels of a latent frame, c * p * p numbers.
         text_width: features of a text token (4096 for umT5-XXL).
         rope_theta: base of the rotary frequencies.
-
-    Raises:
-        ConfigError: sizes that do not fit together.
     """
 
     hidden_size: int
@@ -116,19 +111,15 @@ class WanConfig:
         True, "the last layers of new networks start at zero", if_changed="allow"
     )
     recompute_blocks: int = flag(
-        0, "first blocks that keep only their inputs", bounds=NATURAL, if_changed="allow"
+        0, "first blocks that keep only their inputs", NATURAL, if_changed="allow"
     )
-    frame_block: int = flag(3, "frames that are denoised together", unit=_FRAMES, bounds=SIZE)
-    window_frames: int = flag(
-        12, "frames that a frame sees, sinks included", unit=_FRAMES, bounds=SIZE
-    )
-    sink_frames: int = flag(
-        3, "first frames of a video, which are always seen", unit=_FRAMES, bounds=NATURAL
-    )
+    frame_block: int = flag(3, "frames that are denoised together", SIZE, _FRAMES)
+    window_frames: int = flag(12, "frames that a frame sees, sinks included", SIZE, _FRAMES)
+    sink_frames: int = flag(3, "first frames of a video, which are always seen", NATURAL, _FRAMES)
 
 
 @dataclass(frozen=True)
-class VideoDiTConfig:
+class VideoDiTConfig(Changeable):
     """The video DiT that ``--task flow`` trains, for streaming to start from.
 
     What it shares with the networks of streaming lies in `WanConfig`.
@@ -138,8 +129,6 @@ class VideoDiTConfig:
     """
 
     SECTION: ClassVar[str] = "video_dit"
-
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     video_dit_size: str = flag("tiny", "named size of the video DiT", choices=tuple(SIZES))
     independent_block_timesteps: bool = flag(

@@ -30,22 +30,14 @@ _PATCH = (1, 2, 2)
 _USUAL_HEAD = 128
 _FREE: dict[Naming, dict[str, int]] = {
     Naming.DIFFUSERS: {
-        "num_attention_heads": 40,
-        "attention_head_dim": 128,
-        "ffn_dim": 13824,
-        "num_layers": 40,
-        "in_channels": 16,
-        "text_dim": 4096,
+        "num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40,
+        "in_channels": 16, "text_dim": 4096,
     },
     Naming.ORIGINAL: {
-        "num_heads": 16,
-        "dim": 2048,
-        "ffn_dim": 8192,
-        "num_layers": 32,
-        "in_dim": 16,
+        "num_heads": 16, "dim": 2048, "ffn_dim": 8192, "num_layers": 32, "in_dim": 16,
         "text_dim": 4096,
     },
-}
+}  # fmt: skip
 """Entries that decide the sizes, with the defaults of the classes."""
 _SETTLED: dict[Naming, dict[str, Any]] = {
     Naming.DIFFUSERS: {
@@ -76,12 +68,9 @@ _OUTPUT = {
 
 @dataclass(frozen=True)
 class WanModel:
-    """The description of a model before its tensors are read.
+    """A model of the named ``size``, before its tensors are read.
 
-    Attributes:
-        size: name in `SIZES`.
-        sizes: the sizes of that name, with the model's width of the text.
-        naming: whose names the tensors have.
+    ``sizes`` have the model's own width of the text, and ``naming`` says whose names tensors have.
     """
 
     size: str
@@ -90,11 +79,7 @@ class WanModel:
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a folder.
-
-    Raises:
-        CheckpointError: there is no such file, or it cannot be read.
-    """
+    """Read the config.json of a folder; raise CheckpointError where it cannot be read."""
     path = folder / "config.json"
     if not path.is_file() and (folder / "transformer" / "config.json").is_file():
         raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")
@@ -102,10 +87,7 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
-    """Return the model that the content of a config.json describes.
-
-    Args:
-        path: place of the content, for messages.
+    """Return the model that the content of the config.json at ``path`` describes.
 
     Raises:
         CheckpointError: another class, a part that the video DiT lacks, or sizes without a name.
@@ -141,13 +123,9 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
 
 
 def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path: Path) -> WanModel:
-    """Return the model that the shapes of its tensors describe, where there is no config.json.
+    """Return the model at ``path`` that the shapes of its tensors, by name, describe.
 
     No shape shows the number of heads, which is taken from the named sizes of the same width.
-
-    Args:
-        found: shapes by name.
-        path: place of the tensors, for messages.
 
     Raises:
         CheckpointError: the tensors are not Wan's, or have sizes without a name.
@@ -176,10 +154,6 @@ _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_
 
 def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
     """Return the named size of a model; the width of the text is free, since it is the encoder's.
-
-    Args:
-        values: h, heads, width of the feed-forward layers, blocks, channels, width of the text.
-        path: place of the model, for messages.
 
     Raises:
         CheckpointError: the sizes have no name; the sentence tells the nearest named size.
@@ -214,14 +188,8 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
 def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
     """Return the config.json of a model, which `understand` reads."""
     width = sizes.head_dim if naming is Naming.DIFFUSERS else sizes.hidden_size
-    free = (
-        sizes.num_heads,
-        width,
-        sizes.ffn_size,
-        sizes.num_blocks,
-        sizes.channels,
-        sizes.text_width,
-    )
+    x = sizes
+    free = (x.num_heads, width, x.ffn_size, x.num_blocks, x.channels, x.text_width)
     values: dict[str, Any] = {
         **_SETTLED[naming],
         **dict(zip(_FREE[naming], free, strict=True)),

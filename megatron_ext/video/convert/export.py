@@ -7,11 +7,9 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -41,11 +39,25 @@ NETWORKS = {"generator": "", "critic": "critic."}
 """Networks that a checkpoint of a streaming run holds, with the prefix of their names."""
 
 
-@dataclass(frozen=True)
-class WanExport:
-    """The options of an export.
+def is_streaming(stored: Mapping[str, Any]) -> bool:
+    """Return whether a streaming run, or an import of Wan's weights, stored a configuration."""
+    return (stored.get("video") or {}).get("task") == "streaming"
 
-    Attributes:
+
+def export_wan(
+    load: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    network: str = "generator",
+    ema: bool = False,
+    naming: Naming = Naming.DIFFUSERS,
+) -> None:
+    """Write one network of a checkpoint as Wan's weights.
+
+    Args:
         load: folder of checkpoints.
         target: new folder for config.json and safetensors.
         step: iteration; None takes the latest.
@@ -54,64 +66,22 @@ class WanExport:
         network: a key of `NETWORKS`.
         ema: write the generator's averaged weights (``--ema-decay``) in place of the last ones.
         naming: whose names tensors and config.json have.
-    """
-
-    load: Path
-    target: Path
-    step: int | None = None
-    dtype: str | None = None
-    max_shard_size: int | str = "5GB"
-    network: str = "generator"
-    ema: bool = False
-    naming: Naming = Naming.DIFFUSERS
-
-
-def is_streaming(stored: Mapping[str, Any]) -> bool:
-    """Return whether a streaming run, or an import of Wan's weights, stored a configuration."""
-    return (stored.get("video") or {}).get("task") == "streaming"
-
-
-def export_wan(order: WanExport) -> None:
-    """Write one network of a checkpoint as Wan's weights.
 
     Raises:
-        CheckpointError: a checkpoint without such weights, or a folder that cannot be read or
-            written.
+        CheckpointError: weights that are missing, have another shape, or have no place in Wan; or
+            a folder that cannot be read or written.
     """
-    run = RunConfig.from_dict(read_run_config(order.load, order.step), SECTIONS)
-    streaming = run.section(StreamingConfig)
-    if order.ema and order.network != "generator":
+    run = RunConfig.from_dict(read_run_config(load, step), SECTIONS)
+    if ema and network != "generator":
         raise CheckpointError(
-            f"`--ema` is for the generator, but `--network` is {order.network}, of which a run "
+            f"`--ema` is for the generator, but `--network` is {network}, of which a run "
             "keeps no averages; leave one of them out."
         )
-    check_target(order.target)
-    sizes = streaming.sizes("critic" if order.network == "critic" else "generator")
-    path = verified_folder(order.load, order.step)
-    dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
-    prefix = PREFIX if order.ema else NETWORKS[order.network]
-    weights = stored_weights(path, sizes, prefix=prefix, naming=order.naming, dtype=dtype)
-    write_folder(
-        order.target,
-        weights,
-        config_json(sizes, order.naming),
-        max_shard_size=order.max_shard_size,
-        stem=STEM,
-    )
-
-
-def stored_weights(
-    path: Path, sizes: VideoDiTSizes, *, prefix: str, naming: Naming, dtype: torch.dtype
-) -> Converted:
-    """Return a network in a checkpoint as Wan's tensors, read when they are written.
-
-    Args:
-        path: folder of the iteration.
-        prefix: begins the network's names in the checkpoint.
-
-    Raises:
-        CheckpointError: weights that are missing, have another shape, or have no place in Wan.
-    """
+    check_target(target)
+    sizes = run.section(StreamingConfig).sizes("critic" if network == "critic" else "generator")
+    path = verified_folder(load, step)
+    prefix = PREFIX if ema else NETWORKS[network]
+    _check_stored(path, sizes, prefix)
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
         state = read_tensors(path, [prefix + name for name in names])
@@ -121,8 +91,10 @@ def stored_weights(
         parts = to_wan(name, parameter, sizes)
         return dict(zip(wan_names(name, naming), parts, strict=True))
 
-    _check_stored(path, sizes, prefix)
-    return Converted(shapes(sizes), read, convert, dtype)
+    kind = torch_dtype(dtype) if dtype else params_dtype(run.precision)
+    weights = Converted(shapes(sizes), read, convert, kind)
+    described = config_json(sizes, naming)
+    write_folder(target, weights, described, max_shard_size=max_shard_size, stem=STEM)
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:

@@ -35,7 +35,7 @@ class Naming(Enum):
 
 _PATCH_IN, _HEAD = "embedder.patch_in.weight", "head.linear"
 _TIME, _TEXT = "condition_embedder.time_embedder", "condition_embedder.text_embedder"
-LINEARS = {
+MODULES = {
     "embedder.patch_in": ("patch_embedding", "patch_embedding"),
     "embedder.text_in": (f"{_TEXT}.linear_1", "text_embedding.0"),
     "embedder.text_out": (f"{_TEXT}.linear_2", "text_embedding.2"),
@@ -44,46 +44,42 @@ LINEARS = {
     "embedder.time_projection": ("condition_embedder.time_proj", "time_projection.1"),
     _HEAD: ("proj_out", "head.head"),
 }
-"""Modules with weight and bias outside of the blocks: ours to diffusers' and to the original's."""
-BLOCK_LINEARS = {
+"""Modules outside of the blocks: our names to diffusers' and to the original's."""
+BLOCK_MODULES = {
     "self_attention.linear_qkv": ("attn1.to_{q,k,v}", "self_attn.{q,k,v}"),
+    "self_attention.q_norm": ("attn1.norm_q", "self_attn.norm_q"),
+    "self_attention.k_norm": ("attn1.norm_k", "self_attn.norm_k"),
     "self_attention.linear_proj": ("attn1.to_out.0", "self_attn.o"),
     "cross_norm": ("norm2", "norm3"),
     "cross_attention.linear_q": ("attn2.to_q", "cross_attn.q"),
     "cross_attention.linear_kv": ("attn2.to_{k,v}", "cross_attn.{k,v}"),
+    "cross_attention.q_norm": ("attn2.norm_q", "cross_attn.norm_q"),
+    "cross_attention.k_norm": ("attn2.norm_k", "cross_attn.norm_k"),
     "cross_attention.linear_proj": ("attn2.to_out.0", "cross_attn.o"),
     "linear_fc1": ("ffn.net.0.proj", "ffn.0"),
     "linear_fc2": ("ffn.net.2", "ffn.2"),
 }
-"""Modules with weight and bias of a block; fused ones with the names of their parts in braces."""
-BLOCK_NORMS = {
-    "self_attention.q_norm": ("attn1.norm_q", "self_attn.norm_q"),
-    "self_attention.k_norm": ("attn1.norm_k", "self_attn.norm_k"),
-    "cross_attention.q_norm": ("attn2.norm_q", "cross_attn.norm_q"),
-    "cross_attention.k_norm": ("attn2.norm_k", "cross_attn.norm_k"),
-}
-"""Modules with a weight only."""
+"""Modules of a block in their order; fused ones with the names of their parts in braces."""
 _TABLE = "modulation.weight"
 _NAMES = {
     f"blocks.{_TABLE}": ("scale_shift_table", "modulation"),
     f"head.{_TABLE}": ("scale_shift_table", "head.modulation"),
 } | {
     f"{prefix}{ours}.{kind}": (f"{diffusers}.{kind}", f"{original}.{kind}")
-    for prefix, modules, kinds in (
-        ("", LINEARS, ("weight", "bias")),
-        ("blocks.", BLOCK_LINEARS, ("weight", "bias")),
-        ("blocks.", BLOCK_NORMS, ("weight",)),
-    )
+    for prefix, modules in (("", MODULES), ("blocks.", BLOCK_MODULES))
     for ours, (diffusers, original) in modules.items()
-    for kind in kinds
+    for kind in ("weight", "bias")
 }
 """Parameters to Wan's names; those of blocks have no number."""
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
-    """Return names and whole shapes of all parameters of a video DiT."""
+    """Return names and whole shapes of all parameters of a video DiT, in the order of its modules.
+
+    The norms of queries and keys have no biases.
+    """
     h, ffn, token = sizes.hidden_size, sizes.ffn_size, sizes.token_width
-    linears: dict[str, tuple[int, ...]] = {
+    matrices = {
         "embedder.patch_in": (h, token),
         "embedder.text_in": (h, sizes.text_width),
         "embedder.time_in.linear_in": (h, TIMESTEP_WIDTH),
@@ -94,17 +90,23 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
         "linear_fc1": (ffn, h),
         "linear_fc2": (h, ffn),
     }
-    found: dict[str, tuple[int, ...]] = {f"head.{_TABLE}": (2, h)}
-    for module in LINEARS:
-        weight = linears.get(module, (h, h))
-        found |= {f"{module}.weight": weight, f"{module}.bias": weight[:1]}
+    found: dict[str, tuple[int, ...]] = {}
+
+    def add(prefix: str, module: str) -> None:
+        weight = (h,) if module.endswith("norm") else matrices.get(module, (h, h))
+        found[f"{prefix}{module}.weight"] = weight
+        if not module.endswith(("q_norm", "k_norm")):
+            found[f"{prefix}{module}.bias"] = weight[:1]
+
+    *embedder, head = MODULES
+    for module in embedder:
+        add("", module)
     for number in range(sizes.num_blocks):
-        block = f"blocks.{number}"
-        found[f"{block}.{_TABLE}"] = (6, h)
-        found |= {f"{block}.{module}.weight": (h,) for module in BLOCK_NORMS}
-        for module in BLOCK_LINEARS:
-            weight = (h,) if module == "cross_norm" else linears.get(module, (h, h))
-            found |= {f"{block}.{module}.weight": weight, f"{block}.{module}.bias": weight[:1]}
+        found[f"blocks.{number}.{_TABLE}"] = (6, h)
+        for module in BLOCK_MODULES:
+            add(f"blocks.{number}.", module)
+    found[f"head.{_TABLE}"] = (2, h)
+    add("", head)
     return found
 
 
@@ -151,7 +153,7 @@ def to_wan(name: str, tensor: Tensor, sizes: VideoDiTSizes) -> tuple[Tensor, ...
 
 _ADAPTER = re.compile(
     r"(?:critic\.)?"
-    rf"(?P<layer>blocks\.\d+\.(?:{'|'.join(map(re.escape, BLOCK_LINEARS))}))"
+    rf"(?P<layer>blocks\.\d+\.(?:{'|'.join(map(re.escape, BLOCK_MODULES))}))"
     r"\.lora\.(?P<matrix>[ab])$"
 )
 
@@ -160,9 +162,6 @@ def wan_adapters(head_dim: int) -> PeftLayers:
     """Return the layers of diffusers' WanTransformer3DModel that adapters belong to.
 
     Its ``load_lora_adapter`` finds scale and layers in the file by ``prefix="base_model.model"``.
-
-    Args:
-        head_dim: size of a head d.
     """
     # A layer is called alike in all blocks, such as ``attn1.to_q``.
     parts = partial(_wan_parts, head_dim=head_dim)
@@ -172,11 +171,8 @@ def wan_adapters(head_dim: int) -> PeftLayers:
 def _wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[Part]:
     """Yield the matrices of Wan's layers; see `PeftLayers.parts`.
 
-    The rows of a fused layer go through its projections head by head, ``[n, p, d]``: the rows of B
-    are dealt to Wan's layers, which all get the same A.
-
-    Args:
-        matrix: whole, ``[r, in]`` or ``[out, r]``.
+    The rows of a fused layer go through its projections head by head, ``[n, p, d]``: the rows of a
+    whole B, ``[out, r]``, are dealt to Wan's layers, which all get the same A, ``[r, in]``.
     """
     match = _ADAPTER.match(name)
     assert match is not None

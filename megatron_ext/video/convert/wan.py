@@ -7,10 +7,10 @@ memory, and one parameter's tensors beside it.
 from __future__ import annotations
 
 import dataclasses
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -55,7 +55,7 @@ from megatron_ext.video.streaming.config import StreamingConfig
 STEM = "diffusion_pytorch_model"
 """Beginning of the names of the safetensors files, in both namings."""
 SUFFIXES = (".pt", ".pth", ".bin")
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 """Parts of names that torch's wrappers add; averages are saved with them."""
 _PREFIX = "model."
 """Name of the network in the wrapper that Self-Forcing has for it."""
@@ -73,15 +73,7 @@ def is_wan(source: Path) -> bool:
 
 @contextmanager
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
-    """Open a model and its tensors.
-
-    Args:
-        source: folder with config.json and safetensors, or a file of torch.save.
-        entry: key of that file, such as ``"generator_ema"``; None takes the only one.
-
-    Raises:
-        CheckpointError: the source cannot be read, or the model cannot be converted.
-    """
+    """Open a model and its tensors; see `import_wan`."""
     if source.is_file():
         tensors = TensorFile(source, entry)
         diffusers = any(name.startswith("condition_embedder.") for name in tensors.names)
@@ -99,10 +91,10 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
 
 
 class TensorFile:
-    """The tensors of one entry of a file of torch.save, mapped into memory.
+    """The tensors of one entry of a file of torch.save, mapped into memory; see `TensorSource`.
 
     Args:
-        entry: a key of the file; None takes the only one that holds tensors.
+        entry: a key of the file, such as ``"generator_ema"``; None takes the only one with tensors.
 
     Raises:
         CheckpointError: the file cannot be read, or has several entries to choose from.
@@ -110,7 +102,7 @@ class TensorFile:
 
     def __init__(self, path: Path, entry: str | None) -> None:
         self.folder = path
-        self._tensors = {_bare(name): x for name, x in _chosen(path, entry).items()}
+        self._tensors = {_WRAPPERS.sub("", name): x for name, x in _chosen(path, entry).items()}
         if self._tensors and all(name.startswith(_PREFIX) for name in self._tensors):
             self._tensors = {name.removeprefix(_PREFIX): x for name, x in self._tensors.items()}
 
@@ -120,30 +112,17 @@ class TensorFile:
         return set(self._tensors)
 
     def dtypes(self) -> dict[str, str]:
-        """Return torch's name of the dtype of each tensor.
-
-        Raises:
-            CheckpointError: a tensor is quantized.
-        """
+        """Return torch's name of the dtype of each tensor; refuse quantized ones."""
         found = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
         for name, kind in found.items():
             check_dtype(self.folder, name, kind, kind)
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor.
-
-        Raises:
-            CheckpointError: there is no tensor of that name.
-        """
-        if name not in self._tensors:
-            raise CheckpointError(
-                f"{self.folder} holds no `{name}`, which Wan 2.1 has; copy the file again."
-            )
+        """Return a tensor that there is, as `check_tensors` has found."""
         return self._tensors[name]
 
 
@@ -175,31 +154,16 @@ def _holds_tensors(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
     return isinstance(value, Mapping) and bool(value) and all(map(torch.is_tensor, value.values()))
 
 
-def _bare(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def import_wan(
+    source: Path, save: Path, dtype: str | None = None, entry: str | None = None
+) -> tuple[str, str]:
+    """Write weights as the checkpoint of iteration 0, for any layout.
 
-
-@dataclass(frozen=True)
-class WanImport:
-    """The options of an import.
-
-    Attributes:
+    Args:
         source: folder with config.json and safetensors, or a file of torch.save.
         save: folder for the checkpoint.
         dtype: dtype of the checkpoint; None keeps the source's.
         entry: key of a file of torch.save; None takes the only one.
-    """
-
-    source: Path
-    save: Path
-    dtype: str | None = None
-    entry: str | None = None
-
-
-def import_wan(order: WanImport) -> tuple[str, str]:
-    """Write weights as the checkpoint of iteration 0, for any layout.
 
     Returns:
         Named size of the model, and dtype of the weights such as ``"bfloat16"``.
@@ -207,13 +171,13 @@ def import_wan(order: WanImport) -> tuple[str, str]:
     Raises:
         CheckpointError: the model cannot be converted, or a folder cannot be read or written.
     """
-    refuse_checkpoints(order.save)
-    with open_wan(order.source, order.entry) as (model, tensors):
+    refuse_checkpoints(save)
+    with open_wan(source, entry) as (model, tensors):
         check_tensors(model.sizes, model.naming, tensors)
         # Even where a dtype is given, a quantized model is refused: it would lack its scales.
         tensors.dtypes()
-        dtype = order.dtype or only_dtype(tensors)
-        config = run_config(model, dtype, order.save)
+        dtype = dtype or only_dtype(tensors)
+        config = run_config(model, dtype, save)
         with one_rank(config.training.seed) as context:
             # The whole model on the CPU, with arbitrary weights.
             kind = torch_dtype(dtype)
@@ -223,9 +187,8 @@ def import_wan(order: WanImport) -> tuple[str, str]:
                 use_cpu_initialization=True,
                 perform_initialization=False,
             )
-            options = VideoDiTOptions()
-            chunk = VideoDiT.build(model.sizes, options, transformer_config, context).to(kind)
-            fill(chunk, model.naming, tensors)
+            chunk = VideoDiT.build(model.sizes, VideoDiTOptions(), transformer_config, context)
+            fill(chunk.to(kind), model.naming, tensors)
             save_imported(chunk, config.checkpoint, context, config.to_dict())
     return model.size, dtype
 
@@ -256,8 +219,7 @@ def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
 def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -> None:
     """Check that no tensor is missing, that none would be lost, and that all fit.
 
-    Raises:
-        CheckpointError: the sentence names the first tensor that is at fault.
+    A CheckpointError names the first tensor that is at fault.
     """
     found, expected = tensors.shapes(), dict[str, tuple[int, ...]]()
     for name, shape in shapes(sizes).items():

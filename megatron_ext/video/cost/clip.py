@@ -15,10 +15,9 @@ from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage
 
 @dataclass(frozen=True)
 class Clip:
-    """The clips of a bucket.
+    """The clips of the bucket ``name``.
 
     Attributes:
-        name: name of the bucket.
         frames, rows, columns: tokens of a clip along each side, t × rows × columns.
         num_text: text tokens of its sequence, padding included.
         micro_batch_size: clips at a time.
@@ -41,11 +40,9 @@ class Clip:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of the tensors of a transformer block on one rank, by the tokens that they span.
+    """Bytes of the tensors of a transformer block of hidden size h on one rank.
 
     Attributes:
-        ranks: how the run is cut.
-        h: hidden size.
         rows: rows ``s * b`` that attention and MLPs see: those of a context-parallel rank.
     """
 
@@ -71,6 +68,10 @@ class BlockBytes:
         """Return the gradient of a matrix that the tensor-parallel ranks share."""
         return rows * columns // self.ranks.tp * self.ranks.width
 
+    def gradients(self, width: int) -> int:
+        """Return the gradients of ``width`` features of attention, or of the matrix before them."""
+        return max(self.matrix(width, self.h) + self.whole, 2 * self.cut(width))
+
     @property
     def statistics(self) -> int:
         """Return the statistics of a LayerNorm of the stream."""
@@ -85,12 +86,7 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class ClipNetwork(Network):
-    """A video network on the clips of one bucket; see `Network`.
-
-    Attributes:
-        model: sizes of the network.
-        clip: the bucket.
-    """
+    """A video network, whose sizes are ``model``, on the clips of one bucket; see `Network`."""
 
     config: RunConfig
     sizes: Ranks
@@ -116,23 +112,17 @@ class ClipNetwork(Network):
         """Return the bytes of the residual stream."""
         return self.block_bytes.stream
 
-    @property
-    def num_stages(self) -> int:
-        """Return the number of pipeline stages, virtual ones included."""
-        return Layout.from_config(self.config.parallel).placement.num_stages
+    @abstractmethod
+    def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
+        """Return the numbers of the blocks of each pipeline stage, virtual ones included."""
 
-    def stages_holding(self, blocks: Sequence[range]) -> list[Stage]:
-        """Return the stages of the run that hold these blocks, one range for each of them."""
-        placement = Layout.from_config(self.config.parallel).placement
+    def stages(self) -> list[Stage]:
+        """See `Network.stages`."""
+        place = Layout.from_config(self.config.parallel).placement
+        count = place.num_stages
         return [
-            Stage.of_layers(
-                numbers,
-                index,
-                len(blocks),
-                rank=placement.rank_of(index),
-                chunk=placement.chunk_of(index),
-            )
-            for index, numbers in enumerate(blocks)
+            Stage.of_layers(blocks, i, count, rank=place.rank_of(i), chunk=place.chunk_of(i))
+            for i, blocks in enumerate(self.blocks_of_stages(count))
         ]
 
     def step_flops(self) -> float:
@@ -153,11 +143,7 @@ class ClipNetwork(Network):
         return 4 * ring(x.cp) * head if self.trades_heads else 2.0 * (x.cp - 1) * head
 
     def mlp(self, inner: int) -> LayerBytes:
-        """Return fc1's output, GELU and fc2's input, and the gradients around them.
-
-        Args:
-            inner: width of the MLP.
-        """
+        """Return fc1's output, GELU and fc2's input, of width ``inner``, and their gradients."""
         width, x = self.block_bytes, self.sizes
         tensor, weight = width.cut(inner), width.matrix(inner, width.h)
         emulated = self.config.fp8.fp8_format is not None and not x.gpu
@@ -184,9 +170,9 @@ class ClipNetwork(Network):
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
             return block
-        weights = (0.0, block.weights) if fp8.fp8_wgrad else (block.weights, 0.0)
+        weights, fp8_weights = (0.0, block.weights) if fp8.fp8_wgrad else (block.weights, 0.0)
         return Flops(
-            fp8=block.linear, scores=block.scores, weights=weights[0], fp8_weights=weights[1]
+            fp8=block.linear, scores=block.scores, weights=weights, fp8_weights=fp8_weights
         )
 
     def velocity_loss(self, rows: int) -> LayerBytes:

@@ -20,11 +20,7 @@ from megatron_ext.video.model.wan.model import VideoDiT
 
 
 def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
-    """Return the operations of one clip through an MMDiT, forward and backward.
-
-    Args:
-        num_text, num_image: tokens of the clip.
-    """
+    """Return the operations of one clip, of so many tokens, through an MMDiT in both directions."""
     h, m = sizes.hidden_size, sizes.mlp_size
     tokens = num_text + num_image
     # Queries, keys, values and projection, both MLP matrices, scores and their product with
@@ -51,10 +47,7 @@ def flops_of_frames(
 ) -> float:
     """Return the operations of one clip through a video DiT, forward and backward.
 
-    Args:
-        window: which frames see which, None for all.
-        num_text: text tokens.
-        num_frames: latent frames, which are whole blocks with a window.
+    With a window, which says what frames see, the latent frames are whole blocks.
     """
     frames = range(num_frames)
     seen = [
@@ -76,11 +69,8 @@ def flops_of_pass(
 ) -> float:
     """Return the operations of a pass without gradient on all model-parallel ranks together.
 
-    What the cache knows of the text is not computed again, and not counted.
-
-    Args:
-        model: any rank's part of the network.
-        x, timesteps, text, cache, first_frame, others: see `VideoDiT.forward`.
+    What the cache knows of the text is not computed again, and not counted. ``model`` may be any
+    rank's part; its inputs are those of `VideoDiT.forward`.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2
@@ -121,7 +111,6 @@ def flops_of_sample(
 
     Args:
         attended: tokens that attend and tokens that they see, for each stretch of frames.
-        num_text: tokens of the text.
         num_times: timesteps: one, or one for each frame.
         embeds_text: keys and values of the text are computed.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,10 +46,10 @@ class MMDiTNetwork(ClipNetwork):
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)
 
-    def stages(self) -> list[Stage]:
-        """Return stages whose blocks are dealt by cost; double blocks come first."""
+    def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
+        """Deal the blocks by cost; double blocks come first."""
         cost = self.config.section(MMDiTConfig).double_block_cost
-        return self.stages_holding(stage_blocks(self.model, self.num_stages, cost))
+        return stage_blocks(self.model, num_stages, cost)
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
@@ -124,9 +125,9 @@ class MMDiTNetwork(ClipNetwork):
         for blocks, limit in zip((doubles, singles), self._recomputed(stage), strict=True):
             parts += recomputed(blocks, self.block_bytes.stream, size=1, limit=limit)
         if stage.head:
-            parts.append(self._final())
             # Of the rank that holds most of the image tokens.
-            parts.append(self.velocity_loss(min(self.clip.num_image * x.b, self.block_bytes.rows)))
+            rows = min(self.clip.num_image * x.b, self.block_bytes.rows)
+            parts += [self._final(), self.velocity_loss(rows)]
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
@@ -173,18 +174,13 @@ class MMDiTNetwork(ClipNetwork):
         kept += width.cut((3 if joins else 2) * h) + width.cut(h) + rows * FP32
         return kept + width.exchanged(self.trades_heads)
 
-    def _attention_transient(self) -> int:
-        """Return the gradients of queries, keys and values, or of the matrix before them."""
-        width, h = self.block_bytes, self.model.hidden_size
-        return max(width.matrix(3 * h, h) + width.whole, 2 * width.cut(3 * h))
-
     def _double(self) -> LayerBytes:
         width = self.block_bytes
         entering = 2 * width.stream + width.statistics + width.whole
         # What goes through the gate is kept for the gradient of the gate.
         attention = LayerBytes(
             entering + self._attended(joins=True) + width.stream,
-            width.stream + self._attention_transient(),
+            width.stream + width.gradients(3 * width.h),
         )
         inner = self.mlp(self.model.mlp_size)
         second = LayerBytes(entering + inner.kept + width.stream, width.stream + inner.transient)
@@ -200,18 +196,17 @@ class MMDiTNetwork(ClipNetwork):
         inner = self.mlp(self.model.mlp_size)
         kept = 2 * width.stream + width.statistics + width.whole
         kept += self._attended(joins=False) + inner.kept + width.stream
-        transient = max(self._attention_transient(), inner.transient + width.whole)
+        transient = max(width.gradients(3 * width.h), inner.transient + width.whole)
         both = in_order(self._modulation(3), LayerBytes(kept, width.stream + transient))
         # Two layers keep their own copy of one input, which takes as much as the input did.
         alone = width.cut(self.model.mlp_size)
         return self.kept_in_8_bits(both, alone=alone, shared=width.cut(width.h))
 
     def _final(self) -> LayerBytes:
-        width, x, model = self.block_bytes, self.sizes, self.model
-        output = width.rows * model.token_width * x.width
-        kept = 3 * width.stream + width.statistics + output
-        weight = 2 * model.hidden_size**2 * x.width
-        return LayerBytes(kept, 2 * width.stream + weight)
+        width = self.block_bytes
+        output = width.rows * self.model.token_width * self.sizes.width
+        weight = 2 * width.h**2 * self.sizes.width
+        return LayerBytes(3 * width.stream + width.statistics + output, 2 * width.stream + weight)
 
     def _block_flops(self) -> Flops:
         """Return a block of either kind without its modulation; see `flops_of_clip`."""
@@ -244,5 +239,6 @@ class MMDiTNetwork(ClipNetwork):
         forward = halves * 2 * ring(self.sizes.tp) * self.block_bytes.whole
         context = len(stage.layers) * self.context_bytes()
         passes = FORWARD_AND_BACKWARD - 1 + sum(self._recomputed(stage)) / len(stage.layers)
-        messages = self.messages(stage)
-        return Volume(tensor=forward * passes, context=context * passes, pipeline=messages)
+        return Volume(
+            tensor=forward * passes, context=context * passes, pipeline=self.messages(stage)
+        )

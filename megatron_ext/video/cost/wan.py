@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,9 +18,9 @@ from megatron_ext.planning.network import (
 )
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import Linear, Weight, with_frozen
-from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.wan import VideoDiTConfig, VideoDiTSizes, WanConfig
+from megatron_ext.video.convert.names import shapes
 from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
 from megatron_ext.video.cost.flops import flops_of_sample
 from megatron_ext.video.model.wan.attention import AttentionPlan, stage_blocks, window_of
@@ -27,50 +28,23 @@ from megatron_ext.video.model.wan.attention import AttentionPlan, stage_blocks, 
 
 def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
     """Return the parameters of a stage on one of ``tp`` ranks, in the order of the module."""
-    h, width, found = sizes.hidden_size, sizes.token_width, list[Weight]()
-    if stage.embedding:
-        for name, inputs, outputs in (
-            ("patch_in", width, h),
-            ("text_in", sizes.text_width, h),
-            ("text_out", h, h),
-            ("time_in.linear_in", TIMESTEP_WIDTH, h),
-            ("time_in.linear_out", h, h),
-            ("time_projection", h, 6 * h),
-        ):
-            found += Linear(f"embedder.{name}", outputs, inputs).weights(lora)
-    for number in stage.layers:
-        found += _block(lora, sizes, tp, f"blocks.{number}")
-    if stage.head:
-        found.append(Weight("head.modulation.weight", 2 * h))
-        found += Linear("head.linear", width, h).weights(lora)
+    held = [f"blocks.{number}." for number in stage.layers]
+    held += ["embedder."] * stage.embedding + ["head."] * stage.head
+    found = list[Weight]()
+    for name, shape in shapes(sizes).items():
+        layer, _, kind = name.rpartition(".")
+        own = layer.rpartition(".")[2]
+        if not name.startswith(tuple(held)):
+            continue
+        if own == "modulation" or own.endswith("norm"):
+            parts = tp if own in ("q_norm", "k_norm") else 1
+            found.append(Weight(name, math.prod(shape) // parts, parts=parts))
+        elif kind == "weight":  # the bias comes with it
+            ranks = tp if name.startswith("blocks.") else 1
+            outputs, inputs = shape
+            cut = (1, ranks) if own in ("linear_proj", "linear_fc2") else (ranks, 1)
+            found += Linear(layer, outputs, inputs, *cut).weights(lora)
     return with_frozen(lora, found)
-
-
-def _block(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, name: str) -> list[Weight]:
-    h, f = sizes.hidden_size, sizes.ffn_size
-
-    def layer(own: str, outputs: int, inputs: int, *, row: bool = False) -> list[Weight]:
-        rows, columns = (1, tp) if row else (tp, 1)
-        linear = Linear(f"{name}.{own}", outputs, inputs, rows=rows, columns=columns)
-        return linear.weights(lora)
-
-    def norms(of: str) -> list[Weight]:
-        return [Weight(f"{name}.{of}.{x}_norm.weight", h // tp, parts=tp) for x in "qk"]
-
-    return [
-        Weight(f"{name}.modulation.weight", 6 * h),
-        *layer("self_attention.linear_qkv", 3 * h, h),
-        *norms("self_attention"),
-        *layer("self_attention.linear_proj", h, h, row=True),
-        Weight(f"{name}.cross_norm.weight", h),
-        Weight(f"{name}.cross_norm.bias", h),
-        *layer("cross_attention.linear_q", h, h),
-        *layer("cross_attention.linear_kv", 2 * h, h),
-        *norms("cross_attention"),
-        *layer("cross_attention.linear_proj", h, h, row=True),
-        *layer("linear_fc1", f, h),
-        *layer("linear_fc2", h, f, row=True),
-    ]
 
 
 @dataclass(frozen=True)
@@ -97,9 +71,9 @@ class DiTNetwork(ClipNetwork):
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, dit.sizes, clip, plan, times)
 
-    def stages(self) -> list[Stage]:
-        """Return stages whose blocks are dealt evenly."""
-        return self.stages_holding(stage_blocks(self.model.num_blocks, self.num_stages))
+    def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
+        """Deal the blocks evenly."""
+        return stage_blocks(self.model.num_blocks, num_stages)
 
     def weights(self, stage: Stage) -> list[Weight]:
         """See `dit_weights`."""
@@ -132,12 +106,10 @@ class DiTNetwork(ClipNetwork):
         x, model = self.sizes, self.model
         table = self.block_bytes.rows // x.b * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
-        limit = max(0, self.config.section(WanConfig).recompute_blocks - min(stage.layers))
-        blocks = [self.layer()] * len(stage.layers)
+        blocks, limit = [self.layer()] * len(stage.layers), self._run_again(stage)
         parts += recomputed(blocks, self.block_bytes.stream, size=1, limit=limit)
         if stage.head:
-            parts.append(self._final())
-            parts.append(self.velocity_loss(self.clip.num_image * x.b))
+            parts += [self._final(), self.velocity_loss(self.clip.num_image * x.b)]
         return in_order(*parts)
 
     def _entering(self) -> LayerBytes:
@@ -204,11 +176,12 @@ class DiTNetwork(ClipNetwork):
         # the norm itself, and what the gate scales.
         moved = self._trains * width.stream
         entering = 2 * width.stream + width.statistics + moved
-        qkv = max(width.matrix(3 * h, h) + width.whole, 2 * width.cut(3 * h))
-        attention = LayerBytes(entering + self._self_attention() + moved, width.stream + qkv)
+        attention = LayerBytes(
+            entering + self._self_attention() + moved, width.stream + width.gradients(3 * h)
+        )
         crossed = LayerBytes(
             2 * width.stream + width.statistics + self._cross_attention(),
-            width.stream + max(width.matrix(h, h) + width.whole, 2 * width.cut(h)),
+            width.stream + width.gradients(h),
         )
         inner = self.mlp(self.model.ffn_size)
         fed = LayerBytes(entering + inner.kept + moved, width.stream + inner.transient)

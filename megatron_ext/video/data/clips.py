@@ -69,23 +69,17 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
     """Read a jsonl or csv of clips, or a folder of clips each beside its caption in ``.txt``.
 
     Rows have ``path`` (relative to the list), ``text`` or ``caption``, and may have ``fps`` and
-    ``motion`` (or ``motion_score``).
-
-    Raises:
-        DataError: the file does not exist, a row cannot be read, or there is no row at all.
+    ``motion`` (or ``motion_score``). Where a row cannot be read, or there is none, DataError is
+    raised.
     """
     source = Path(path)
     try:
         if source.is_dir():
-            clips = []
-            for clip in sorted(source.iterdir()):
-                if clip.suffix == ".txt" or clip.name.startswith("."):
-                    continue
-                # A folder of images has no suffix, even where its name has a dot.
-                text = clip.with_name(f"{clip.name if clip.is_dir() else clip.stem}.txt")
-                clips.append(
-                    Clip(str(clip), text.read_text("utf-8").strip() if text.is_file() else "")
-                )
+            clips = [
+                Clip(str(path), _caption_beside(path))
+                for path in sorted(source.iterdir())
+                if path.suffix != ".txt" and not path.name.startswith(".")
+            ]
         elif source.is_file():
             rows = _csv_rows if source.suffix.lower() == ".csv" else _json_rows
             clips = [_clip(row, source, line) for line, row in rows(source)]
@@ -102,6 +96,12 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
     if not clips:
         raise DataError(f"`--input` ({source}) holds no clip; give a list with rows.")
     return clips
+
+
+def _caption_beside(clip: Path) -> str:
+    # A folder of images has no suffix, even where its name has a dot.
+    text = clip.with_name(f"{clip.name if clip.is_dir() else clip.stem}.txt")
+    return text.read_text("utf-8").strip() if text.is_file() else ""
 
 
 def _json_rows(source: Path) -> Iterator[tuple[int, Any]]:
@@ -138,8 +138,7 @@ def _clip(row: Any, source: Path, line: int) -> Clip:
         raise _bad_row(source, line, "has no `path`")
     if None in row:
         raise _bad_row(source, line, f"has {len(row[None])} cells more than the first line")
-    captions = [row[name] for name in ("text", "caption") if row.get(name) not in (None, "")]
-    caption = captions[0] if captions else ""
+    caption = next((row[x] for x in ("text", "caption") if row.get(x) not in (None, "")), "")
     if not isinstance(caption, str):
         raise _bad_row(source, line, "has a caption that is no text")
     fps = _number(row, "fps", source, line)
@@ -170,9 +169,7 @@ def _bad_row(source: Path, line: int, what: str) -> DataError:
 def probe(clip: Clip) -> ClipShape:
     """Return what a clip offers, from its first frame and the packets of its file.
 
-    Raises:
-        DataError: it does not exist, or cannot be read.
-        ConfigError: PyAV or pillow is not installed.
+    A clip that cannot be read raises DataError, a package that is missing ConfigError.
     """
     path, fps = Path(clip.path), clip.fps or FOLDER_FPS
     with _reading(path):
@@ -196,19 +193,10 @@ def probe(clip: Clip) -> ClipShape:
 
 
 def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, int]) -> Tensor:
-    """Return frames of a clip, scaled until they cover the size, then cut at the middle.
+    """Return frames of a clip as `fit` makes them, ``[3, count, H, W]`` float32 in [-1, 1].
 
-    Args:
-        first: first frame of the file to keep.
-        interval: frames of the file from one kept frame to the next.
-        size: height and width of the result.
-
-    Returns:
-        ``[3, count, H, W]`` float32 in [-1, 1].
-
-    Raises:
-        DataError: the file cannot be read, or ends before the last frame.
-        ConfigError: PyAV or pillow is not installed.
+    Of the file's frames, ``first`` and then each after another ``interval`` are taken. A file that
+    cannot be read or ends too early raises DataError, a package that is missing ConfigError.
     """
     wanted = range(first, first + interval * (count - 1) + 1, interval)
     path = Path(clip.path)

@@ -26,41 +26,29 @@ from megatron_ext.video.data.randomness import generator
 class VideoCodec(ABC):
     """The part of a codec that preprocessing, online encoding and sampling need.
 
-    A latent cell stands for ``temporal`` frames of ``spatial²`` pixels.
+    A latent cell stands for ``temporal`` frames of ``spatial²`` pixels. ``identity`` is what
+    decides the latents; it is stored with them and compared.
     """
 
     channels: int
     spatial: int
     temporal: int
-
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """Return what decides the latents; it is stored with them and compared."""
+    identity: dict[str, Any]
 
     @abstractmethod
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
         """Encode ``[b, 3, f, H, W]`` in [-1, 1] as ``[b, c, t, h, w]`` float32.
 
-        Args:
-            number, piece: number of the clip and name of the part of it; where latents are random,
-                the seed of the codec and these two decide them, whatever was encoded before.
+        Where latents are random, the codec's seed, the number of the clip and the name of its piece
+        decide them, whatever was encoded before.
         """
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32.
-
-        Raises:
-            DataError: the latents have another number of channels.
-        """
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; see `check_channels`."""
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return ``(c, t, h, w)`` of a clip, t = (f - 1) / temporal + 1.
-
-        Raises:
-            ConfigError: the sizes do not divide.
-        """
+        """Return ``(c, t, h, w)`` of a clip; raise ConfigError where its sizes do not divide."""
         if num_frames < 1 or (num_frames - 1) % self.temporal:
             raise ConfigError(
                 f"The number of frames ({num_frames}) must be a multiple of the codec's temporal "
@@ -125,10 +113,7 @@ class PatchCodec(VideoCodec):
         kept = band_order(self.temporal, self.spatial)[: self.channels]
         basis = cosine_basis(self.temporal, self.spatial, kept)
         self._matrix = (rotation(self.channels) @ basis).float()
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {**asdict(self.config), "codec": PATCH, "codec_channels": self.channels}
+        self.identity = {**asdict(config), "codec": PATCH, "codec_channels": self.channels}
 
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
         b, _, f, height, width = pixels.shape
@@ -206,25 +191,20 @@ class DiffusersCodec(VideoCodec):
         folder: holds ``config.json`` and the weights; nothing is fetched.
         seed: decides the posterior samples.
 
-    Attributes:
-        vae: the VAE of diffusers.
-
     Raises:
         ConfigError: the folder holds no causal video VAE, or diffusers is missing.
     """
 
     def __init__(self, folder: str, device: torch.device, seed: int = 0) -> None:
-        self._settings = _read_config(folder)
-        self.vae = _load_vae(folder, self._settings).to(device).eval().requires_grad_(False)
+        settings = _read_config(folder)
+        self.identity = {"codec": settings["_class_name"], "config": public(settings)}
+        self.vae = _load_vae(folder, settings["_class_name"]).to(device).eval()
+        self.vae.requires_grad_(False)
         self.folder, self.device, self._seed = folder, device, seed
         self.channels = self._number("latent_channels", "z_dim")
         self.spatial = self._number("spatial_compression_ratio", "scale_factor_spatial")
         self.temporal = self._number("temporal_compression_ratio", "scale_factor_temporal")
         self._mean, self._std = self._statistics()
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"codec": self._settings["_class_name"], "config": public(self._settings)}
 
     def _number(self, *names: str) -> int:
         """Return a number of the loaded VAE, which knows the defaults of an old config.json."""
@@ -261,9 +241,8 @@ class DiffusersCodec(VideoCodec):
         # Drawn by number, so that neither the order nor the number of processes matters.
         draws = generator(self._seed, number, f"posterior {piece}")
         noise = torch.from_numpy(draws.standard_normal(wanted, dtype=np.float32))
-        sample = posterior.mean.float() + posterior.std.float() * noise.to(self.device)
-        latents: Tensor = (sample - self._mean) / self._std
-        return latents
+        sample: Tensor = posterior.mean.float() + posterior.std.float() * noise.to(self.device)
+        return (sample - self._mean) / self._std
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -290,7 +269,7 @@ def _read_config(folder: str) -> dict[str, Any]:
     return settings
 
 
-def _load_vae(folder: str, settings: dict[str, Any]) -> Any:
+def _load_vae(folder: str, name: str) -> Any:
     try:
         import diffusers
     except ImportError:
@@ -298,7 +277,6 @@ def _load_vae(folder: str, settings: dict[str, Any]) -> Any:
             f"`codec` ({folder}) needs the package diffusers, which is not installed; run `pip "
             f"install diffusers`, or use `{PATCH}`."
         ) from None
-    name = settings["_class_name"]
     kind = getattr(diffusers, name, None) if str(name).startswith("Autoencoder") else None
     if kind is None:
         raise ConfigError(

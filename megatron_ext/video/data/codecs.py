@@ -27,11 +27,7 @@ from megatron_ext.video.data.codec import DiffusersCodec, PatchCodec, VideoCodec
 def build_codec(
     config: CodecConfig, device: torch.device | None = None, seed: int = 0
 ) -> VideoCodec:
-    """Build the codec of a configuration; ``seed`` decides posterior samples.
-
-    Raises:
-        ConfigError: the name is unknown, the folder has no usable VAE, or diffusers is missing.
-    """
+    """Build the codec of a configuration; ``seed`` decides posterior samples."""
     if config.codec == PATCH:
         return PatchCodec(config)
     return DiffusersCodec(config.codec, device or torch.device("cpu"), seed)
@@ -45,9 +41,7 @@ def codec_from_manifest(
 ) -> VideoCodec:
     """Build the codec that made the latents of a dataset, to decode samples or encode references.
 
-    Args:
-        codec_folder: folder of the VAE; the patch codec is rebuilt from the manifest alone.
-        seed: decides posterior samples.
+    The patch codec is rebuilt from the manifest alone; ``seed`` decides posterior samples.
 
     Raises:
         ConfigError: a VAE has no folder, the patch codec has one, or the folder is of no use.
@@ -59,15 +53,14 @@ def codec_from_manifest(
             f"The manifest must name its codec, but holds {identity!r}; make the data again with "
             "tools/preprocess_video.py."
         )
-    if identity["codec"] != PATCH and codec_folder is None:
-        raise ConfigError(
-            f"The latents were made with the VAE {identity['codec']}, so decoding needs its local "
-            "folder; give its path as `codec_folder`."
-        )
     if identity["codec"] != PATCH:
-        codec: VideoCodec = build_codec(CodecConfig(str(codec_folder)), device, seed)
-        differing = compared(identity, codec.identity)
-        if differing:
+        if codec_folder is None:
+            raise ConfigError(
+                f"The latents were made with the VAE {identity['codec']}, so decoding needs its "
+                "local folder; give its path as `codec_folder`."
+            )
+        codec = build_codec(CodecConfig(codec_folder), device, seed)
+        if differing := compared(identity, codec.identity):
             raise DataError(
                 f"The latents were not made with the VAE of `codec_folder` ({codec_folder}): "
                 f"{differing}; give the folder of the VAE that preprocessed them."
@@ -143,11 +136,9 @@ class FeatureCacheDecoder:
     def __call__(self, latents: Tensor) -> Tensor:
         self._codec.check_channels(latents)
         entering = self._vae.post_quant_conv(self._codec.raw(latents))
-        frames = []
+        frames, cache = [], self._features
         for frame in entering.split(1, dim=2):
-            frames.append(
-                self._vae.decoder(frame, feat_cache=self._features, feat_idx=[0], **self._first)
-            )
+            frames.append(self._vae.decoder(frame, feat_cache=cache, feat_idx=[0], **self._first))
             self._first = {}
         pixels = torch.cat(frames, dim=2)
         patch = self._vae.config.get("patch_size")

@@ -41,8 +41,7 @@ def _min_frames(mode: str, config: ConditionConfig) -> int:
 def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Section, ...]:
     """Return the reference frames of one of `MODES`, each section to be encoded by itself.
 
-    Raises:
-        DataError: the mode is unknown, or the clip is too short for it.
+    An unknown mode, or a clip that is too short for it, raises DataError.
     """
     if mode not in MODES:
         raise DataError(
@@ -64,24 +63,15 @@ def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Secti
 
 
 def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Tensor:
-    """Return the modes of the clips of a micro-batch, of which images get t2v.
+    """Return the modes of clips, indices into `MODES`, ``[b]`` int64, from ``[b]`` in [0, 1).
 
-    Args:
-        uniforms: random numbers in [0, 1), ``[b]``.
-
-    Returns:
-        Indices into `MODES`, ``[b]`` int64.
-
-    Raises:
-        ConfigError: none of the modes with a weight fits clips of so many latent frames.
+    Images get t2v. Where none of the modes with a weight fits clips of so many latent frames,
+    ConfigError is raised.
     """
-    if num_frames == 1:
-        weights = [float(mode == "t2v") for mode in MODES]
-    else:
-        weights = [
-            config.weight(mode) if num_frames >= _min_frames(mode, config) else 0.0
-            for mode in MODES
-        ]
+    weights = [float(mode == "t2v") for mode in MODES]
+    if num_frames > 1:
+        fits = [num_frames >= _min_frames(mode, config) for mode in MODES]
+        weights = [config.weight(x) if y else 0.0 for x, y in zip(MODES, fits, strict=True)]
     if not any(weights):
         raise ConfigError(
             f"The condition modes with a weight ({', '.join(config.modes)}) must fit the shortest "
@@ -109,12 +99,7 @@ def place_references(
 ) -> Tensor:
     """Return the references of one clip at their places, zeros elsewhere, ``[c, t, h, w]``.
 
-    Args:
-        pieces: sections with their latents ``[c, k, h, w]``.
-        shape: (c, t, h, w).
-
-    Raises:
-        DataError: the shape of a piece is not that of its section.
+    ``pieces`` are sections with their latents ``[c, k, h, w]``; another shape raises DataError.
     """
     placed = torch.zeros(*shape, dtype=dtype, device=device)
     for section, latents in pieces:
@@ -143,9 +128,8 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
     """Return which tokens count in the loss, where ``masks`` are the reference frames ``[b, t]``.
 
-    Returns:
-        ``[b, n]`` float32 of 0 and 1, n = t * tokens_per_frame. A clip of which every frame is a
-        reference, such as two frames in i2v_loop, has no token that counts.
+    They are ``[b, t * tokens_per_frame]`` float32 of 0 and 1. A clip of which every frame is a
+    reference, such as two frames in i2v_loop, has no token that counts.
     """
     left_out = masks
     if reference_loss == "all":
@@ -164,16 +148,10 @@ class Text:
 
 
 def null_like(null: Text, text: Text) -> Text:
-    """Return the empty caption in the shape and type of a batch of captions.
+    """Return the empty caption, ``[1, k, d]`` and ``[1, e]``, in shape and type of captions.
 
-    Its last token is repeated until it is as long as the captions.
-
-    Args:
-        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``.
-        text: ``[b, l, d]`` and ``[b, e]``.
-
-    Raises:
-        DataError: the empty caption is longer than the captions, k > l.
+    Its last token is repeated until it is as long as the captions, ``[b, l, d]`` and ``[b, e]``;
+    k > l raises DataError.
     """
     length, known = text.sequence.size(1), null.sequence.size(1)
     if length < known:

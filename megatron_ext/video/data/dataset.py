@@ -1,6 +1,4 @@
-"""Clips as a map-style dataset, read from shards or encoded when asked for, and their
-micro-batches.
-"""
+"""Clips as a map-style dataset, read from shards or encoded when asked for, in micro-batches."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,12 @@ from megatron_ext.video.data.encode import (
     report,
 )
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
-from megatron_ext.video.data.manifest import VideoPreprocessOptions, make_manifest, read_manifest
+from megatron_ext.video.data.manifest import (
+    VideoPreprocessOptions,
+    buckets_of,
+    make_manifest,
+    read_manifest,
+)
 from megatron_ext.video.data.sampler import Members
 from megatron_ext.video.data.shards import Shard, read_null
 from megatron_ext.video.data.text_encoders import build_text_encoder
@@ -45,10 +49,14 @@ class VideoClips(Dataset[VideoSample], ABC):
     Attributes:
         manifest: what decides the latents and embeddings; see `manifest.make_manifest`.
         plan: micro-batch sizes of this run; None takes those of the manifest.
+        null_text: the encoded empty caption, ``[l, d]`` and ``[e]``.
+        of_buckets: numbers of the clips of each bucket that has some.
     """
 
     manifest: dict[str, Any]
     plan: BucketPlan | None
+    null_text: tuple[Tensor, Tensor]
+    of_buckets: dict[Bucket, list[int]]
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -63,35 +71,23 @@ class VideoClips(Dataset[VideoSample], ABC):
         """Return a clip that there is."""
 
     @abstractmethod
-    def _clips_of_buckets(self) -> dict[Bucket, list[int]]:
-        """Return the numbers of the clips of each bucket that has some."""
-
-    @abstractmethod
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
         """Return (c, t, h, w) of the latents of a clip."""
-
-    @property
-    @abstractmethod
-    def null_text(self) -> tuple[Tensor, Tensor]:
-        """Return the encoded empty caption, ``[l, d]`` and ``[e]``."""
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
         """Return the clips of each bucket; ``--micro-batch-size`` is for buckets without their own.
 
-        Raises:
-            DataError: a clip's bucket is not in the plan, or not in the manifest.
+        A clip whose bucket is not in the plan, or not in the manifest, raises DataError.
         """
         return {
             bucket: Members(clips, self._micro_batch_size(bucket) or default_micro_batch_size)
-            for bucket, clips in self._clips_of_buckets().items()
+            for bucket, clips in self.of_buckets.items()
         }
 
     def _micro_batch_size(self, bucket: Bucket) -> int | None:
         if self.plan is None:
-            sizes: dict[Bucket, int | None] = {
-                Bucket(**e["shape"]): e["micro_batch_size"] for e in self.manifest["buckets"]
-            }
-            return sizes[bucket]
+            found = self.manifest["buckets"][buckets_of(self.manifest).index(bucket)]
+            return found["micro_batch_size"]  # type: ignore[no-any-return]
         try:
             return self.plan.rules[bucket.resolution][bucket.num_frames].micro_batch_size
         except KeyError:
@@ -102,11 +98,7 @@ class VideoClips(Dataset[VideoSample], ABC):
 
 
 class ShardedVideos(VideoClips):
-    """Clips of a folder that tools/preprocess_video.py wrote, with its ``manifest.json``.
-
-    Raises:
-        DataError: the folder is not whole.
-    """
+    """Clips of a folder that tools/preprocess_video.py wrote; DataError where it is not whole."""
 
     def __init__(self, folder: str | os.PathLike[str], plan: BucketPlan | None = None) -> None:
         folder = Path(folder)
@@ -116,7 +108,11 @@ class ShardedVideos(VideoClips):
             for shard in self.manifest["shards"]
         ]
         self._begins = np.cumsum([0, *(len(shard) for shard in self._shards)])
-        self._null = read_null(folder, self.manifest)
+        self.null_text = read_null(folder, self.manifest)
+        of_clips = np.concatenate([shard.buckets() for shard in self._shards])
+        found = enumerate(buckets_of(self.manifest))
+        clips = {bucket: np.flatnonzero(of_clips == i).tolist() for i, bucket in found}
+        self.of_buckets = {bucket: numbers for bucket, numbers in clips.items() if numbers}
 
     def __len__(self) -> int:
         return int(self._begins[-1])
@@ -130,21 +126,9 @@ class ShardedVideos(VideoClips):
         shard, row = self._place(number)
         return shard.sample(row)
 
-    def _clips_of_buckets(self) -> dict[Bucket, list[int]]:
-        of_clips = np.concatenate([shard.buckets() for shard in self._shards])
-        found = {
-            Bucket(**entry["shape"]): np.flatnonzero(of_clips == i).tolist()
-            for i, entry in enumerate(self.manifest["buckets"])
-        }
-        return {bucket: clips for bucket, clips in found.items() if clips}
-
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
         shard, row = self._place(number)
         return shard.latent_shape(row)
-
-    @property
-    def null_text(self) -> tuple[Tensor, Tensor]:
-        return self._null
 
 
 class OnlineVideos(VideoClips):
@@ -165,15 +149,15 @@ class OnlineVideos(VideoClips):
     ) -> None:
         self._clips, self._encoder, self.plan = list(clips), encoder, plan
         self.manifest = dict(manifest or {})
-        self._of_buckets: dict[Bucket, list[int]] = {}
+        self.of_buckets = {}
         for number, planned in enumerate(self._clips):
-            self._of_buckets.setdefault(planned.bucket, []).append(number)
+            self.of_buckets.setdefault(planned.bucket, []).append(number)
 
     def __len__(self) -> int:
         return len(self._clips)
 
     def _sample(self, number: int) -> VideoSample:
-        same_bucket = self._of_buckets[self._clips[number].bucket]
+        same_bucket = self.of_buckets[self._clips[number].bucket]
         place = bisect_left(same_bucket, number)
         for other in same_bucket[place:] + same_bucket[:place]:
             try:
@@ -185,15 +169,12 @@ class OnlineVideos(VideoClips):
             "the warnings before name them; take them out of the list."
         )
 
-    def _clips_of_buckets(self) -> dict[Bucket, list[int]]:
-        return self._of_buckets
-
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
         bucket = self._clips[number].bucket
         return self._encoder.codec.latent_shape(bucket.num_frames, bucket.height, bucket.width)
 
-    @property
-    def null_text(self) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def null_text(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         text, pooled = self._encoder.text_encoder.encode([""])
         return text[0], pooled[0]
 
@@ -234,11 +215,7 @@ class VideoBatch:
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeat the last row of text ``[..., l, d]`` until text and image tokens together divide.
-
-    Returns:
-        ``[..., l', d]`` with ``(l' + image_tokens) % multiple == 0``.
-    """
+    """Repeat the last row of text ``[..., l, d]`` until text and image tokens together divide."""
     missing = -(text.size(-2) + image_tokens) % multiple
     last = text[..., -1:, :]
     return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)
@@ -247,8 +224,7 @@ def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
 def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
     """Stack clips of one bucket; text and image tokens together become a multiple of ``multiple``.
 
-    Args:
-        patch: latent cells of a token on each side.
+    ``patch`` counts the latent cells of a token on each side.
 
     Raises:
         DataError: the clips differ in shape, references or text encoder, or their sides do not

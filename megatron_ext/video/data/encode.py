@@ -23,7 +23,6 @@ from megatron_ext.video.data.geometry import (
     ClipShape,
     Drop,
     assign,
-    explain,
     first_frame,
     sizes,
     subsampling,
@@ -76,25 +75,18 @@ class ClipEncoder:
     def __init__(self, config: EncodeConfig, codec: VideoCodec, text_encoder: TextEncoder) -> None:
         self.config, self.codec, self.text_encoder = config, codec, text_encoder
 
-    def sample(self, planned: PlannedClip, epoch: int = 0) -> VideoSample:
-        """Read, encode and describe one clip.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        config, bucket, clip = self.config, planned.bucket, planned.clip
-        interval, fps = subsampling(planned.shape.fps, config.fps_cap)
+    def sample(self, planned: PlannedClip) -> VideoSample:
+        """Read, encode and describe one clip; raise DataError where its file cannot be read."""
+        config, clip, count = self.config, planned.clip, planned.bucket.num_frames
+        seed, cap = config.clip_seed, config.fps_cap
+        interval, fps = subsampling(planned.shape.fps, cap)
         first = 0
         if config.temporal_crop == "random":
-            first = first_frame(
-                planned.shape, bucket.num_frames, planned.number,
-                seed=config.clip_seed, epoch=epoch, fps_cap=config.fps_cap,
-            )  # fmt: skip
-        size = (bucket.height, bucket.width)
-        pixels = decode(clip, first, interval, bucket.num_frames, size)[None]
-        if bucket.num_frames == 1:
-            fps = 0
-        caption = with_suffix(clip.caption, fps, clip.motion if bucket.num_frames > 1 else None)
+            first = first_frame(planned.shape, count, planned.number, seed=seed, fps_cap=cap)
+        size = (planned.bucket.height, planned.bucket.width)
+        pixels = decode(clip, first, interval, count, size)[None]
+        fps, motion = (fps, clip.motion) if count > 1 else (0, None)
+        caption = with_suffix(clip.caption, fps, motion)
         text, pooled = self.text_encoder.encode([caption])
         latents = self.codec.encode(pixels, number=planned.number)
         return VideoSample(
@@ -138,8 +130,7 @@ class Dropped:
 def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
     """Ask the codec for the latent shape of every bucket that the plan can give.
 
-    Args:
-        reference_lengths: see `EncodeConfig`; 1, which images never have, is always allowed.
+    A reference length of 1, which images never have, is always allowed.
 
     Raises:
         ConfigError: a length or a side does not divide, or no bucket is long enough for a
@@ -147,10 +138,9 @@ def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence
     """
     longest = 1
     for resolution, lengths in plan.rules.items():
-        for frames, rule in lengths.items():
-            if rule.probability:
-                for height, width in sizes(resolution):
-                    longest = max(longest, codec.latent_shape(frames, height, width)[1])
+        for frames in (n for n, rule in lengths.items() if rule.probability):
+            for height, width in sizes(resolution):
+                longest = max(longest, codec.latent_shape(frames, height, width)[1])
     for length in reference_lengths:
         if 1 < length >= longest:
             raise ConfigError(
@@ -170,10 +160,8 @@ def plan_clips(
 ) -> tuple[list[PlannedClip], list[Dropped]]:
     """Return the buckets of all clips, from their headers, of which ``workers`` are read at a time.
 
-    ``tick`` is told how many clips have been looked at.
-
-    Raises:
-        DataError: no clip has a bucket; the sentence gives the reasons.
+    ``tick`` is told how many clips have been looked at. Where no clip has a bucket, a DataError
+    gives the reasons.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
@@ -189,13 +177,11 @@ def plan_clips(
             else:
                 planned.append(PlannedClip(number, clip, seen, bucket))
     if not planned:
-        raise DataError(
-            [
-                f"None of the {len(clips)} clips has a bucket in the plan ({plan.as_json()}); "
-                "choose smaller resolutions or shorter lengths, or give other clips.",
-                *report(dropped, len(clips)),
-            ]
+        sentence = (
+            f"None of the {len(clips)} clips has a bucket in the plan ({plan.as_json()}); "
+            "choose smaller resolutions or shorter lengths, or give other clips."
         )
+        raise DataError([sentence, *report(dropped, len(clips))])
     return planned, dropped
 
 
@@ -209,10 +195,9 @@ def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return how many clips each reason cost, with the first file of each, a line each."""
-    lines = explain([d.reason for d in dropped], total)
-    first: dict[Drop, str] = {}
-    for d in dropped:
-        first.setdefault(d.reason, d.detail or d.path)
-    order = [reason for reason, _ in Counter(d.reason for d in dropped).most_common()]
-    return [f"{line} First: {first[why]}" for line, why in zip(lines, order, strict=True)]
+    """Return how many clips each reason cost, most frequent first, with the first file of each."""
+    first = {d.reason: d.detail or d.path for d in reversed(dropped)}
+    return [
+        f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why]}"
+        for why, count in Counter(d.reason for d in dropped).most_common()
+    ]

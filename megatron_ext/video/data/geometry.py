@@ -2,7 +2,7 @@
 
 The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels; each aspect
 ratio gives the height and width, multiples of 16, that come closest to it. Every draw depends on
-``(seed, epoch, clip)`` alone, so that any process, in any order, finds the same bucket.
+seed and clip alone, so that any process, in any order, finds the same bucket.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -31,8 +30,7 @@ _NAME = re.compile(r"(\d+)(px|p)")
 def pixel_budget(resolution: str) -> int:
     """Return the pixels of one frame: the square of ``256px``, and a 16:9 frame of height ``720p``.
 
-    Raises:
-        ConfigError: the name has another form, or is too small for a frame of 16 × 16.
+    Another form, or a name too small for a frame of 16 × 16, raises ConfigError.
     """
     match = _NAME.fullmatch(resolution)
     side = int(match[1]) if match else 0
@@ -45,25 +43,21 @@ def pixel_budget(resolution: str) -> int:
 
 
 @lru_cache
-def sizes(resolution: str, *, adjust: bool = True) -> tuple[tuple[int, int], ...]:
-    """Return heights and widths of a resolution, each once, landscape before their transposes.
-
-    ``adjust`` adds or takes 16 on one side where this comes closer to the budget, as in training;
-    Open-Sora's inference leaves it out.
-    """
+def sizes(resolution: str) -> tuple[tuple[int, int], ...]:
+    """Return heights and widths of a resolution, each once, landscape before their transposes."""
     budget = pixel_budget(resolution)
-    found = [_size(budget, ratio, adjust) for ratio in ASPECT_RATIOS]
+    found = [_size(budget, ratio) for ratio in ASPECT_RATIOS]
     found += [(width, height) for height, width in found]
     return tuple(dict.fromkeys(found))
 
 
-def _size(budget: int, ratio: float, adjust: bool) -> tuple[int, int]:
+def _size(budget: int, ratio: float) -> tuple[int, int]:
+    """Round both sides down, then add or take 16 on one where this comes closer to the budget."""
     width = max(MULTIPLE, math.floor(math.sqrt(budget * ratio) / MULTIPLE) * MULTIPLE)
     height = max(MULTIPLE, budget // width // MULTIPLE * MULTIPLE)
     candidates = [(height, width)]
-    if adjust:
-        for step in (MULTIPLE, -MULTIPLE):
-            candidates += [(height + step, width), (height, width + step)]
+    for step in (MULTIPLE, -MULTIPLE):
+        candidates += [(height + step, width), (height, width + step)]
     whole = [size for size in candidates if min(size) >= MULTIPLE]
     return min(whole, key=lambda size: abs(size[0] * size[1] - budget))
 
@@ -92,10 +86,8 @@ class Bucket:
 class BucketRule:
     """The chance that a clip that fits enters a bucket, and the clips of a micro-batch on one rank.
 
-    None of a micro-batch size is ``--micro-batch-size`` of the run.
-
-    Raises:
-        ConfigError: the probability lies outside [0, 1], or the batch size below 1.
+    A micro-batch size of None is ``--micro-batch-size`` of the run. A probability outside [0, 1]
+    and a batch size below 1 raise ConfigError.
     """
 
     probability: float
@@ -118,9 +110,8 @@ class BucketRule:
 class BucketPlan:
     """Rules by resolution and number of frames, into whose buckets clips are put.
 
-    Raises:
-        ConfigError: no clip could enter a bucket, a resolution has an unknown form, or a length is
-            below 1.
+    ConfigError is raised where no clip could enter a bucket, a resolution has an unknown form, or a
+    length is below 1.
     """
 
     rules: Mapping[str, Mapping[int, BucketRule]]
@@ -140,23 +131,10 @@ class BucketPlan:
                 'probability above 0, such as {"256px": {"17": 1.0}}.'
             )
 
-    @property
-    def resolutions(self) -> tuple[str, ...]:
-        """Return the resolutions from large to small."""
-        return tuple(sorted(self.rules, key=pixel_budget, reverse=True))
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Return the numbers of frames that occur, ascending."""
-        return tuple(sorted({frames for lengths in self.rules.values() for frames in lengths}))
-
     def as_dict(self) -> dict[str, dict[str, list[float | None]]]:
         """Return the plan as `parse_plan` takes it."""
         return {
-            resolution: {
-                str(frames): [rule.probability, rule.micro_batch_size]
-                for frames, rule in lengths.items()
-            }
+            resolution: {str(n): [x.probability, x.micro_batch_size] for n, x in lengths.items()}
             for resolution, lengths in self.rules.items()
         }
 
@@ -165,13 +143,10 @@ class BucketPlan:
 
 
 def parse_plan(given: Any) -> BucketPlan:
-    """Return a plan from JSON, parsed or as text.
+    """Return a plan from JSON, parsed or as text; raise ConfigError where it has another form.
 
     ``{"256px": {"17": [probability, micro_batch_size]}}``; the micro-batch size may be null or left
     out, and a probability may stand by itself: ``{"256px": {"17": 1.0}}``.
-
-    Raises:
-        ConfigError: it has another form, or see `BucketPlan`.
     """
     try:
         tree = json.loads(given, parse_constant=_refuse) if isinstance(given, str) else given
@@ -249,18 +224,18 @@ def available_frames(clip: ClipShape, fps_cap: int) -> int:
 
 
 def assign(
-    clip: ClipShape, plan: BucketPlan, number: int, *, seed: int, epoch: int = 0, fps_cap: int = 24
+    clip: ClipShape, plan: BucketPlan, number: int, *, seed: int, fps_cap: int = 24
 ) -> Bucket | Drop:
     """Return the bucket of a clip, or why it has none.
 
     Resolutions are tried from large to small. Within one, a video takes the longest bucket that it
     fills, an image the one of a single frame; where the draw against its probability fails, the
-    next resolution is tried. Seed, epoch and the clip's number in its list decide the draws.
+    next resolution is tried. Seed and the clip's number in its list decide the draws.
     """
-    draws = np.random.Generator(np.random.PCG64((seed, epoch, number)))
+    draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap)
     reason = Drop.TOO_SMALL
-    for resolution in plan.resolutions:
+    for resolution in sorted(plan.rules, key=pixel_budget, reverse=True):
         # One draw for each resolution, taken or not: adding a bucket moves no other draw.
         draw = float(draws.random())
         if clip.height * clip.width < SMALLEST_SHARE * pixel_budget(resolution):
@@ -276,23 +251,9 @@ def assign(
     return reason
 
 
-def first_frame(
-    clip: ClipShape, num_frames: int, number: int, *, seed: int, epoch: int, fps_cap: int
-) -> int:
-    """Return the frame of the file at which a random crop of a bucket's length begins.
-
-    It is drawn from ``(seed, epoch, clip)``, so that loader processes do not repeat each other's
-    crops.
-    """
+def first_frame(clip: ClipShape, num_frames: int, number: int, *, seed: int, fps_cap: int) -> int:
+    """Return the frame of the file at which a random crop of a bucket's length begins."""
     interval = subsampling(clip.fps, fps_cap)[0]
     spare = available_frames(clip, fps_cap) - num_frames
-    draws = np.random.Generator(np.random.PCG64((seed, epoch, number, 1)))
+    draws = np.random.Generator(np.random.PCG64((seed, 0, number, 1)))
     return interval * int(draws.integers(spare + 1))
-
-
-def explain(dropped: Iterable[Drop], total: int) -> list[str]:
-    """Return one line for each reason, most frequent first; none where nothing was dropped."""
-    return [
-        f"{count} of {total} clips dropped: the clip {reason.value}."
-        for reason, count in Counter(dropped).most_common()
-    ]

@@ -8,7 +8,7 @@ import math
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,15 @@ from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.encode import PlannedClip, reference_names
-from megatron_ext.video.data.geometry import BucketPlan, subsampling
+from megatron_ext.video.data.geometry import Bucket, BucketPlan, subsampling
 from megatron_ext.video.data.text_encoders import TextEncoder
 
 
 @dataclass(frozen=True)
 class VideoPreprocessOptions:
-    """The options of one run of tools/preprocess_video.py.
+    """The options of one run of tools/preprocess_video.py; see its ``--help``.
 
-    Attributes:
-        input: jsonl, csv or folder; see `clips.read_list`.
-        clips_per_shard: at most; also what a killed run can lose for each worker.
-        device: ``cpu`` or ``cuda``; with cuda, workers take the GPUs in turn.
-
-    Raises:
-        ConfigError: a value is out of range.
+    A value out of range raises ConfigError.
     """
 
     input: str
@@ -58,13 +52,12 @@ class VideoPreprocessOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, range_ in (("workers", PROCESSES), ("clips_per_shard", COUNT)):
-            rule = range_.broken_rule(getattr(self, name))
-            if rule is not None:
-                flag = name.replace("_", "-")
-                raise ConfigError(
-                    f"`--{flag}` ({getattr(self, name)}) {rule}; leave it out for the default."
-                )
+        for flag, value, numbers in (
+            ("workers", self.workers, PROCESSES),
+            ("clips-per-shard", self.clips_per_shard, COUNT),
+        ):
+            if rule := numbers.broken_rule(value):
+                raise ConfigError(f"`--{flag}` ({value}) {rule}; leave it out for the default.")
         if self.storage not in shards.STORAGES:
             raise ConfigError(
                 f"`--storage` ({self.storage}) must be one of {', '.join(shards.STORAGES)}."
@@ -87,11 +80,8 @@ def make_manifest(
         for b in sorted({p.bucket for p in planned})
     ]
     # Samples take the frame rate of most videos too.
-    rates = [
-        subsampling(p.shape.fps, options.encode.fps_cap)[1]
-        for p in planned
-        if p.bucket.num_frames > 1
-    ]
+    cap = options.encode.fps_cap
+    rates = [subsampling(p.shape.fps, cap)[1] for p in planned if p.bucket.num_frames > 1]
     about = {
         "format": shards.FORMAT,
         "codec": codec.identity,
@@ -109,14 +99,15 @@ def make_manifest(
     }
     inputs = [[asdict(clip), *_stamp(clip.path)] for clip in clips]
     models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
-    weights = [
-        _stamp(path)
-        for model in models
-        if model
-        for path in sorted(path for path in Path(model).rglob("*") if path.is_file())
-    ]
+    files = [sorted(Path(model).rglob("*")) for model in models if model]
+    weights = [_stamp(path) for model in files for path in model if path.is_file()]
     deciding = json.dumps([about, options.clips_per_shard, inputs, weights], sort_keys=True)
     return {**about, "fingerprint": hashlib.sha256(deciding.encode()).hexdigest()}
+
+
+def buckets_of(manifest: Mapping[str, Any]) -> list[Bucket]:
+    """Return the buckets by their numbers."""
+    return [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
 
 
 def _stamp(path: str | Path) -> list[int]:
@@ -128,11 +119,7 @@ def _stamp(path: str | Path) -> list[int]:
 
 
 def refuse_other_data(folder: Path, fingerprint: str) -> None:
-    """Refuse to overwrite a dataset, or the finished shards of a killed run, by other data.
-
-    Raises:
-        DataError: the folder holds some.
-    """
+    """Raise DataError where other data would replace a dataset, or a killed run's shards."""
     for path in [folder / "manifest.json", *sorted(folder.glob("shard_*.json"))]:
         if path.exists() and shards.read_json(path).get("fingerprint") != fingerprint:
             raise DataError(
@@ -220,8 +207,7 @@ def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | Non
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read ``manifest.json``, which says what the shards of a folder hold.
 
-    Raises:
-        DataError: it is missing, damaged, of another format, or lacks a part.
+    Where it is missing, damaged, of another format, or lacks a part, DataError is raised.
     """
     path = folder / "manifest.json"
     manifest = shards.read_json(path)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +41,7 @@ from megatron_ext.video.data.encode import (
 from megatron_ext.video.data.geometry import Bucket, Drop, parse_plan
 from megatron_ext.video.data.manifest import (
     VideoPreprocessOptions,
+    buckets_of,
     finished,
     make_manifest,
     refuse_other_data,
@@ -60,11 +61,7 @@ class _Part:
 
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
-    """Encode a list of clips into a dataset.
-
-    Raises:
-        ConfigError, DataError: one sentence each; finished shards are kept for the next try.
-    """
+    """Encode a list of clips into a dataset; after an error finished shards are kept."""
     start = time.monotonic()
     folder, device = Path(options.output), torch.device(options.device)
     codec = build_codec(options.codec, device, options.encode.clip_seed)
@@ -77,14 +74,17 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
     text_encoder = build_text_encoder(options.text_encoder, device)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", timeout=0), _one_thread():
+        with FileLock(folder / ".lock", timeout=0), ExitStack() as stack:
+            # As in worker processes: sums in another order would give other bytes.
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             manifest = make_manifest(options, clips, planned, codec, text_encoder)
             refuse_other_data(folder, manifest["fingerprint"])
             for half_written in folder.glob("*.writing.*"):
                 half_written.unlink()
             null = text_encoder.encode([""])
             shards.write_null(folder, null[0][0], null[1][0], options.storage)
-            parts = _parts(planned, options.clips_per_shard, manifest["buckets"])
+            parts = _parts(planned, options.clips_per_shard, buckets_of(manifest))
             encoders = [ClipEncoder(options.encode, codec, text_encoder)]
             # Worker processes load their own models: the list is emptied before they start, and
             # must hold the only reference.
@@ -104,41 +104,27 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
     for line in report(dropped, len(clips)):
         say(line)
     kept, seconds = sum(marker["clips"] for marker in markers.values()), time.monotonic() - start
-    say(
-        f"{kept} clips in {len(parts)} shards, {len(dropped)} dropped, in {seconds:.1f} s -> "
-        f"{options.output}"
-    )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Encode as worker processes do: sums in another order would give other bytes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    counts = f"{kept} clips in {len(parts)} shards, {len(dropped)} dropped"
+    say(f"{counts}, in {seconds:.1f} s -> {options.output}")
 
 
 def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
     """Return a function that says how far a run is, every five seconds at most."""
-    start = time.monotonic()
-    last = [start]
+    start = last = time.monotonic()
 
     def tick(done: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - last[0] >= 5:
-            last[0] = now
+        if now - last >= 5:
+            last = now
             left = (total - done) * (now - start) / max(done, 1)
             say(f"{what} {done} of {total} clips, {done / (now - start):.1f}/s, ETA {left:.0f} s")
 
     return tick
 
 
-def _parts(planned: list[PlannedClip], size: int, buckets: Sequence[dict[str, Any]]) -> list[_Part]:
-    numbers = {Bucket(**entry["shape"]): i for i, entry in enumerate(buckets)}
-    parts = []
+def _parts(planned: list[PlannedClip], size: int, buckets: Sequence[Bucket]) -> list[_Part]:
+    numbers, parts = {bucket: i for i, bucket in enumerate(buckets)}, []
     for start in range(0, len(planned), size):
         clips = planned[start : start + size]
         of_clips = [numbers[p.bucket] for p in clips]
@@ -154,13 +140,12 @@ def _encode_parts(
     say: Say,
 ) -> dict[str, dict[str, Any]]:
     """Return the markers of all shards by name, those of an earlier try first."""
-    folder, markers, todo = Path(options.output), {}, []
-    for part in parts:
-        marker = finished(folder, part.name, len(part.clips), manifest)
-        if marker is None:
-            todo.append(part)
-        else:
-            markers[part.name] = marker
+    found = {
+        part.name: finished(Path(options.output), part.name, len(part.clips), manifest)
+        for part in parts
+    }
+    markers = {name: marker for name, marker in found.items() if marker is not None}
+    todo = [part for part in parts if part.name not in markers]
     if markers:
         say(f"{len(markers)} of {len(parts)} shards were finished before.")
     tick = _ticker("Encoded", sum(len(part.clips) for part in todo), say)
@@ -315,11 +300,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
-    """Turn a command line into options.
-
-    Raises:
-        ConfigError: a flag is unknown or cannot be honoured, or the bucket plan is empty.
-    """
+    """Turn a command line into options; raise ConfigError where a flag cannot be honoured."""
     values = vars(_parser().parse_args(list(argv)))
     given = values.pop("buckets")
     if not given.lstrip().startswith("{"):
@@ -338,11 +319,7 @@ def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line.
-
-    Returns:
-        The exit code: 0, 1 for bad input, 2 for bad flags, 130 when interrupted.
-    """
+    """Run one command line; return 0, 1 for bad input, 2 for bad flags, 130 when interrupted."""
     try:
         preprocess(parse_options(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

@@ -61,10 +61,9 @@ def sample_numbers(
 def draw_normals(
     seed: int, samples: Sequence[int], purpose: str, count: int | None = None
 ) -> Tensor:
-    """Return a standard normal number for each sample, or ``count``, of which it is the first.
+    """Return a standard normal number for each sample, ``[b]`` float32.
 
-    Returns:
-        ``[b]`` or ``[b, count]``, float32.
+    With ``count`` they are ``[b, count]``, of which it is the first.
     """
     drawn = [generator(seed, sample, purpose).standard_normal(count or 1) for sample in samples]
     numbers = torch.from_numpy(np.stack(drawn)).float()
@@ -95,10 +94,7 @@ def draw_microbatch(
 ) -> Randomness:
     """Return all random decisions about a micro-batch of latents of shape (c, t, h, w).
 
-    ``samples`` are the numbers of its clips in the run.
-
-    Raises:
-        ConfigError: no condition mode fits clips of t latent frames.
+    ``samples`` are the numbers of its clips in the run; errors are those of `draw_modes`.
     """
     return Randomness(
         noise=draw_noise(seed, samples, shape),

@@ -35,9 +35,7 @@ class BucketSteps:
     shapes differ in a step; the rest that fills no unit is left out, another one in each epoch. A
     seed of None keeps the order of the data.
 
-    Raises:
-        ConfigError: ``mixed`` is set with pipeline stages.
-        DataError: no bucket fills a step.
+    ``mixed`` with pipeline stages raises ConfigError, and DataError buckets that fill no step.
     """
 
     buckets: Mapping[Bucket, Members]
@@ -55,10 +53,7 @@ class BucketSteps:
                 "each step."
             )
         self._per_step = self.num_ranks * self.num_microbatches
-        self._units = {
-            bucket: len(members.clips) // self._unit(members)
-            for bucket, members in self.buckets.items()
-        }
+        self._units = {b: len(m.clips) // self._unit(m) for b, m in self.buckets.items()}
         units = sum(self._units.values())
         self.steps_per_epoch = units // self._per_step if self.mixed else units
         if not self.steps_per_epoch:
@@ -77,16 +72,10 @@ class BucketSteps:
     @property
     def left_out(self) -> dict[Bucket, int]:
         """Return the clips of each bucket that an epoch leaves out because they fill no unit."""
-        return {
-            bucket: len(members.clips) % self._unit(members)
-            for bucket, members in self.buckets.items()
-        }
+        return {b: len(m.clips) % self._unit(m) for b, m in self.buckets.items()}
 
     def microbatches(self, step: int, rank: int) -> list[tuple[Bucket, list[int]]]:
-        """Return bucket and clip numbers of each micro-batch of a data-parallel rank.
-
-        The step is counted from the beginning of the run.
-        """
+        """Return bucket and clips of a rank's micro-batches in a step, counted from the first."""
         epoch, step = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._order, self._epoch = self._shuffled_units(epoch), epoch
@@ -100,11 +89,8 @@ class BucketSteps:
 
     def num_samples(self, step: int) -> int:
         """Return the clips of a step on all ranks together."""
-        return sum(
-            len(clips)
-            for rank in range(self.num_ranks)
-            for _, clips in self.microbatches(step, rank)
-        )
+        ranks = (self.microbatches(step, rank) for rank in range(self.num_ranks))
+        return sum(len(clips) for of_rank in ranks for _, clips in of_rank)
 
     def _shuffled_units(self, epoch: int) -> list[tuple[Bucket, list[int]]]:
         units = []
@@ -117,9 +103,8 @@ class BucketSteps:
         return [units[i] for i in self._shuffled(len(units), epoch, 0).tolist()]
 
     def _shuffled(self, count: int, epoch: int, purpose: int) -> NDArray[np.int64]:
-        if self.seed is None:
-            return np.arange(count)
-        return shuffled(count, self.seed, epoch, purpose)
+        seed = self.seed
+        return np.arange(count) if seed is None else shuffled(count, seed, epoch, purpose)
 
 
 @dataclass(frozen=True)
@@ -139,14 +124,6 @@ class Geometry:
         return self.num_text + self.num_image
 
 
-@dataclass(frozen=True)
-class PlannedBatch:
-    """A micro-batch before it is read: its clips' numbers in the dataset, and in the run."""
-
-    clips: list[int]
-    samples: range
-
-
 class VideoPlan:
     """The micro-batches of each step, counted from the beginning of the run.
 
@@ -164,12 +141,10 @@ class VideoPlan:
         """Return the micro-batches of each data-parallel rank, the same in all steps."""
         return self.steps.num_microbatches
 
-    def num_samples(self, step: int) -> int:
-        """Return the clips of a step on all ranks together."""
-        return self.steps.num_samples(step)
-
-    def microbatches(self, step: int, rank: int, first_sample: int) -> list[PlannedBatch]:
-        """Return the micro-batches of one data-parallel rank in a step of the run.
+    def microbatches(
+        self, step: int, rank: int, first_sample: int
+    ) -> list[tuple[list[int], range]]:
+        """Return the clips of each micro-batch of a rank, by number in the dataset and in the run.
 
         ``first_sample`` is the number in the run of the first clip of the step, over all ranks.
         """
@@ -179,7 +154,7 @@ class VideoPlan:
             for other, of_rank in enumerate(ranks):
                 _, clips = of_rank[number]
                 if other == rank:
-                    planned.append(PlannedBatch(clips, range(first, first + len(clips))))
+                    planned.append((clips, range(first, first + len(clips))))
                 first += len(clips)
         return planned
 

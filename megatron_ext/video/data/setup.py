@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.rules.optimizer import optimizer_errors, with_warmup
@@ -53,16 +53,9 @@ from megatron_ext.video.step import FlowMicrobatch
 
 
 def open_videos(config: RunConfig, path: str) -> VideoClips:
-    """Open the clips of a folder, or of a list of clips with ``--online-encoding``.
-
-    Raises:
-        ConfigError, DataError: see `ShardedVideos` and `open_online`.
-    """
-    video, encoding = config.section(VideoConfig), None
-    if video.online_encoding:
-        encoding = tuple(
-            config.section(kind) for kind in (CodecConfig, TextEncoderConfig, EncodeConfig)
-        )
+    """Open the clips of a folder, or of a list of clips with ``--online-encoding``."""
+    video, kinds = config.section(VideoConfig), (CodecConfig, TextEncoderConfig, EncodeConfig)
+    encoding = tuple(config.section(x) for x in kinds) if video.online_encoding else None
     return _opened(path, video.video_buckets, encoding)
 
 
@@ -73,8 +66,7 @@ def _opened(path: str, buckets: str | None, encoding: tuple[Any, ...] | None) ->
     if encoding is None:
         return ShardedVideos(path, plan)
     assert plan is not None
-    options = VideoPreprocessOptions(path, "", plan, *encoding)
-    return open_online(options, tell=_is_first_rank())
+    return open_online(VideoPreprocessOptions(path, "", plan, *encoding), tell=_is_first_rank())
 
 
 def _is_first_rank() -> bool:
@@ -83,20 +75,16 @@ def _is_first_rank() -> bool:
 
 def manifest_of(config: RunConfig) -> dict[str, Any]:
     """Return the manifest of the training data; clips that are encoded already are not opened."""
-    video = config.section(VideoConfig)
-    path = str(video.video_data_path)
-    return (
-        open_videos(config, path).manifest if video.online_encoding else read_manifest(Path(path))
-    )
+    path = str(config.section(VideoConfig).video_data_path)
+    online = config.section(VideoConfig).online_encoding
+    return open_videos(config, path).manifest if online else read_manifest(Path(path))
 
 
-def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
+def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
-    video = config.section(VideoConfig)
-    path = str(video.video_data_path)
-    if video.online_encoding:
-        return open_videos(config, path).null_text
-    return read_null(Path(path), read_manifest(Path(path)))
+    path = str(config.section(VideoConfig).video_data_path)
+    online = config.section(VideoConfig).online_encoding
+    return open_videos(config, path).null_text if online else read_null(Path(path), manifest)
 
 
 @dataclass(frozen=True)
@@ -109,11 +97,7 @@ class VideoSplit:
 
 
 def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
-    """Open a folder and plan its steps.
-
-    Raises:
-        ConfigError, DataError: see `ShardedVideos`, `BucketSteps`, `parse_plan`.
-    """
+    """Open a folder and plan its steps; errors are those of `open_videos` and `BucketSteps`."""
     clips = open_videos(config, folder)
     micro_batch_size, batch = config.training.batch_sizes
     replicas = config.parallel.data_parallel_size
@@ -135,10 +119,7 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
         padding = -(text + image) % network.sequence_multiple
         geometries[bucket] = Geometry(shape, text + padding, image)
     per_step = batch // micro_batch_size
-    units = {
-        str(bucket): [len(held.clips), held.micro_batch_size * per_step]
-        for bucket, held in members.items()
-    }
+    units = {str(b): [len(m.clips), m.micro_batch_size * per_step] for b, m in members.items()}
     deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
     identity = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
     return VideoSplit(folder, clips, VideoPlan(steps, geometries, identity))
@@ -161,8 +142,7 @@ def build_video_datasets(
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     """Open the data, check that it fits the run, and fill in what it decides; see `Task.preflight`.
 
-    Raises:
-        ConfigError, DataError: the data is not whole or does not fit the flags.
+    Data that is not whole or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
     manifest = open_videos(config, str(video.video_data_path)).manifest
@@ -210,8 +190,9 @@ def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerC
 
 def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
     """Check that every reference for which a mode may ask has been encoded."""
+    lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
+    known = split.clips.manifest["references"]
     for mode in conditions.modes:
-        lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
         for t in lengths:
             try:
                 wanted = sections(mode, t, conditions)
@@ -219,12 +200,12 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
                 continue  # such clips are never drawn for this mode
             for section in wanted:
                 name = reference_name("tail" if section.start else "head", section.length)
-                if name not in split.clips.manifest["references"]:
+                if name not in known:
                     raise ConfigError(
-                        f"`--{mode.replace('_', '-')}-weight` ({conditions.weight(mode)}) "
-                        f"needs references of {section.length} latent frame(s), but the data has "
-                        f"{', '.join(split.clips.manifest['references']) or 'none'}; preprocess "
-                        f"it with `--reference-lengths {section.length}`, or set the weight to 0."
+                        f"`--{mode.replace('_', '-')}-weight` ({conditions.weight(mode)}) needs "
+                        f"references of {section.length} latent frame(s), but the data has "
+                        f"{', '.join(known) or 'none'}; preprocess it with `--reference-lengths "
+                        f"{section.length}`, or set the weight to 0."
                     )
 
 
@@ -232,24 +213,22 @@ def planned_clips(config: RunConfig) -> list[Clip]:
     """Return the buckets of the training data that fill steps; see `Task.clips`."""
     path = str(config.section(VideoConfig).video_data_path)
     plan, patch = open_split(config, path, shuffle=False).plan, network_of(config).patch_size
-    steps, found = plan.steps, []
+    sizes = {bucket: held.micro_batch_size for bucket, held in plan.steps.buckets.items()}
     units = {
-        bucket: (len(held.clips) - steps.left_out[bucket]) // held.micro_batch_size
-        for bucket, held in steps.buckets.items()
+        bucket: (len(held.clips) - plan.steps.left_out[bucket]) // sizes[bucket]
+        for bucket, held in plan.steps.buckets.items()
     }
-    for bucket, count in sorted(units.items()):
-        geometry = plan.geometries[bucket]
-        if count:
-            found.append(
-                Clip(
-                    str(bucket),
-                    *grid(geometry.shape[1:], patch),
-                    num_text=geometry.num_text,
-                    micro_batch_size=steps.buckets[bucket].micro_batch_size,
-                    share=count / sum(units.values()),
-                )
-            )
-    return found
+    return [
+        Clip(
+            str(bucket),
+            *grid(plan.geometries[bucket].shape[1:], patch),
+            num_text=plan.geometries[bucket].num_text,
+            micro_batch_size=sizes[bucket],
+            share=count / sum(units.values()),
+        )
+        for bucket, count in sorted(units.items())
+        if count
+    ]
 
 
 def bucket_table(split: VideoSplit) -> str:
@@ -264,16 +243,11 @@ def bucket_table(split: VideoSplit) -> str:
     return "\n".join([f"> buckets, {steps.steps_per_epoch} steps an epoch:", *lines])
 
 
-class _ClipsOfSteps(Sampler[list[int]]):
-    """Clip numbers of the micro-batches of a data-parallel rank, from a step on; never ends."""
-
-    def __init__(self, plan: VideoPlan, dp_rank: int, first_step: int) -> None:
-        self._plan, self._dp_rank, self._first_step = plan, dp_rank, first_step
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in itertools.count(self._first_step):
-            for planned in self._plan.microbatches(step, self._dp_rank, 0):
-                yield planned.clips
+def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
+    """Yield the clips of a data-parallel rank's micro-batches, from a step on, without end."""
+    for step in itertools.count(first_step):
+        for _, clips in steps.microbatches(step, dp_rank):
+            yield clips
 
 
 def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) -> VideoBatch:
@@ -285,14 +259,12 @@ def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) ->
     about: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
     # Ahead of the tensors, since clips differ in size, and short ones have fewer references.
     torch.distributed.broadcast_object_list(about, group=group, group_src=0)
-    got = {}
     for name, (shape, dtype) in about[0].items():
-        if batch is not None:
-            got[name] = tensors[name].contiguous()
-        else:
-            got[name] = torch.empty(shape, dtype=dtype, device=device)
-        torch.distributed.broadcast(got[name], group=group, group_src=0)
-    return VideoBatch.from_tensors(got)
+        if batch is None:
+            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        tensors[name] = tensors[name].contiguous()
+        torch.distributed.broadcast(tensors[name], group=group, group_src=0)
+    return VideoBatch.from_tensors(tensors)
 
 
 EVALUATION_SEED = 1 << 32
@@ -319,7 +291,7 @@ class VideoSource(BatchSource):
         if run.context.tp_rank == 0:
             loader: Any = DataLoader(
                 split.clips,
-                batch_sampler=_ClipsOfSteps(split.plan, run.context.dp_rank, first_step),
+                batch_sampler=_clips_of_steps(split.plan.steps, run.context.dp_rank, first_step),
                 num_workers=num_workers,
                 collate_fn=partial(collate, patch=patch, multiple=network.sequence_multiple),
                 pin_memory=run.device.type == "cuda",
@@ -342,14 +314,14 @@ class VideoSource(BatchSource):
         """Return the micro-batches of the next step."""
         context = self._context
         planned = self.video_plan.microbatches(self._coming, context.dp_rank, self._consumed)
-        self._consumed += self.video_plan.num_samples(self._coming)
+        self._consumed += self.video_plan.steps.num_samples(self._coming)
         self._coming += 1
         return [
             self._build(
                 _on_all_ranks(next(self._batches), self._device, context.pgs.tp),
-                batch.samples if self._training else batch.clips,
+                samples if self._training else clips,
             )
-            for batch in planned
+            for clips, samples in planned
         ]
 
 

@@ -27,6 +27,7 @@ from megatron_ext.video.data.encode import VideoSample
 
 FORMAT = 1
 STORAGES = ("float32", "bfloat16")
+_FIELDS = ("latents", "text", "pooled", "geometry", "caption")
 _GEOMETRY = 6
 ADVICE = "make it with tools/preprocess_video.py"
 
@@ -46,11 +47,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a manifest or the marker of a shard.
-
-    Raises:
-        DataError: it is missing, damaged, or of another format.
-    """
+    """Read a manifest or a shard's marker; raise DataError where it is of no use."""
     try:
         content = json.loads(path.read_bytes())
         found = content["format"]
@@ -85,14 +82,13 @@ class ShardWriter:
 
     def __init__(self, folder: Path, name: str, references: Sequence[str], storage: str) -> None:
         self._folder, self._name, self._storage = folder, name, storage
-        self._fields = ("latents", "text", "pooled", "geometry", "caption", *references)
         self._references = references
         self._writers: dict[str, IndexedWriter] = {}
 
     def __enter__(self) -> ShardWriter:
         (self._folder / f"{self._name}.json").unlink(missing_ok=True)
         with ExitStack() as opened:
-            for field in self._fields:
+            for field in (*_FIELDS, *self._references):
                 prefix = self._folder / f"{self._name}_{field}"
                 writer = IndexedWriter(prefix, dtype_of(field, self._storage))
                 self._writers[field] = opened.enter_context(writer)
@@ -104,18 +100,12 @@ class ShardWriter:
 
     def add(self, sample: VideoSample, bucket: int) -> None:
         """Append one clip of the bucket of this number."""
-        values = {
-            "latents": to_storage(sample.latents, self._storage),
-            "text": to_storage(sample.text, self._storage),
-            "pooled": to_storage(sample.pooled, self._storage),
-            "geometry": np.array(
-                [bucket, *sample.latents.shape[1:], sample.fps, sample.number], np.int32
-            ),
-            "caption": np.frombuffer(sample.caption.encode(), np.uint8),
-        }
-        for name in self._references:
-            piece = sample.references.get(name, torch.zeros(0))
-            values[name] = to_storage(piece, self._storage)
+        tensors = {"latents": sample.latents, "text": sample.text, "pooled": sample.pooled}
+        tensors |= {name: sample.references.get(name, torch.zeros(0)) for name in self._references}
+        values = {name: to_storage(tensor, self._storage) for name, tensor in tensors.items()}
+        geometry = [bucket, *sample.latents.shape[1:], sample.fps, sample.number]
+        values["geometry"] = np.array(geometry, np.int32)
+        values["caption"] = np.frombuffer(sample.caption.encode(), np.uint8)
         for field, value in values.items():
             self._writers[field].add_document(value, [value.size])
 
@@ -150,8 +140,7 @@ class Field:
     def read(self, first: int, last: int) -> NDArray[Any]:
         """Return the values of the clips from ``first`` to before ``last``, flat.
 
-        Raises:
-            DataError: the file has been cut or removed since it was opened.
+        A file that was cut or removed since it was opened raises DataError.
         """
         begin, end = int(self.begins[first]), int(self.begins[last])
         path = bin_path(self.prefix)
@@ -170,8 +159,7 @@ class Field:
     def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
         """Return one clip's values as they are stored, in a shape, of which one side may be -1.
 
-        Raises:
-            DataError: their number does not fit.
+        Another number of values raises DataError.
         """
         values = self[row]
         tensor = torch.from_numpy(values)
@@ -189,16 +177,14 @@ class Field:
 class Shard:
     """One shard of a dataset; clips are numbered from 0.
 
-    Raises:
-        DataError: a file is missing, damaged, or does not belong to the others.
+    A file that is missing, damaged, or does not belong to the others raises DataError.
     """
 
     def __init__(self, folder: Path, name: str, manifest: dict[str, Any], clips: int) -> None:
         self._manifest = manifest
-        storage = manifest["storage"]
-        names = ("latents", "text", "pooled", "geometry", "caption", *manifest["references"])
         self.fields = {
-            field: Field(folder / f"{name}_{field}", dtype_of(field, storage)) for field in names
+            field: Field(folder / f"{name}_{field}", dtype_of(field, manifest["storage"]))
+            for field in (*_FIELDS, *manifest["references"])
         }
         for field, held in self.fields.items():
             if len(held) != clips:
@@ -217,11 +203,7 @@ class Shard:
         return len(self.fields["geometry"])
 
     def buckets(self) -> NDArray[np.int64]:
-        """Return the number of each clip's bucket, ``[n]``.
-
-        Raises:
-            DataError: a number has no bucket in the manifest.
-        """
+        """Return the number of each clip's bucket, ``[n]``; all must be in the manifest."""
         geometry = self.fields["geometry"]
         numbers = geometry.read(0, len(self)).reshape(-1, _GEOMETRY)[:, 0].astype(np.int64)
         known = len(self._manifest["buckets"])
@@ -238,25 +220,20 @@ class Shard:
         return self._manifest["latent_channels"], t, h, w
 
     def sample(self, row: int) -> VideoSample:
-        """Read one clip from its files.
-
-        Raises:
-            DataError: a file was changed since it was opened, or its numbers do not fit.
-        """
+        """Read one clip; raise DataError where a file has changed or its numbers do not fit."""
         manifest, storage, fields = self._manifest, self._manifest["storage"], self.fields
         _, t, h, w, fps, number = (int(value) for value in fields["geometry"][row])
         channels = manifest["latent_channels"]
-        references = {
-            name: fields[name].shaped(row, storage, channels, -1, h, w)
-            for name in manifest["references"]
-            if fields[name].begins[row + 1] > fields[name].begins[row]
-        }
         length, width = manifest["text_length"], manifest["text_width"]
         return VideoSample(
             latents=fields["latents"].shaped(row, storage, channels, t, h, w),
             text=fields["text"].shaped(row, storage, length, width),
             pooled=fields["pooled"].shaped(row, storage, manifest["pooled_width"]),
-            references=references,
+            references={
+                name: fields[name].shaped(row, storage, channels, -1, h, w)
+                for name in manifest["references"]
+                if fields[name].begins[row + 1] > fields[name].begins[row]
+            },
             fps=fps,
             number=number,
             caption=fields["caption"][row].tobytes().decode(errors="replace"),
@@ -272,18 +249,11 @@ def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None
 
 
 def read_null(folder: Path, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Read the encoded empty caption, ``[l, d]`` and ``[e]``.
-
-    Raises:
-        DataError: it is missing, damaged, or of other sizes.
-    """
+    """Read the encoded empty caption, ``[l, d]`` and ``[e]``; raise DataError where it is bad."""
     storage = manifest["storage"]
-    shapes = {
-        "text": (manifest["text_length"], manifest["text_width"]),
-        "pooled": (manifest["pooled_width"],),
-    }
-    text, pooled = (
-        Field(folder / f"null_{name}", dtype_of(name, storage)).shaped(0, storage, *shape)
-        for name, shape in shapes.items()
-    )
-    return text, pooled
+
+    def read(name: str, *sizes: str) -> Tensor:
+        field = Field(folder / f"null_{name}", dtype_of(name, storage))
+        return field.shaped(0, storage, *(manifest[size] for size in sizes))
+
+    return read("text", "text_length", "text_width"), read("pooled", "pooled_width")

@@ -1,7 +1,6 @@
 """Text encoders by configuration or by manifest: hashed words, and models of transformers.
 
-Models come from local folders, nothing from a hub. MMDiTs take their text from T5 and CLIP, Wan's
-networks from UMT5.
+MMDiTs take their text from T5 and CLIP, Wan's networks from UMT5.
 """
 
 from __future__ import annotations
@@ -29,16 +28,13 @@ class TextEncoder(Protocol):
     """The part of a text encoder that preprocessing, online encoding and sampling need.
 
     A caption becomes ``length`` rows of ``width`` features, and ``pooled_width`` pooled ones, or 0.
+    ``identity`` is what decides the embeddings; it is stored with them and compared.
     """
 
     length: int
     width: int
     pooled_width: int
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return what decides the embeddings; it is stored with them and compared."""
-        ...
+    identity: dict[str, Any]
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return embeddings ``[n, l, d]`` and pooled ``[n, e]`` float32; "" is the null text."""
@@ -59,11 +55,8 @@ class HashedWords:
     def __init__(self, config: TextEncoderConfig) -> None:
         self.length = config.text_length
         self.width, self.pooled_width = config.text_width, config.pooled_width
-
-    @property
-    def identity(self) -> dict[str, Any]:
         sizes = {"length": self.length, "width": self.width, "pooled_width": self.pooled_width}
-        return {"text_encoder": HASHED, **sizes}
+        self.identity = {"text_encoder": HASHED, **sizes}
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         rows = torch.zeros(len(captions), self.length, self.width)
@@ -81,10 +74,8 @@ class HashedWords:
 @lru_cache(maxsize=1 << 16)
 def _word_vector(salt: str, word: str, width: int) -> Tensor:
     """Return signs ``[width]`` of variance 1, from the word's hash, the same on every machine."""
-    seed = int.from_bytes(
-        hashlib.blake2b(f"{salt}\0{word}".encode(), digest_size=16).digest(), "big"
-    )
-    raw = np.random.PCG64(seed).random_raw(width)
+    digest = hashlib.blake2b(f"{salt}\0{word}".encode(), digest_size=16).digest()
+    raw = np.random.PCG64(int.from_bytes(digest, "big")).random_raw(width)
     return torch.from_numpy((raw >> np.uint64(63)).astype(np.float32) * 2 - 1)
 
 
@@ -96,7 +87,7 @@ def load_model(
     types: Sequence[str],
     tokenizer_path: str,
 ) -> tuple[Any, Any]:
-    """Load a model of one of some types with its tokenizer, none of its weights made up.
+    """Load a model with its tokenizer, none of its weights made up.
 
     Args:
         model_class: name of its class in transformers.
@@ -151,11 +142,7 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def read_settings(name: str, path: str) -> dict[str, Any]:
-    """Read the config.json of a folder, which the option ``name`` gives.
-
-    Raises:
-        ConfigError: there is none that can be read.
-    """
+    """Read the config.json of a folder, which the option ``name`` gives, or raise ConfigError."""
     try:
         return dict(json.loads((Path(path) / "config.json").read_bytes()))
     except FileNotFoundError:
@@ -173,32 +160,24 @@ class T5AndClip:
     """T5's last hidden states, padded and without attention mask, and CLIP's pooled text vector.
 
     As Open-Sora 2.0 uses them: pad tokens take part in attention, here and in the denoiser.
-
-    Raises:
-        ConfigError: see `load_model`.
     """
 
     def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
         self.length, self.device = config.text_length, device
-        t5_path, clip_path = str(config.t5_path), str(config.clip_path)
-        t5, self._t5_tokenizer = load_model(
-            T5_CLIP, "T5EncoderModel", "t5_path", t5_path, ["t5"], t5_path
+        t5, clip = str(config.t5_path), str(config.clip_path)
+        model, self._t5_tokenizer = load_model(T5_CLIP, "T5EncoderModel", "t5_path", t5, ["t5"], t5)
+        self._t5, self.width = model.to(device), int(model.config.d_model)
+        model, self._clip_tokenizer = load_model(
+            T5_CLIP, "CLIPTextModel", "clip_path", clip, ["clip", "clip_text_model"], clip
         )
-        clip, self._clip_tokenizer = load_model(
-            T5_CLIP, "CLIPTextModel", "clip_path", clip_path, ["clip", "clip_text_model"], clip_path
-        )
-        self._t5, self._clip = t5.to(device), clip.to(device)
-        self.width = int(t5.config.d_model)
-        self.pooled_width = int(clip.config.hidden_size)
-        self._clip_length = int(clip.config.max_position_embeddings)
-        self._settings = {
-            "t5": public(read_settings("t5_path", t5_path)),
-            "clip": public(read_settings("clip_path", clip_path)),
+        self._clip, self.pooled_width = model.to(device), int(model.config.hidden_size)
+        self._clip_length = int(model.config.max_position_embeddings)
+        self.identity = {
+            "text_encoder": T5_CLIP,
+            "length": self.length,
+            "t5": public(read_settings("t5_path", t5)),
+            "clip": public(read_settings("clip_path", clip)),
         }
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"text_encoder": T5_CLIP, "length": self.length, **self._settings}
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -217,30 +196,21 @@ class UMT5:
     wrong encoding: character references such as ``&amp;`` are resolved, twice, and runs of white
     space become one space. So embeddings do not depend on what is installed. The tokenizer lies in
     the folder of the model, or, as in the folder of a pipeline of diffusers, in ``../tokenizer``.
-
-    Raises:
-        ConfigError: see `load_model`.
     """
 
     pooled_width = 0
 
     def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
-        path, sibling = (
-            str(config.t5_path),
-            Path(str(config.t5_path)).resolve().parent / "tokenizer",
-        )
-        self.length, self.device = config.text_length, device
+        path, self.length, self.device = str(config.t5_path), config.text_length, device
+        sibling = Path(path).resolve().parent / "tokenizer"
         own = (Path(path) / "tokenizer_config.json").is_file() or not sibling.is_dir()
         model, self._tokenizer = load_model(
             UMT5_NAME, "UMT5EncoderModel", "t5_path", path, ["umt5"], path if own else str(sibling)
         )
         self._model = model.to(device)
         self.width = int(model.config.d_model)
-        self._settings = public(read_settings("t5_path", path))
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"text_encoder": UMT5_NAME, "length": self.length, "umt5": self._settings}
+        settings = public(read_settings("t5_path", path))
+        self.identity = {"text_encoder": UMT5_NAME, "length": self.length, "umt5": settings}
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -248,19 +218,14 @@ class UMT5:
         words = tokenized(self._tokenizer, cleaned, self.length)
         mask = words["attention_mask"].to(self.device)
         output = self._model(input_ids=words["input_ids"].to(self.device), attention_mask=mask)
-        rows = output.last_hidden_state.float()
-        rows = rows.masked_fill(mask[..., None] == 0, 0.0)
+        rows = output.last_hidden_state.float().masked_fill(mask[..., None] == 0, 0.0)
         return rows, rows.new_zeros(len(captions), self.pooled_width)
 
 
 def build_text_encoder(
     config: TextEncoderConfig, device: torch.device | None = None
 ) -> TextEncoder:
-    """Build the text encoder of a configuration.
-
-    Raises:
-        ConfigError: transformers is missing, or a folder is of no use.
-    """
+    """Build the text encoder of a configuration; errors are those of `load_model`."""
     if config.text_encoder == HASHED:
         return HashedWords(config)
     kind = T5AndClip if config.text_encoder == T5_CLIP else UMT5
@@ -270,8 +235,7 @@ def build_text_encoder(
 def width_of(config: TextEncoderConfig) -> int:
     """Return the features of a row of the embeddings, without loading a model.
 
-    Raises:
-        ConfigError: the folder has no configuration of T5 or UMT5.
+    A folder without a configuration of T5 or UMT5 raises ConfigError.
     """
     if config.text_encoder == HASHED:
         return config.text_width
@@ -292,9 +256,6 @@ def text_encoder_from_manifest(
     device: torch.device | None = None,
 ) -> TextEncoder:
     """Build the text encoder that made the embeddings of a dataset, to encode new captions.
-
-    Args:
-        t5_path, clip_path: folders of the models; hashed words come from the manifest alone.
 
     Raises:
         ConfigError: a folder is missing, of no use, or given for hashed words.
@@ -317,8 +278,7 @@ def check_text_encoder(
 ) -> TextEncoderConfig:
     """Return which text encoder made the embeddings of a dataset, without loading its models.
 
-    Raises:
-        ConfigError, DataError: see `text_encoder_from_manifest`; models are not compared.
+    Errors are those of `text_encoder_from_manifest`, but models are not compared.
     """
     identity = manifest.get("text_encoder")
     advice = "make the data again with tools/preprocess_video.py."
@@ -327,11 +287,9 @@ def check_text_encoder(
             f"The manifest must name its text encoder, but holds {identity!r}; {advice}"
         )
     name = identity["text_encoder"]
+    named = ("length", "width", "pooled_width") if name == HASHED else ("length",)
     try:
-        sizes = [
-            int(identity[size])
-            for size in ("length", "width", "pooled_width")[: 3 if name == HASHED else 1]
-        ]
+        sizes = [int(identity[size]) for size in named]
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"The manifest's text encoder ({dict(identity)}) lacks a size ({error!r}); {advice}"

@@ -56,7 +56,7 @@ class ClipSampler:
             text_encoder_from_manifest, manifest, flags.t5_path, flags.clip_path, device=device
         )
         text_encoder = on_reporting_rank(encoder, "Building the text encoder", context)
-        text, pooled = null_text_of(config)
+        text, pooled = null_text_of(config, manifest)
         self._encoded = encode_on_reporting_rank(
             self._requests,
             self._shape,

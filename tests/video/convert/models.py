@@ -1,6 +1,7 @@
 """Tiny random models of diffusers in both namings, and the outputs of their own class."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
 from megatron_ext.video.convert.config import config_json
-from megatron_ext.video.convert.export import WanExport, export_wan
+from megatron_ext.video.convert.export import export_wan
 from megatron_ext.video.convert.names import Naming
-from megatron_ext.video.convert.wan import WanImport, import_wan
+from megatron_ext.video.convert.wan import import_wan
 from megatron_ext.video.model.wan.attention import VideoDiTOptions
 from megatron_ext.video.model.wan.model import VideoDiT
 from tests.text.convert.models import in_child
@@ -119,13 +120,13 @@ def bare(
 
 
 def imported(source: Path, target: Path, **options: Any) -> tuple[str, str]:
-    order = WanImport(source, target, **options)
-    size, dtype = in_child(lambda: import_wan(order), target.with_suffix(".result"))
+    write = partial(import_wan, source, target, **options)
+    size, dtype = in_child(write, target.with_suffix(".result"))
     return size, dtype
 
 
 def exported(load: Path, target: Path, **options: Any) -> Path:
-    export_wan(WanExport(load, target, **options))
+    export_wan(load, target, **options)
     return target
 
 

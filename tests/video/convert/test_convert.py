@@ -19,7 +19,7 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.convert.names import Naming
-from megatron_ext.video.convert.wan import WanImport, check_tensors, fill, import_wan
+from megatron_ext.video.convert.wan import check_tensors, fill, import_wan
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import on_ranks, run_on_ranks
 from tests.video.convert.models import (
@@ -124,7 +124,7 @@ def test_files_of_torch_with_one_entry_or_none(tmp_path: Path) -> None:
 def refusal(source: Path, **options: Any) -> str:
     target = source.parent / "refused"
     with pytest.raises(CheckpointError) as caught:
-        import_wan(WanImport(source, target, **options))
+        import_wan(source, target, **options)
     assert not target.exists()
     (sentence,) = caught.value.messages
     return str(sentence)
@@ -273,7 +273,7 @@ def test_a_run_starts_from_imported_weights_and_is_exported(tmp_path: Path) -> N
 
 
 def test_what_is_not_there_or_damaged_is_not_exported(tmp_path: Path) -> None:
-    root, sentences = tmp_path / "ours", "holds no `{}.head.modulation.weight`"
+    root, sentences = tmp_path / "ours", "holds no `{}.embedder.patch_in.weight`"
     imported(make(tmp_path / "diffusers"), root)
     only = "; only a training run saves a critic"
     both = "`--ema` is for the generator, but `--network` is critic"
