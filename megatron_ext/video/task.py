@@ -22,10 +22,10 @@ from megatron_ext.video.config.rules import (
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
 from megatron_ext.video.data.setup import (
+    VideoSource,
     build_video_datasets,
     planned_clips,
     prepare_video,
-    video_source,
     video_step_stats,
 )
 from megatron_ext.video.model.mmdit.flow import mmdit_boundary_shape
@@ -60,7 +60,7 @@ FLOW = Task(
     stored_model=stored_video_model,
     preflight=prepare_video,
     datasets=build_video_datasets,
-    source=video_source,
+    source=VideoSource,
     model_chunk=build_chunk,
     boundary_shape=mmdit_boundary_shape,
     forward_step=forward_step,

@@ -21,8 +21,48 @@ EPSILON = 1e-6
 """Epsilon of every norm."""
 
 
+class Sizes:
+    """The sizes that all video networks have; h must be divisible by the number of heads."""
+
+    hidden_size: int
+    num_heads: int
+    channels: int
+    patch_size: int
+
+    def check_heads(self) -> None:
+        """Raise ConfigError where heads cannot share h."""
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"`hidden_size` ({self.hidden_size}) must be divisible by `num_heads` "
+                f"({self.num_heads})."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Return the features of a head, d."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def token_width(self) -> int:
+        """Return the features of an image token, C * p * p."""
+        return self.channels * self.patch_size**2
+
+    def fields_of(self, num_blocks: int, ffn_size: int) -> dict[str, Any]:
+        """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
+        return {
+            "num_layers": num_blocks,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_heads,
+            "kv_channels": self.head_dim,
+            "ffn_hidden_size": ffn_size,
+            "layernorm_epsilon": EPSILON,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+        }
+
+
 @dataclass(frozen=True)
-class MMDiTSizes:
+class MMDiTSizes(Sizes):
     """Everything that decides the shapes of an MMDiT's parameters.
 
     Sizes that do not fit together raise ConfigError.
@@ -63,11 +103,7 @@ class MMDiTSizes:
             raise ConfigError(
                 "`num_double_blocks` + `num_single_blocks` (0) must be 1 or more; give blocks."
             )
-        if self.hidden_size % self.num_heads:
-            raise ConfigError(
-                f"`hidden_size` ({self.hidden_size}) must be divisible by `num_heads` "
-                f"({self.num_heads})."
-            )
+        self.check_heads()
         if any(width % 2 for width in self.axes_dim):
             raise ConfigError(
                 f"`axes_dim` {self.axes_dim} must be even and positive, since each frequency "
@@ -80,11 +116,6 @@ class MMDiTSizes:
             )
 
     @property
-    def head_dim(self) -> int:
-        """Return the features of a head, d."""
-        return self.hidden_size // self.num_heads
-
-    @property
     def num_blocks(self) -> int:
         """Return the number of blocks of both kinds."""
         return self.num_double_blocks + self.num_single_blocks
@@ -93,11 +124,6 @@ class MMDiTSizes:
     def mlp_size(self) -> int:
         """Return the width of the MLPs."""
         return self.mlp_ratio * self.hidden_size
-
-    @property
-    def token_width(self) -> int:
-        """Return the features of an image token, C * p * p."""
-        return self.channels * self.patch_size**2
 
     @property
     def cond_width(self) -> int:
@@ -110,17 +136,7 @@ class MMDiTSizes:
         With ``qk_layernorm`` core sums the gradients of parameters named ``q_layernorm`` and
         ``k_layernorm`` over the tensor-parallel ranks, which each see only their own heads.
         """
-        return {
-            "num_layers": self.num_blocks,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_heads,
-            "kv_channels": self.head_dim,
-            "ffn_hidden_size": self.mlp_size,
-            "qk_layernorm": True,
-            "layernorm_epsilon": EPSILON,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-        }
+        return {**self.fields_of(self.num_blocks, self.mlp_size), "qk_layernorm": True}
 
 
 def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:

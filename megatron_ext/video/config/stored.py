@@ -25,8 +25,7 @@ _NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels",
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
     """Return what of a stored configuration describes the weights; see `TaskFlags.stored_model`.
 
-    Raises:
-        ConfigError: the run builds another kind of model.
+    A run that builds another kind of model raises ConfigError.
     """
     video = config.section(VideoConfig)
     builds = _STREAMING if video.streams else video.video_model

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from megatron_ext.config.flags import NATURAL, SIZE, Changeable, derived, flag
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.mmdit import EPSILON
+from megatron_ext.video.config.mmdit import Sizes
 
 
 @dataclass(frozen=True)
-class VideoDiTSizes:
+class VideoDiTSizes(Sizes):
     """Everything that decides the shapes of the parameters, causal or not.
 
     Sizes that do not fit together raise ConfigError.
@@ -40,11 +40,7 @@ class VideoDiTSizes:
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` ({getattr(self, name)}) must be 1 or more.")
-        if self.hidden_size % self.num_heads:
-            raise ConfigError(
-                f"`hidden_size` ({self.hidden_size}) must be divisible by `num_heads` "
-                f"({self.num_heads})."
-            )
+        self.check_heads()
         if self.head_dim % 2 or self.head_dim < 6:
             raise ConfigError(
                 f"the size of a head, hidden_size / num_heads ({self.head_dim}), must be even and "
@@ -52,33 +48,14 @@ class VideoDiTSizes:
             )
 
     @property
-    def head_dim(self) -> int:
-        """Return the features of a head, d."""
-        return self.hidden_size // self.num_heads
-
-    @property
     def axes_dim(self) -> tuple[int, int, int]:
         """Return how many features of a head rotate with frame, row and column."""
         space = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * space, space, space
 
-    @property
-    def token_width(self) -> int:
-        """Return the features of a token, c * p * p."""
-        return self.channels * self.patch_size**2
-
     def transformer_fields(self) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
-        return {
-            "num_layers": self.num_blocks,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_heads,
-            "kv_channels": self.head_dim,
-            "ffn_hidden_size": self.ffn_size,
-            "layernorm_epsilon": EPSILON,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-        }
+        return self.fields_of(self.num_blocks, self.ffn_size)
 
 
 _POSITIVE = "hidden_size num_heads ffn_size num_blocks channels patch_size text_width".split()

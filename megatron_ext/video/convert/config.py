@@ -89,8 +89,7 @@ def read_json(folder: Path) -> dict[str, Any]:
 def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
     """Return the model that the content of the config.json at ``path`` describes.
 
-    Raises:
-        CheckpointError: another class, a part that the video DiT lacks, or sizes without a name.
+    Another class, a part that the video DiT lacks, and sizes without a name raise CheckpointError.
     """
     naming = CLASSES.get(str(raw.get(CLASS)))
     if naming is None:
@@ -126,9 +125,7 @@ def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path
     """Return the model at ``path`` that the shapes of its tensors, by name, describe.
 
     No shape shows the number of heads, which is taken from the named sizes of the same width.
-
-    Raises:
-        CheckpointError: the tensors are not Wan's, or have sizes without a name.
+    Tensors that are not Wan's, or have sizes without a name, raise CheckpointError.
     """
 
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
@@ -155,8 +152,7 @@ _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_
 def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
     """Return the named size of a model; the width of the text is free, since it is the encoder's.
 
-    Raises:
-        CheckpointError: the sizes have no name; the sentence tells the nearest named size.
+    For sizes without a name, a CheckpointError tells the nearest named size.
     """
     h, heads, ffn, blocks, channels, text = values
     try:

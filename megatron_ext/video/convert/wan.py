@@ -93,11 +93,8 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
 class TensorFile:
     """The tensors of one entry of a file of torch.save, mapped into memory; see `TensorSource`.
 
-    Args:
-        entry: a key of the file, such as ``"generator_ema"``; None takes the only one with tensors.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has several entries to choose from.
+    Without an entry, such as ``"generator_ema"``, the only one with tensors is taken. A file that
+    cannot be read, or has several entries to choose from, raises CheckpointError.
     """
 
     def __init__(self, path: Path, entry: str | None) -> None:

@@ -224,11 +224,8 @@ def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
 def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
     """Stack clips of one bucket; text and image tokens together become a multiple of ``multiple``.
 
-    ``patch`` counts the latent cells of a token on each side.
-
-    Raises:
-        DataError: the clips differ in shape, references or text encoder, or their sides do not
-            divide by the patch.
+    ``patch`` counts the latent cells of a token on each side. Clips that differ in shape,
+    references or text encoder, or whose sides do not divide by the patch, raise DataError.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:

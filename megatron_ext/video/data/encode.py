@@ -46,8 +46,7 @@ class VideoSample:
 
     Attributes:
         latents: ``[c, t, h, w]``.
-        text: embeddings of the caption, ``[l, d]``.
-        pooled: one embedding of the caption, ``[e]``.
+        text, pooled: embeddings of the caption's tokens, ``[l, d]``, and of all of it, ``[e]``.
         references: latents of pieces that were encoded by themselves, ``[c, k, h, w]``, by
             `reference_name`; pieces that a clip is too short for are missing.
         fps: frames per second; 0 for an image.
@@ -130,11 +129,8 @@ class Dropped:
 def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
     """Ask the codec for the latent shape of every bucket that the plan can give.
 
-    A reference length of 1, which images never have, is always allowed.
-
-    Raises:
-        ConfigError: a length or a side does not divide, or no bucket is long enough for a
-            reference.
+    A reference length of 1, which images never have, is always allowed. A length or a side that
+    does not divide, or references longer than any bucket, raise ConfigError.
     """
     longest = 1
     for resolution, lengths in plan.rules.items():

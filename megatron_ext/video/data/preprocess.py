@@ -214,19 +214,18 @@ def write_shard(
     """Encode the clips of one shard; its marker names those that cannot be decoded."""
     folder = Path(options.output)
     names = reference_names(options.encode.reference_lengths)
-    bad, kept = [], 0
+    bad: list[list[Any]] = []
     with shards.ShardWriter(folder, part.name, names, options.storage) as writer:
         for planned, bucket in zip(part.clips, part.buckets, strict=True):
             try:
                 sample = encoder.sample(planned)
             except DataError as error:
                 bad.append([planned.number, planned.clip.path, str(error)])
-                continue
-            writer.add(sample, bucket)
-            kept += 1
+            else:
+                writer.add(sample, bucket)
     marker = {
         "format": shards.FORMAT, "name": part.name, "fingerprint": fingerprint,
-        "clips": kept, "dropped": bad,
+        "clips": len(part.clips) - len(bad), "dropped": bad,
     }  # fmt: skip
     shards.write_json(folder / f"{part.name}.json", marker)
     return marker

@@ -272,18 +272,20 @@ EVALUATION_SEED = 1 << 32
 
 
 class VideoSource(BatchSource):
-    """The steps of one split on this rank, from ``first_step`` of the plan on.
+    """The steps of one split on this rank; see `Task.source`.
 
-    Random decisions are numbered by the clips of all steps before. Training draws anew in each
-    pass; otherwise every pass makes the same decisions about a clip.
+    Random decisions are numbered by the clips of all steps before. Training goes on at the run's
+    step and draws anew in each pass; validation, in full epochs, begins anew and makes the same
+    decisions about a clip in every pass.
     """
 
     def __init__(
-        self, run: Run, split: VideoSplit, *, first_step: int, consumed_samples: int, training: bool
+        self, run: Run, split: Any, assets: None, consumed_samples: int, full_epoch: bool
     ) -> None:
+        first_step = 0 if full_epoch else run.progress.iteration
         self.video_plan = split.plan
-        super().__init__(None, len(split.clips), split.plan, first_step)  # type: ignore[arg-type]
-        self._context, self._device, self._training = run.context, run.device, training
+        super().__init__(None, len(split.clips), split.plan, first_step)
+        self._context, self._device, self._training = run.context, run.device, not full_epoch
         self._consumed = consumed_samples
         network, training_config = network_of(run.config), run.config.training
         patch, num_workers = network.patch_size, training_config.num_workers
@@ -302,7 +304,7 @@ class VideoSource(BatchSource):
             )
             self._batches = iter(loader)
         null = Text(*(tensor[None].to(run.device) for tensor in split.clips.null_text))
-        seed = training_config.seed + (0 if training else EVALUATION_SEED)
+        seed = training_config.seed + (EVALUATION_SEED if full_epoch else 0)
         self._build = network.builder(run.config, run.context, null, seed, patch)
 
     @property
@@ -323,19 +325,6 @@ class VideoSource(BatchSource):
             )
             for clips, samples in planned
         ]
-
-
-def video_source(
-    run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
-) -> VideoSource:
-    """Begin at the run's step, or anew with the same noise for validation; see `Task.source`."""
-    return VideoSource(
-        run,
-        dataset,
-        first_step=0 if full_epoch else run.progress.iteration,
-        consumed_samples=consumed_samples,
-        training=not full_epoch,
-    )
 
 
 def video_step_stats(run: Run, num_microbatches: int) -> StepStats:

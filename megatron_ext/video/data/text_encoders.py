@@ -87,16 +87,10 @@ def load_model(
     types: Sequence[str],
     tokenizer_path: str,
 ) -> tuple[Any, Any]:
-    """Load a model with its tokenizer, none of its weights made up.
+    """Load a model of a class of transformers with its tokenizer, none of its weights made up.
 
-    Args:
-        model_class: name of its class in transformers.
-        name: option that gives the path.
-        types: one of them must be the ``model_type`` of the folder.
-
-    Raises:
-        ConfigError: transformers is not installed, or the folder holds no such model with all its
-            weights and its tokenizer.
+    The option ``name`` gives the path, whose ``model_type`` must be one of the types. ConfigError
+    is raised without transformers, and for a folder without such a model, whole with its tokenizer.
     """
     try:
         import transformers
