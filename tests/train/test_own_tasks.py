@@ -86,8 +86,8 @@ def test_non_loss_data_may_come_from_a_function_of_the_model(tmp_path: Path) -> 
 
 
 def test_a_loss_that_cannot_give_non_loss_data_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="The loss `abs` has no argument `non_loss_data`"):
-        checked(torch.abs)(torch.zeros(1), non_loss_data=True)
+    with pytest.raises(ConfigError, match="The loss `write` has no argument `non_loss_data`"):
+        checked(write)(torch.zeros(1), non_loss_data=True)
 
 
 class NoInput(torch.nn.Module):
