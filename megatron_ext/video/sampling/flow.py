@@ -103,7 +103,27 @@ def sample(
     """
     noise = noise.float()
     _, _, t, h, w = noise.shape
-    guide = _Guide(velocity, text, null, noise, patch_size, sampling, references)
+    nothing = torch.zeros(len(noise), t, dtype=torch.bool)
+    without = pack(condition(noise, nothing), patch_size)
+    empty = null_like(null, text)
+    texts, conditions = [text, empty], [without, without]
+    if references is not None and bool(references.masks.any()):
+        given = pack(condition(references.latents.to(noise), references.masks), patch_size)
+        texts, conditions = [text, empty, empty], [given, given, without]
+    sequence = torch.cat([part.sequence for part in texts])
+    pooled = torch.cat([part.pooled for part in texts])
+    tokens, condition_tokens = tokens_per_frame((t, h, w), patch_size), torch.cat(conditions)
+
+    def guide(x: Tensor, now: float, step: int) -> Tensor:
+        """Return the guided velocity of tokens ``[b, n, d]`` at a time, float32."""
+        x = x.repeat(len(texts), 1, 1)
+        predicted = velocity(x, x.new_full((x.size(0),), now), sequence, pooled, condition_tokens)
+        parts = predicted.float().chunk(len(texts))
+        # Without references u and u2 are one prediction.
+        c, u, u2 = parts if len(parts) == 3 else (*parts, parts[1])
+        by_token = image_scale(sampling, step, t).repeat_interleave(tokens)[:, None].to(x.device)
+        return guided(c, u, u2, text_scale(sampling, step), by_token)
+
     steps = times(flow, sampling.sample_steps, (t, h, w), patch_size).tolist()
     x = pack(noise, patch_size)
     for step, (now, after) in enumerate(zip(steps, steps[1:], strict=False)):
@@ -111,46 +131,5 @@ def sample(
     latents = unpack(x, (t, h, w), patch_size)
     if references is None:
         return latents
-    given = references.masks.to(x.device)[:, None, :, None, None]
-    return torch.where(given, references.latents.to(latents), latents)
-
-
-class _Guide:
-    """The guided velocity of clips, whose constant inputs are prepared once."""
-
-    def __init__(
-        self,
-        velocity: Velocity,
-        text: Text,
-        null: Text,
-        noise: Tensor,
-        patch_size: int,
-        sampling: SampleConfig,
-        references: References | None,
-    ) -> None:
-        _, _, t, h, w = noise.shape
-        self._velocity, self._sampling = velocity, sampling
-        self._num_frames, self._tokens = t, tokens_per_frame((t, h, w), patch_size)
-        nothing = torch.zeros(len(noise), t, dtype=torch.bool)
-        without = pack(condition(noise, nothing), patch_size)
-        empty = null_like(null, text)
-        texts, conditions = [text, empty], [without, without]
-        if references is not None and bool(references.masks.any()):
-            given = pack(condition(references.latents.to(noise), references.masks), patch_size)
-            texts, conditions = [text, empty, empty], [given, given, without]
-        self._parts = len(texts)
-        self._sequence = torch.cat([part.sequence for part in texts])
-        self._pooled = torch.cat([part.pooled for part in texts])
-        self._condition = torch.cat(conditions)
-
-    def __call__(self, x: Tensor, now: float, step: int) -> Tensor:
-        """Return the velocity of tokens ``[b, n, d]`` at a time, float32."""
-        x = x.repeat(self._parts, 1, 1)
-        t = x.new_full((x.size(0),), now)
-        predicted = self._velocity(x, t, self._sequence, self._pooled, self._condition).float()
-        parts = predicted.chunk(self._parts)
-        # Without references u and u2 are one prediction.
-        c, u, u2 = parts if self._parts == 3 else (*parts, parts[1])
-        by_frame = image_scale(self._sampling, step, self._num_frames)
-        by_token = by_frame.repeat_interleave(self._tokens)[:, None].to(x.device)
-        return guided(c, u, u2, text_scale(self._sampling, step), by_token)
+    is_given = references.masks.to(x.device)[:, None, :, None, None]
+    return torch.where(is_given, references.latents.to(latents), latents)

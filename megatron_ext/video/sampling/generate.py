@@ -133,41 +133,28 @@ def generate_latents(
             "A prompt has a reference, but the model was built without `cond_embed` and would "
             "ignore it; sample from a model of image to video, or leave the reference out."
         )
-    replicas, total = context.layout.data_parallel_size, len(encoded)
+    device, shape, text, null = velocity.device, encoded.latent_shape, encoded.text, encoded.null
+    null = Text(null.sequence.to(device), null.pooled.to(device))
+
+    def sampled(numbers: list[int]) -> Tensor:
+        """Sample latents of the requests of these numbers."""
+        given = encoded.references
+        if given is not None:
+            given = References(given.latents[numbers], given.masks[numbers])
+        captions = Text(text.sequence[numbers].to(device), text.pooled[numbers].to(device))
+        noise = draw_noise(sampling.sample_seed, numbers, shape, purpose="sampling noise")
+        return sample(
+            velocity.of_shape(shape[1:]), captions, null, noise.to(device), flow=flow,
+            patch_size=velocity.patch_size, sampling=sampling, references=given,
+        )  # fmt: skip
+
+    replicas, batch = context.layout.data_parallel_size, sampling.sample_batch_size
+    total = len(encoded)
     rounds = -(-total // replicas)
     numbers = [min(i * replicas + context.dp_rank, total - 1) for i in range(rounds)]
-    own = torch.cat(
-        [
-            _sample(velocity, encoded, numbers[i : i + sampling.sample_batch_size], flow, sampling)
-            for i in range(0, rounds, sampling.sample_batch_size)
-        ]
-    )
+    own = torch.cat([sampled(numbers[i : i + batch]) for i in range(0, rounds, batch)])
     parts = [torch.empty_like(own) for _ in range(replicas)]
     torch.distributed.all_gather(parts, own.contiguous(), group=context.pgs.dp)
     if not context.is_reporting_rank:
         return None
     return torch.stack(parts, dim=1).flatten(0, 1)[:total]
-
-
-def _sample(
-    velocity: ParallelVelocity,
-    encoded: EncodedRequests,
-    numbers: list[int],
-    flow: FlowConfig,
-    sampling: SampleConfig,
-) -> Tensor:
-    """Sample latents of the requests of these numbers."""
-    device, shape = velocity.device, encoded.latent_shape
-    text, null, given = encoded.text, encoded.null, encoded.references
-    if given is not None:
-        given = References(given.latents[numbers], given.masks[numbers])
-    return sample(
-        velocity.of_shape(shape[1:]),
-        Text(text.sequence[numbers].to(device), text.pooled[numbers].to(device)),
-        Text(null.sequence.to(device), null.pooled.to(device)),
-        draw_noise(sampling.sample_seed, numbers, shape, purpose="sampling noise").to(device),
-        patch_size=velocity.patch_size,
-        flow=flow,
-        sampling=sampling,
-        references=given,
-    )

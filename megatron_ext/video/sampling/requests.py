@@ -243,25 +243,21 @@ def _placed(
     """Return the latents of a request's references at their places, ``[c, t, h, w]``."""
     placed = []
     for section in sections(request.mode, latent_shape[1], conditions):
+        assert request.reference is not None
+        clip = Clip(request.reference, request.text)
+        found = probe(clip)
+        # Frames are taken near the frame rate of the clips.
+        interval = subsampling(found.fps, shape.fps)[0]
         count = (section.length - 1) * codec.temporal + 1
-        pixels = _frames(request, count, shape, at_end=section.start > 0)
+        needed = interval * (count - 1) + 1
+        if found.num_frames < needed:
+            raise DataError(
+                f"The reference {request.reference} has {found.num_frames} frame(s) of "
+                f"{found.fps:g} per second, but the mode {request.mode} needs {needed}; give a "
+                "longer one, or take an i2v mode."
+            )
+        first = found.num_frames - needed if section.start else 0
+        pixels = decode(clip, first, interval, count, (shape.height, shape.width))
         # Each section is encoded by itself, as in training.
         placed.append((section, codec.encode(pixels[None])[0].cpu()))
     return place_references(placed, latent_shape, torch.float32)
-
-
-def _frames(request: ClipRequest, count: int, shape: SampleShape, *, at_end: bool) -> Tensor:
-    """Return first or last frames of a reference near the clips' frame rate, ``[3, f, H, W]``."""
-    assert request.reference is not None
-    clip = Clip(request.reference, request.text)
-    found = probe(clip)
-    interval = subsampling(found.fps, shape.fps)[0]
-    needed = interval * (count - 1) + 1
-    if found.num_frames < needed:
-        raise DataError(
-            f"The reference {request.reference} has {found.num_frames} frame(s) of "
-            f"{found.fps:g} per second, but the mode {request.mode} needs {needed}; give a longer "
-            "one, or take an i2v mode."
-        )
-    first = found.num_frames - needed if at_end else 0
-    return decode(clip, first, interval, count, (shape.height, shape.width))

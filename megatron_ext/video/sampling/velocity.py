@@ -148,20 +148,6 @@ class ParallelVelocity:
         Raises:
             DataError: inputs that do not fit the model, on all ranks alike.
         """
-        inputs = self._inputs(ids, x, t, text, pooled, cond)
-        num_text = inputs["txt"].size(1)
-        shape = self._models[0].boundary_shape(num_text, x.size(1), x.size(0))
-        return self._on_all_ranks(self._run(inputs, shape), x, num_text)
-
-    def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """Return the output in evaluation mode on the last stage; see `collect_outputs`."""
-        with _evaluating(self.chunks):
-            return collect_outputs(self.engine, [inputs], shape)
-
-    def _inputs(
-        self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
-    ) -> dict[str, Tensor]:
-        """Return and check the keywords of the forward pass, before any rank waits for another."""
         b, n, _ = x.shape
         text = pad_text(text, n, self._multiple)
         inputs = {
@@ -178,8 +164,15 @@ class ParallelVelocity:
             inputs["guidance"] = torch.full_like(t, self.guidance)
         sizes = getattr(self._models[0], "sizes", None)
         if isinstance(sizes, MMDiTSizes):
+            # Before any rank waits for another.
             check_inputs(sizes, {**dict.fromkeys(SWITCHES), **inputs}, is_first_stage=True)
-        return inputs
+        outputs = self._run(inputs, self._models[0].boundary_shape(text.size(1), n, b))
+        return self._on_all_ranks(outputs, x, text.size(1))
+
+    def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
+        """Return the output in evaluation mode on the last stage; see `collect_outputs`."""
+        with _evaluating(self.chunks):
+            return collect_outputs(self.engine, [inputs], shape)
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
         """Join the parts of the last stage's context-parallel ranks, and send them to all ranks.
