@@ -10,19 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.indexed import (
-    CODE_OF_DTYPE,
-    MAGIC,
-    SCAN_ITEMS,
-    VERSION,
-    Array,
-    IndexInfo,
-    bin_path,
-    byte_bar,
-    check_indexed_dataset,
-    idx_path,
-    read_index,
-)
+from megatron_ext.data import indexed
+from megatron_ext.data.indexed import Array, bin_path, idx_path
 from megatron_ext.errors import DataError
 
 _COPY_BYTES = 1 << 26
@@ -42,11 +31,13 @@ def write_index(
     Functions give, each time, in pieces: the ``lengths`` of sequences, the number of sequences of
     each document, and the ``modes`` of sequences (multimodal sets only).
     """
-    code = CODE_OF_DTYPE[dtype.name]
+    code = indexed.CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())
     documents = sum(len(piece) for piece in document_lengths())
     with open(path, "wb") as stream:
-        stream.write(MAGIC + struct.pack("<QBQQ", VERSION, code, sequences, documents + 1))
+        stream.write(
+            indexed.MAGIC + struct.pack("<QBQQ", indexed.VERSION, code, sequences, documents + 1)
+        )
         for piece in lengths():
             stream.write(piece.astype("<i4", copy=False).tobytes())
         for piece in _running(lengths(), dtype.itemsize, inclusive=False):
@@ -136,7 +127,7 @@ def merge_indexed(
     output_prefix: str | os.PathLike[str],
     *,
     multimodal: bool = False,
-) -> IndexInfo:
+) -> indexed.IndexInfo:
     """Join datasets in the given order into one.
 
     Raises:
@@ -146,7 +137,7 @@ def merge_indexed(
         raise DataError(
             f"There is nothing to merge into {os.fspath(output_prefix)}; give datasets."
         )
-    infos = [check_indexed_dataset(prefix) for prefix in prefixes]
+    infos = [indexed.check_indexed_dataset(prefix) for prefix in prefixes]
     first = infos[0]
     for info in infos:
         if info.dtype != first.dtype:
@@ -159,11 +150,14 @@ def merge_indexed(
             raise DataError(
                 f"{info.prefix} stores {has} mode per sequence; merge it {flag} --multimodal."
             )
-    indices = [read_index(prefix) for prefix in prefixes]
+    indices = [indexed.read_index(prefix) for prefix in prefixes]
     temporary = Path(f"{os.fspath(output_prefix)}.merging.{os.getpid()}")
     try:
         total = sum(info.num_tokens * info.dtype.itemsize for info in infos)
-        with open(bin_path(temporary), "wb", buffering=0) as out, byte_bar("Merging", total) as bar:
+        with (
+            open(bin_path(temporary), "wb", buffering=0) as out,
+            indexed.byte_bar("Merging", total) as bar,
+        ):
             for prefix in prefixes:
                 append_file(out, bin_path(prefix), advance=bar.update)
             os.fsync(out.fileno())
@@ -185,14 +179,14 @@ def merge_indexed(
     finally:
         for leftover in (bin_path(temporary), idx_path(temporary)):
             leftover.unlink(missing_ok=True)
-    return check_indexed_dataset(output_prefix)
+    return indexed.check_indexed_dataset(output_prefix)
 
 
 def _pieces(arrays: Iterable[Array], shared: int = 0) -> Iterator[Array]:
     """Yield pieces that share ``shared`` numbers with the next."""
     for array in arrays:
-        for start in range(0, len(array) - shared, SCAN_ITEMS):
-            yield array[start : start + SCAN_ITEMS + shared]
+        for start in range(0, len(array) - shared, indexed.SCAN_ITEMS):
+            yield array[start : start + indexed.SCAN_ITEMS + shared]
 
 
 class IndexedWriter:

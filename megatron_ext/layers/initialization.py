@@ -18,13 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    ShardedTensorFactory,
-    apply_factories,
-    is_main_replica,
-)
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
@@ -67,14 +62,15 @@ def shards_of(
     """
     known = {_place(parameter): parameter for parameter in chunk.parameters()}
     state: dict[str, Any] = {}
+    kinds = mapping.ShardedTensor, mapping.ShardedTensorFactory
     for key, entry in chunk.sharded_state_dict(metadata=_METADATA).items():
-        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
+        if isinstance(entry, kinds) and entry.data is not None:
             parameter = known.get(_place(entry.data))
             tensor = None if parameter is None else tensor_of(parameter)
             if tensor is not None:
                 entry.data = tensor.view(entry.data.shape)
                 state[key] = entry
-    apply_factories(state)
+    mapping.apply_factories(state)
     for entry in nested_values(state):
         layers = entry.prepend_axis_num
         indices = "".join(f"[{index}]" for index in entry.global_offset[:layers])
@@ -83,7 +79,7 @@ def shards_of(
             full_shape=tuple(entry.global_shape[layers:]),
             offset=tuple(entry.global_offset[layers:]),
             tensor=entry.data,
-            is_main=is_main_replica(entry.replica_id),
+            is_main=mapping.is_main_replica(entry.replica_id),
             is_vocabulary=entry.allow_shape_mismatch,
         )
 

@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-    get_gpt_mtp_block_spec_for_backend,
-    get_mlp_module_spec_for_backend,
-)
+from megatron.core.models.gpt import gpt_layer_specs as gpt_specs
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -79,7 +73,7 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
 def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     """Return the spec of one transformer layer; with ``moe``, of experts instead of a dense MLP."""
     num_experts = transformer_config.num_moe_experts if moe else None
-    mlp = get_mlp_module_spec_for_backend(
+    mlp = gpt_specs.get_mlp_module_spec_for_backend(
         TorchSpecProvider(), num_experts=num_experts, moe_grouped_gemm=False
     )
     if moe:
@@ -155,7 +149,7 @@ def layer_spec(
     """
     normalization = transformer_config.normalization
     if impl == TE_IMPL:
-        block = get_gpt_decoder_block_spec(
+        block = gpt_specs.get_gpt_decoder_block_spec(
             transformer_config, True, normalization=normalization, vp_stage=vp_stage
         )
         _adapted(block.layer_specs, transformer_config)
@@ -181,15 +175,15 @@ def mtp_block_spec(
 ) -> ModuleSpec | None:
     """Return the multi-token-prediction block, whose layers are like the decoder's last one."""
     if impl == TE_IMPL:
-        layers = get_gpt_decoder_layer_specs(
+        layers = gpt_specs.get_gpt_decoder_layer_specs(
             transformer_config, True, normalization=transformer_config.normalization
         )
         _adapted(layers, transformer_config)
         # megatron-core takes single layers of its own class only, but any block.
         block = TransformerBlockSubmodules(layer_specs=layers)
-        return get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
+        return gpt_specs.get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
     layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])
     block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm)
-    return get_gpt_mtp_block_spec_for_backend(
+    return gpt_specs.get_gpt_mtp_block_spec_for_backend(
         transformer_config, block, TorchSpecProvider(), vp_stage=vp_stage
     )

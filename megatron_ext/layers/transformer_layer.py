@@ -23,25 +23,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer as Core
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
 from megatron_ext.layers.graphs import LayerGraphs
 from megatron_ext.layers.moe import AlltoAllDispatcher
-from megatron_ext.layers.pointwise import (
-    ACTIVATIONS,
-    LayerNorm,
-    RMSNorm,
-    activated,
-    added,
-    bias_dropout_add,
-    bias_dropout_add_norm,
-    fusions_of,
-    norm_with_residual,
-    queries_keys_values,
-    rotary_table,
-    spec_of,
-    weights_of,
-)
+from megatron_ext.layers.pointwise import LayerNorm, RMSNorm, fusions_of, spec_of, weights_of
 
 WithBias = tuple[Tensor, Tensor | None]
 Table = tuple[Tensor, Tensor]
@@ -55,7 +42,7 @@ def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
     tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
     if dtype not in tables:
         with torch.no_grad():
-            tables[dtype] = rotary_table(angles, dtype, interleaved)
+            tables[dtype] = pointwise.rotary_table(angles, dtype, interleaved)
     return tables[dtype]
 
 
@@ -112,10 +99,12 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             of_query, of_key = weights_of(self.q_layernorm), weights_of(self.k_layernorm)
             norms = *of_query, *of_key, spec_of(self.q_layernorm)
         groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        return queries_keys_values(projected, bias, groups, head_dim, *table, interleaved, *norms)
+        return pointwise.queries_keys_values(
+            projected, bias, groups, head_dim, *table, interleaved, *norms
+        )
 
 
-NAMES = {function: name for name, function in ACTIVATIONS.items()}
+NAMES = {function: name for name, function in pointwise.ACTIVATIONS.items()}
 
 
 class MLP(core.MLP):  # type: ignore[misc]
@@ -146,7 +135,7 @@ class MLP(core.MLP):  # type: ignore[misc]
         wide, bias = self.linear_fc1(hidden_states)
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         name = NAMES[self.config.activation_func]
-        narrow = activated(wide, bias, scale, name, self.config.gated_linear_unit)
+        narrow = pointwise.activated(wide, bias, scale, name, self.config.gated_linear_unit)
         output, output_bias = self.linear_fc2(narrow)
         if scale is not None and output_bias is not None:
             return output + output_bias * scale, None
@@ -180,9 +169,9 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     def function(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
         x, bias = x_with_bias
         if fused and compiles(x):
-            return bias_dropout_add(x, bias, residual, probability, training)
+            return pointwise.bias_dropout_add(x, bias, residual, probability, training)
         if residual.dtype != x.dtype:
-            return added(x, bias, residual, probability, training)
+            return pointwise.added(x, bias, residual, probability, training)
         return unfused(x_with_bias, residual, probability)
 
     return function
@@ -241,7 +230,9 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             return given
         residual, norm = hidden_states, self.input_layernorm
         if norm.compiled:
-            residual, normed = norm_with_residual(residual, *weights_of(norm), spec_of(norm))
+            residual, normed = pointwise.norm_with_residual(
+                residual, *weights_of(norm), spec_of(norm)
+            )
         else:
             normed = norm(residual)
         attended = self.self_attention(
@@ -273,6 +264,6 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         if bda is not get_bias_dropout_add or not norm.compiled:
             hidden = bda(training, True)(output, residual, self.hidden_dropout)
             return hidden, norm(hidden)
-        return bias_dropout_add_norm(
+        return pointwise.bias_dropout_add_norm(
             *output, residual, self.hidden_dropout, training, *weights_of(norm), spec_of(norm)
         )

@@ -6,14 +6,9 @@ import dataclasses
 from typing import Any
 
 import torch
+from megatron.core import optimizer as core
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import (
-    AdamOptimizerConfig,
-    MegatronOptimizer,
-    SGDOptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ext.config.optimizer import OptimizerConfig
@@ -22,7 +17,7 @@ from megatron_ext.config.training import TrainingConfig
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.update import parts_of
 
-OPTIMIZERS = {"adam": AdamOptimizerConfig, "sgd": SGDOptimizerConfig}
+OPTIMIZERS = {"adam": core.AdamOptimizerConfig, "sgd": core.SGDOptimizerConfig}
 
 
 def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -33,13 +28,13 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     # The class names the optimizer that megatron-core is to make.
     names = {field.name for field in dataclasses.fields(cls)} - {"optimizer"}
     core_config = cls(**{name: ours[name] for name in names & ours.keys()})
-    overrides = get_standard_config_overrides(core_config)
+    overrides = core.get_standard_config_overrides(core_config)
     for override in overrides.values():
         if "max_lr" in override:
             # megatron-core finds the groups of a checkpoint by this mark, but does not set it.
             override["is_decoupled_lr"] = True
     # Process groups passed as a collection would lose the Gloo groups that checkpoints need.
-    optimizer = get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
+    optimizer = core.get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
     if config.optimizer.optimizer == "adam" and config.model.transformer_impl == "torch":
         take_torchs_adam(optimizer)
     choose_kernels(optimizer, fused=config.device == "cuda")

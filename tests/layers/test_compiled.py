@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from megatron_ext.layers import compiled as compilation
-from megatron_ext.layers import transformer_layer
+from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import (
     FusedResidual,
     compile_nothing,
@@ -237,18 +237,18 @@ def gradients(context: ParallelContext, changes: dict[str, Any]) -> dict[str, Te
 def check(context: ParallelContext, changes: dict[str, Any]) -> None:
     want = gradients(context, changes)
     calls: list[str] = []
-    own = transformer_layer.bias_dropout_add_norm
+    own = pointwise.bias_dropout_add_norm
 
     def counted(*args: Any) -> Any:
         calls.append("fused")
         return own(*args)
 
-    transformer_layer.bias_dropout_add_norm = counted  # type: ignore[assignment]
+    pointwise.bias_dropout_add_norm = counted  # type: ignore[assignment]
     try:
         with compiled_on_cpu():
             got = gradients(context, changes)
     finally:
-        transformer_layer.bias_dropout_add_norm = own
+        pointwise.bias_dropout_add_norm = own
     assert calls or changes.get("deterministic_dropout"), "no layer was fused"
     assert got.keys() == want.keys()
     for name, value in want.items():
