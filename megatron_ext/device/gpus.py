@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -158,12 +158,7 @@ def seconds_of(
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":
-        times = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
+        return statistics.median(timeit.repeat(work, number=1, repeat=repeats))
     mark = partial(torch.cuda.Event, enable_timing=True)
     marks = [(mark(), mark()) for _ in range(repeats)]
     torch.cuda.synchronize(device)

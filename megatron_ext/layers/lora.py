@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +48,6 @@ class Adapter(torch.nn.Module):
     B starts at zero. A gated layer's output is two halves, each cut by itself.
     """
 
-    sides_cut: ClassVar[dict[str, int]]
-    """The dimension along which each matrix is cut."""
-
     def __init__(self, layer: Layer, config: LoraConfig, *, gated: bool) -> None:
         super().__init__()
         assert config.lora_rank is not None
@@ -61,6 +59,9 @@ class Adapter(torch.nn.Module):
         self.gated = gated
         self.tp_group = layer.tp_group
         self.sequence_parallel = layer.sequence_parallel
+        self.is_row = isinstance(layer, RowParallelLinear)
+        self.sides_cut = {"a": 1} if self.is_row else {"b": 0}
+        """The dimension along which a matrix is cut."""
         for name, parameter in self.named_parameters():
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
@@ -69,15 +70,13 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output, from the layer's input on this rank."""
-        low = self._between(F.linear(self._drop(x), self.a))
+        # Under sequence parallelism megatron-core's blocks draw from each rank's own generator.
+        draws_apart = self.is_row and self.dropout and not self.sequence_parallel
+        with get_cuda_rng_tracker().fork() if draws_apart else nullcontext():
+            dropped = F.dropout(x, self.dropout, self.training)
+        between = leave if self.is_row else enter
+        low = between(F.linear(dropped, self.a), self.tp_group, self.sequence_parallel)
         return F.linear(low * self.scale, self.b)
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
-
-    def _between(self, low: Tensor) -> Tensor:
-        """Return ``A x`` as B needs it, ``[s, b, r]``."""
-        raise NotImplementedError
 
     def delta(self) -> Tensor:
         """Return ``scale * B A`` in float32, cut as the layer's weight."""
@@ -103,31 +102,6 @@ class Adapter(torch.nn.Module):
         return state
 
 
-class ColumnAdapter(Adapter):
-    """The adapter of a column-parallel layer: x is whole, or cut along s."""
-
-    sides_cut: ClassVar = {"b": 0}
-
-    def _between(self, low: Tensor) -> Tensor:
-        return enter(low, self.tp_group, self.sequence_parallel)
-
-
-class RowAdapter(Adapter):
-    """The adapter of a row-parallel layer: x is cut along its features."""
-
-    sides_cut: ClassVar = {"a": 1}
-
-    def _drop(self, x: Tensor) -> Tensor:
-        if self.sequence_parallel or not self.dropout:
-            # megatron-core's blocks draw from each rank's own generator in this case.
-            return super()._drop(x)
-        with get_cuda_rng_tracker().fork():
-            return super()._drop(x)
-
-    def _between(self, low: Tensor) -> Tensor:
-        return leave(low, self.tp_group, self.sequence_parallel)
-
-
 def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
     """Freeze the model chunks of this rank and give their layers adapters.
 
@@ -144,8 +118,7 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
             own_name = name.rpartition(".")[2]
             if own_name in targets and isinstance(layer, Layer):
                 gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
-                kind = ColumnAdapter if isinstance(layer, ColumnParallelLinear) else RowAdapter
-                layer.lora = kind(layer, config, gated=gated)
+                layer.lora = Adapter(layer, config, gated=gated)
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
         if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(

@@ -63,13 +63,9 @@ class ParallelContext:
 
     @property
     def reporting_rank(self) -> int:
-        """Return the last of the ranks that hold the last stage.
-
-        It is the very last rank, as in Megatron-LM, unless the schedule puts that stage elsewhere.
-        """
+        """Return the last of the ranks that hold the last stage, as in Megatron-LM."""
         ranks = range(self.layout.world_size)
-        holders = [r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank]
-        return holders[-1]
+        return max(r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank)
 
     @property
     def is_reporting_rank(self) -> bool:
