@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,23 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, count = parser.add_argument, partial(parser.add_argument, type=SIZE.integer, metavar="N")
-    add("--schedule", default="1f1b", choices=SCHEDULES, help="which plan")
-    count("--pipeline-size", default=4, metavar="RANKS", help="pipeline ranks")
-    count("--microbatches", default=8, help="micro-batches of a step")
-    count("--chunks", help="model chunks on each rank")
-    group = "micro-batches that an interleaved chunk handles before the next chunk"
-    count("--group-size", help=group)
+    size: Any = {"type": SIZE.integer, "metavar": "N"}
     times = "times of forward pass, input gradient and weight gradient of all of a rank's layers"
     even: Any = {"nargs": 3, "default": [1.0, 1.0, 1.0], "metavar": ("F", "I", "W")}
-    add("--times", type=FACTOR.number, help=times, **even)
-    add("--latency", type=WEIGHT.number, default=0.0, help="of a message, in the same unit")
-    add("--forward-only", action="store_true", help="plan an evaluation step")
-    add("--png", type=Path, help="PNG file to draw the plan into")
+    group = "micro-batches that an interleaved chunk handles before the next chunk"
+    parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES, help="which plan")
+    parser.add_argument(
+        "--pipeline-size", type=SIZE.integer, default=4, metavar="RANKS", help="pipeline ranks"
+    )
+    parser.add_argument("--microbatches", **size, default=8, help="micro-batches of a step")
+    parser.add_argument("--chunks", **size, help="model chunks on each rank")
+    parser.add_argument("--group-size", **size, help=group)
+    parser.add_argument("--times", type=FACTOR.number, help=times, **even)
+    parser.add_argument(
+        "--latency", type=WEIGHT.number, default=0.0, help="of a message, in the same unit"
+    )
+    parser.add_argument("--forward-only", action="store_true", help="plan an evaluation step")
+    parser.add_argument("--png", type=Path, help="PNG file to draw the plan into")
     return parser
 
 
