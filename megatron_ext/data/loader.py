@@ -90,12 +90,12 @@ def build_source(
     config: RunConfig,
     context: ParallelContext,
     device: torch.device,
-    *,
     consumed_samples: int,
+    full_epoch: bool = False,
+    *,
     mask_documents_at: int | None = None,
     cyclic: bool = False,
     data_sharding: bool = True,
-    full_epoch: bool = False,
     as_mappings: bool = False,
 ) -> BatchSource:
     """Return the steps of one split, from the sample after ``consumed_samples`` on.

@@ -5,10 +5,8 @@ graph of one block is alive at a time, its gradients are taken in the forward pa
 weight is summed in float32, and the backward pass scales what is there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,76 +21,70 @@ Extra = Mapping[str, Tensor]
 TokenLosses = Callable[[Tensor, VocabularyHead, Inputs], Tensor | tuple[Tensor, Extra]]
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """A loss, and how the tokens of a micro-batch come to it; the inputs are flattened."""
+def _values(
+    loss: TokenLosses,
+    head: Head,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: Inputs,
+    extra_names: Sequence[str],
+    tokens: Tensor,
+    token_weights: Tensor,
+    gradients: Gradients,
+) -> list[Tensor]:
+    """Return losses ``[s * b]`` and extra values, 0 where a token does not count; add gradients."""
+    count = len(tokens)
+    rows = head.rows(count)
+    values = [token_weights.new_empty(count) for _ in range(1 + len(extra_names))]
+    for start in range(0, count, rows):
+        span = slice(start, min(start + rows, count))
+        block, weights = tokens[span].detach(), token_weights[span]
+        block.requires_grad_(gradients.hidden is not None)
+        own = weight.detach().requires_grad_(gradients.weight is not None)
+        own_bias = bias
+        if own_bias is not None:
+            own_bias = own_bias.detach().requires_grad_(gradients.bias is not None)
+        leaves = [x for x in (block, own, own_bias) if x is not None and x.requires_grad]
+        with torch.set_grad_enabled(bool(leaves)):
+            parts = {name: x if x.dim() == 0 else x[span] for name, x in inputs.items()}
+            found = loss(block, VocabularyHead(own, head.tp_group, own_bias), parts)
+            losses, extra = found if isinstance(found, tuple) else (found, {})
+            _check_block(losses, extra, extra_names, weights)
+            losses = torch.where(weights != 0, losses.float(), 0.0)
+            total = torch.dot(weights, losses)
+        if leaves:
+            of_leaves = iter(torch.autograd.grad(total, leaves))
+            if gradients.hidden is not None:
+                gradients.hidden[span] = next(of_leaves)
+            if gradients.weight is not None:
+                gradients.weight.add_(next(of_leaves))
+            if gradients.bias is not None:
+                gradients.bias.add_(next(of_leaves))
+        more = (torch.where(weights != 0, extra[name].detach(), 0.0) for name in extra_names)
+        for whole, part in zip(values, (losses.detach(), *more), strict=True):
+            whole[span] = part
+    return values
 
-    loss: TokenLosses
-    head: Head
-    weight: Tensor
-    bias: Tensor | None
-    inputs: Inputs
-    extra_names: Sequence[str]
 
-    def values(self, tokens: Tensor, token_weights: Tensor, gradients: Gradients) -> list[Tensor]:
-        """Return the losses of all tokens ``[s * b]``, and each extra value; add the gradients."""
-        count = len(tokens)
-        rows = self.head.rows(count)
-        values = [token_weights.new_empty(count) for _ in range(1 + len(self.extra_names))]
-        for start in range(0, count, rows):
-            span = slice(start, min(start + rows, count))
-            block = tokens[span].detach().requires_grad_(gradients.hidden is not None)
-            own = self.weight.detach().requires_grad_(gradients.weight is not None)
-            own_bias = self.bias
-            if own_bias is not None:
-                own_bias = own_bias.detach().requires_grad_(gradients.bias is not None)
-            leaves = [x for x in (block, own, own_bias) if x is not None and x.requires_grad]
-            with torch.set_grad_enabled(bool(leaves)):
-                head = VocabularyHead(own, self.head.tp_group, own_bias)
-                losses, more = self._block(block, head, span, token_weights[span])
-                total = torch.dot(token_weights[span], losses)
-            if leaves:
-                found = iter(torch.autograd.grad(total, leaves))
-                if gradients.hidden is not None:
-                    gradients.hidden[span] = next(found)
-                if gradients.weight is not None:
-                    gradients.weight.add_(next(found))
-                if gradients.bias is not None:
-                    gradients.bias.add_(next(found))
-            for whole, part in zip(values, (losses.detach(), *more), strict=True):
-                whole[span] = part
-        return values
-
-    def _block(
-        self, tokens: Tensor, head: VocabularyHead, span: slice, weights: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return losses ``[C]`` and extra values of a block, 0 where a token does not count."""
-        inputs = {name: x if x.dim() == 0 else x[span] for name, x in self.inputs.items()}
-        found = self.loss(tokens, head, inputs)
-        losses, extra = found if isinstance(found, tuple) else (found, {})
-        if losses.shape != weights.shape:
+def _check_block(losses: Tensor, extra: Extra, names: Sequence[str], weights: Tensor) -> None:
+    if losses.shape != weights.shape:
+        raise ConfigError(
+            f"A token loss returned shape {tuple(losses.shape)} for a block of "
+            f"{weights.shape[0]} tokens, but it must return one loss for each: "
+            f"{tuple(weights.shape)}."
+        )
+    if set(extra) != set(names):
+        raise ConfigError(
+            f"A token loss returned the extra values {', '.join(sorted(extra)) or 'none'}, but "
+            f"its `extra_names` are {', '.join(names) or 'none'}; return each of them for "
+            "every block."
+        )
+    for name, value in extra.items():
+        if value.shape != weights.shape:
             raise ConfigError(
-                f"A token loss returned shape {tuple(losses.shape)} for a block of "
-                f"{weights.shape[0]} tokens, but it must return one loss for each: "
-                f"{tuple(weights.shape)}."
+                f"A token loss returned the extra value `{name}` of shape {tuple(value.shape)} "
+                f"for a block of {weights.shape[0]} tokens, but it must give one number for each."
             )
-        names = self.extra_names
-        if set(extra) != set(names):
-            raise ConfigError(
-                f"A token loss returned the extra values {', '.join(sorted(extra)) or 'none'}, but "
-                f"its `extra_names` are {', '.join(names) or 'none'}; return each of them for "
-                "every block."
-            )
-        for name, value in extra.items():
-            if value.shape != weights.shape:
-                raise ConfigError(
-                    f"A token loss returned the extra value `{name}` of shape {tuple(value.shape)} "
-                    f"for a block of {weights.shape[0]} tokens, but it must give one number for "
-                    "each."
-                )
-        counts = weights != 0
-        more = [torch.where(counts, extra[name].detach(), 0.0) for name in names]
-        return torch.where(counts, losses.float(), 0.0), more
 
 
 def blockwise_loss(
@@ -127,9 +119,7 @@ def blockwise_loss(
         losses ``[b, s]`` float32, outside the graph and 0 where the weight is 0; the sum of weights
         times losses, a float32 scalar inside it; and the further values, like the losses.
 
-    Raises:
-        ConfigError: losses or further values of a wrong shape or name.
-        DataError: inputs or weights whose shape does not fit the hidden states.
+    Raise a ConfigError if the loss returns wrong shapes or names, a DataError for wrong inputs.
     """
     head = Head(block_size, tp_group, sequence_parallel)
     head.check(hidden, weight, weights, bias)
@@ -143,6 +133,6 @@ def blockwise_loss(
     flattened = {
         name: x if x.dim() == 0 else x.transpose(0, 1).flatten(0, 1) for name, x in inputs.items()
     }
-    blocks = _Blocks(loss, head, weight, bias, flattened, extra_names)
-    total, losses, *extra = weighted_sum(hidden, weight, bias, weights, head, blocks.values)
+    values_of = partial(_values, loss, head, weight, bias, flattened, extra_names)
+    total, losses, *extra = weighted_sum(hidden, weight, bias, weights, head, values_of)
     return losses, total, dict(zip(extra_names, extra, strict=True))

@@ -5,8 +5,6 @@ silently wrong gradients or die; `checked` refuses both where the loss is made.
 `weighted_token_loss` makes a loss of the contract from the losses of single tokens.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -47,12 +45,7 @@ def pair(total: Tensor, count: Tensor) -> Tensor:
 
 
 def checked(loss: LossFunction) -> LossFunction:
-    """Wrap a loss function so that a break of the contract is refused by name.
-
-    Raises:
-        ConfigError: not three values, a count that is not an integer tensor, or a report entry that
-            is not ``[sum, count]``.
-    """
+    """Wrap a loss function; raise a ConfigError that names the loss if it breaks the contract."""
 
     @functools.wraps(loss)
     def wrapper(output: Tensor, non_loss_data: bool = False) -> Any:
@@ -84,11 +77,7 @@ def checked(loss: LossFunction) -> LossFunction:
 
 
 def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
-    """Return what a loss gives with ``non_loss_data=True``.
-
-    Raises:
-        ConfigError: a loss without that argument.
-    """
+    """Return what a loss gives with ``non_loss_data=True``; raise a ConfigError if it cannot."""
     parameters = inspect.signature(loss).parameters.values()
     if not any(p.name == "non_loss_data" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(
@@ -119,11 +108,11 @@ def share_of_step(
 
     The gradients of a step are divided by its number of targets N. For a weighted mean over the D =
     sum of weights of the step, sums are therefore multiplied by N / D, which for weights of 0 and 1
-    is 1. In the mean of micro-batch means N and D are the micro-batch's own.
+    is 1. In the mean of micro-batch means N and D are the micro-batch's own. In evaluation, without
+    ``counts``, the factor is 1.
 
     Args:
         weights: weights of this micro-batch, ``[b, s/c]``.
-        counts: None in evaluation.
         usual_weight: D of a micro-batch over its context-parallel ranks, divided by their number,
             where they hold unequal parts of it: the mean over ranks is then the mean of the whole.
     """

@@ -2,23 +2,10 @@
 
 ``--loss my_module:MyLossConfig`` names two classes in a file of the user's: a frozen dataclass,
 whose fields are the options (``--loss-args gamma=2.0``) and which names its loss class, and the
-loss class, which says what a token's loss is. The caller cuts tokens into blocks, handles tensor
-and sequence parallelism, reduces, normalizes over the global batch and logs::
-
-    class FocalLoss(TokenLoss["FocalLossConfig"]):
-        name = "focal loss"
-
-        def token_losses(self, hidden, head, inputs):
-            log_p = head.log_prob(head.logits(hidden), inputs["labels"])
-            return -((1 - log_p.exp()) ** self.config.gamma) * log_p
-
-    @dataclass(frozen=True)
-    class FocalLossConfig(TokenLossConfig):
-        loss_class = FocalLoss
-        gamma: float = 2.0
+loss class, which says what a token's loss is; see ``examples/custom_loss/focal.py``. The caller
+cuts tokens into blocks, handles tensor and sequence parallelism, reduces, normalizes over the
+global batch and logs.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import difflib
@@ -50,12 +37,11 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a loss for one micro-batch on one rank; s is this rank's part of the sequence.
+    """The inputs of a loss for one micro-batch on one rank, which holds s of the sequence.
 
-    Attributes:
-        weights: weights of the tokens, 0 where there is no target, ``[b, s]``; the loss of a step
-            is the mean with these weights over all micro-batches, data- and context-parallel ranks.
-        tensors: by name, ``[b, s, ...]`` or scalars; blocks of them reach `TokenLoss.token_losses`.
+    The loss of a step is the mean with the weights ``[b, s]``, 0 where there is no target, over all
+    micro-batches, data- and context-parallel ranks. Blocks of the tensors, ``[b, s, ...]`` or
+    scalars by name, reach `TokenLoss.token_losses`.
     """
 
     weights: Tensor
@@ -66,7 +52,7 @@ class LossInputs:
 class TokenLossConfig:
     """Options of a loss; subclass it, frozen, and name the class of the loss."""
 
-    loss_class: ClassVar[type[TokenLoss[Any]]]
+    loss_class: ClassVar[type["TokenLoss[Any]"]]
 
 
 Config = TypeVar("Config", bound=TokenLossConfig)
@@ -97,15 +83,11 @@ class TokenLoss(Generic[Config]):
     def token_losses(
         self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
     ) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the losses ``[C]`` of a block of C tokens.
+        """Return the losses ``[C]`` of a block of C tokens, whose hidden states are ``[C, h]``.
 
         Where the class has `extra_names`, return a pair: the losses, and for each of the names a
-        value ``[C]``.
-
-        Args:
-            hidden: ``[C, h]``.
-            head: output head; its methods hide how the vocabulary lies on the ranks.
-            inputs: blocks of the tensors that `build` gave.
+        value ``[C]``. The head's methods hide how the vocabulary lies on the ranks; the inputs are
+        blocks of the tensors that `build` gave.
         """
         raise NotImplementedError
 
@@ -114,12 +96,8 @@ class TokenLoss(Generic[Config]):
 def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
     """Return the loss that ``--loss`` and ``--loss-args`` name, the same object for the whole run.
 
-    Args:
-        spec: ``module:Class`` or ``path/to/file.py:Class``, the class of its options.
-        arguments: ``field=value``, the values as YAML.
-
-    Raises:
-        ConfigError: a file, class or option that cannot be found or does not fit.
+    ``spec`` is ``module:Class`` or ``path/to/file.py:Class``, the class of its options; an argument
+    is ``field=value``, a value as YAML. Raise a ConfigError for one that does not fit.
     """
     kind = _config_class(spec)
     names = {field.name: field for field in dataclasses.fields(kind)}

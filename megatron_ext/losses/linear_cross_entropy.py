@@ -14,10 +14,8 @@ which without c is `torch.nn.functional.cross_entropy(label_smoothing=e)`. A blo
 collectives in the forward pass, none in the backward pass, and no wait for the device.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,86 +108,62 @@ def weighted_linear_cross_entropy(
     return losses, total
 
 
-@dataclass(frozen=True)
-class HiddenStatesLoss:
-    """The loss of a micro-batch whose logits exist for a block of tokens at a time.
+CrossEntropy = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    Attributes:
-        block_size: tokens of a block; None leaves it to `weighted_linear_cross_entropy`.
-        cross_entropy: further options of `weighted_linear_cross_entropy`.
+
+def hidden_states_loss(
+    hidden: Tensor,
+    head: OutputHead,
+    batch: Batch,
+    *,
+    share: Tensor | float = 1.0,
+    mtp_targets: MTPTargets | None = None,
+    custom: TokenLoss[Any] | None = None,
+    block_size: int | None = None,
+    **cross_entropy: Any,
+) -> tuple[Tensor, Tensor, Report]:
+    """Return the loss of a micro-batch, with the gradients of all prediction depths attached.
+
+    Args:
+        hidden: states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
+        share: see `share_of_step`.
         custom: a user's own loss in place of cross-entropy; prediction depths keep cross-entropy.
+        block_size, cross_entropy: see `weighted_linear_cross_entropy`.
     """
-
-    block_size: int | None = None
-    cross_entropy: Mapping[str, Any] = field(default_factory=dict)
-    custom: TokenLoss[Any] | None = None
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        *,
-        head: OutputHead,
-        batch: Batch,
-        share: Tensor | float = 1.0,
-        mtp_targets: MTPTargets | None = None,
-    ) -> tuple[Tensor, Tensor, Report]:
-        """Return the loss, with the gradients of all multi-token-prediction depths attached.
-
-        The hidden states of the model and of each depth are ``[(1 + depths) * s, b, h]``.
-        """
-        # Wrappers for 16 bits return float32.
-        hidden = hidden.to(head.weight.dtype)
-        if mtp_targets is not None:
-            hidden = self._with_mtp_losses(hidden, head, mtp_targets)
-        weights = batch.loss_weights
-        losses, total, extra = self._main(hidden, head, batch, weights * share)
-        name = "lm loss" if self.custom is None else self.custom.name
-        each = weights.reshape(-1).float()
-        report = {
-            key: pair(torch.dot(values.reshape(-1), each), each.sum())
-            for key, values in {name: losses, **extra}.items()
-        }
-        return total, number_of_targets(weights), {**report, **mtp_report(mtp_targets)}
-
-    def _main(
-        self, hidden: Tensor, head: OutputHead, batch: Batch, weights: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        if self.custom is None:
-            return *self._cross_entropy(hidden, head, batch.labels, weights), {}
-        return blockwise_loss(
-            self.custom.token_losses,
-            hidden,
-            head.weight,
-            weights,
-            batch.loss_inputs.tensors,
-            tp_group=head.tp_group,
-            sequence_parallel=head.sequence_parallel,
-            block_size=self.block_size,
-            bias=head.bias,
-            extra_names=self.custom.extra_names,
-        )
-
-    def _cross_entropy(
-        self, hidden: Tensor, head: OutputHead, labels: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return weighted_linear_cross_entropy(
-            hidden,
-            head.weight,
-            labels,
-            weights,
-            tp_group=head.tp_group,
-            sequence_parallel=head.sequence_parallel,
-            block_size=self.block_size,
-            bias=head.bias,
-            **self.cross_entropy,
-        )
-
-    def _with_mtp_losses(self, blocks: Tensor, head: OutputHead, targets: MTPTargets) -> Tensor:
-        """Return hidden states ``[s, b, h]`` that carry the gradients of all depths' losses."""
-        hidden, *depths = torch.chunk(blocks, 1 + len(targets.labels), dim=0)
+    # Wrappers for 16 bits return float32.
+    hidden, weights = hidden.to(head.weight.dtype), batch.loss_weights
+    layout: dict[str, Any] = {
+        "tp_group": head.tp_group,
+        "sequence_parallel": head.sequence_parallel,
+        "block_size": block_size,
+        "bias": head.bias,
+    }
+    options = {**layout, **cross_entropy}
+    cross: CrossEntropy = functools.partial(weighted_linear_cross_entropy, **options)
+    if mtp_targets is not None:
+        hidden, *depths = torch.chunk(hidden, 1 + len(mtp_targets.labels), dim=0)
         for depth, of_depth in enumerate(depths):
-            labels, weights = targets.labels[depth], targets.weights[depth]
-            losses, total = self._cross_entropy(of_depth, head, labels, weights)
-            targets.record(depth, losses)
+            labels, of_labels = mtp_targets.labels[depth], mtp_targets.weights[depth]
+            losses, total = cross(of_depth, head.weight, labels, of_labels)
+            mtp_targets.record(depth, losses)
             hidden = attach(hidden, total, head.config)
-        return hidden
+    if custom is None:
+        losses, total = cross(hidden, head.weight, batch.labels, weights * share)
+        reported = {"lm loss": losses}
+    else:
+        losses, total, extra = blockwise_loss(
+            custom.token_losses,
+            hidden,
+            head.weight,
+            weights * share,
+            batch.loss_inputs.tensors,
+            **layout,
+            extra_names=custom.extra_names,
+        )
+        reported = {custom.name: losses, **extra}
+    each = weights.reshape(-1).float()
+    report = {
+        key: pair(torch.dot(values.reshape(-1), each), each.sum())
+        for key, values in reported.items()
+    }
+    return total, number_of_targets(weights), {**report, **mtp_report(mtp_targets)}

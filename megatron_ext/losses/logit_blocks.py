@@ -4,8 +4,6 @@
 their own gradient in place, and `Gradients` adds up what a block gives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,13 +54,10 @@ class Head:
     def tp_rank(self) -> int:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
-    def rows(self, num_tokens: int) -> int:
-        """Return the number of tokens in a block."""
-        return max(1, min(self.block_size or default_rows(num_tokens), num_tokens))
-
-    def fused_rows(self, num_tokens: int, hidden_size: int) -> int:
-        """Return the number of tokens in a block that a GPU computes by `vocabulary.statistics`."""
-        return max(1, min(self.block_size or fused_rows(num_tokens, hidden_size), num_tokens))
+    def rows(self, num_tokens: int, hidden_size: int | None = None) -> int:
+        """Return the tokens of a block; with a hidden size, of one on a GPU in 16 bits."""
+        usual = fused_rows(num_tokens, hidden_size) if hidden_size else default_rows(num_tokens)
+        return max(1, min(self.block_size or usual, num_tokens))
 
     def check(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
@@ -139,7 +134,7 @@ def logit_blocks(
     """Yield the logits of ``[s * b, h]`` with labels ``[b, s]`` block by block, in one buffer."""
     labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
     fused = compiles(hidden)
-    rows = head.fused_rows(*hidden.shape) if fused else head.rows(num_tokens)
+    rows = head.rows(num_tokens, hidden.shape[1] if fused else None)
     kind = hidden.dtype if fused else torch.float32
     buffer = hidden.new_empty((rows, vocabulary), dtype=kind)
     column = labels - head.tp_rank * vocabulary
@@ -216,27 +211,21 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
     ``incoming`` is the gradient of each token's loss; all three are ``[C]`` float32.
     """
     logits, smoothing = block.logits, head.label_smoothing
-    incoming = incoming * block.valid
+    incoming, lse = (incoming * block.valid).unsqueeze(1), lse.unsqueeze(1)
     scale = incoming * (1 + 2 * head.z_loss * lse)
+    at_label = (smoothing - 1) * incoming * block.owned
+    everywhere = -smoothing / (logits.shape[1] * head.tp_size) * incoming
     if block.fused:
-        at_label = (smoothing - 1) * incoming * block.owned.squeeze(1)
-        everywhere = -smoothing / (logits.shape[1] * head.tp_size) * incoming
-        rows = (x.unsqueeze(1) for x in (lse, scale, at_label, everywhere))
-        to_gradient_(logits, block.column, *rows)
+        to_gradient_(logits, block.column, lse, scale, at_label, everywhere)
         return
-    logits.mul_((scale / total).unsqueeze(1))
-    at_label = (smoothing - 1) * incoming.unsqueeze(1) * block.owned
+    logits.mul_(scale / total.unsqueeze(1))
     logits.scatter_add_(1, block.column, at_label)
     if smoothing:
-        vocabulary = logits.shape[1] * head.tp_size
-        logits.sub_((smoothing / vocabulary * incoming).unsqueeze(1))
+        logits.add_(everywhere)
 
 
 class Gradients:
-    """Gradients of the tokens ``[s * b, h]``, in their type, and of weight and bias, in float32.
-
-    A gradient that is not wanted is None.
-    """
+    """Gradients of tokens ``[s * b, h]`` in their type, of weight and bias in float32, or None."""
 
     def __init__(self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
         self.wanted = any(wanted)
@@ -251,11 +240,7 @@ class Gradients:
         self._is_zero = True
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients, once only; those of tokens and bias are scaled in place.
-
-        Raises:
-            RuntimeError: a second backward pass.
-        """
+        """Return the gradients, scaling tokens' and bias's; raise a RuntimeError the next time."""
         if self._taken:
             raise RuntimeError(
                 "The gradients of this loss were scaled in place by a first backward pass; compute "
@@ -293,23 +278,16 @@ def _scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
     return tensor.mul_(scale).to(kind)
 
 
-def relative(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights over the largest of them, and the largest, both float32.
-
-    Weights such as 1 / (tokens of the global batch) would make float16 gradients vanish.
-    """
-    largest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-    return weights / largest, largest
-
-
 def flat(tensor: Tensor) -> Tensor:
     """Return ``[b, s]`` in the order of the hidden states' tokens, ``[s * b]``."""
     return tensor.t().reshape(-1)
 
 
-def unflat(tensor: Tensor, labels: Tensor) -> Tensor:
-    """Return ``[s * b]`` in the order of the labels, ``[b, s]``."""
-    return tensor.view(labels.shape[1], labels.shape[0]).t().contiguous()
+ValuesOf = Callable[[Tensor, Tensor, Gradients], Sequence[Tensor]]
+"""From all tokens ``[s * b, h]``, their weights and the gradients to fill to losses ``[s * b]``.
+
+Further values of the tokens may follow the losses.
+"""
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -327,16 +305,18 @@ class _WeightedSum(torch.autograd.Function):
         takes_gradients: bool,
     ) -> tuple[Tensor, ...]:
         token_weights, tokens = flat(weights).float(), head.tokens(hidden)
-        over_largest, largest = relative(token_weights)
+        # Weights such as 1 / (tokens of the global batch) would make float16 gradients vanish.
+        largest = token_weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
         wanted = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:3])
         gradients = Gradients(wanted, tokens, weight)
-        losses, *extra = values_of(tokens, over_largest, gradients)
+        losses, *extra = values_of(tokens, token_weights / largest, gradients)
         if gradients.hidden is not None:
             gradients.hidden = head.reduce(gradients.hidden, hidden)
         ctx.gradients, ctx.largest, ctx.weight_dtype = gradients, largest, weight.dtype
         # Saved tensors come back without their attributes.
         ctx.main_grad = getattr(weight, "main_grad", None) if head.main_grad else None
-        rows = [unflat(values, weights) for values in (losses, *extra)]
+        b, s = weights.shape
+        rows = [values.view(s, b).t().contiguous() for values in (losses, *extra)]
         ctx.mark_non_differentiable(*rows)
         return torch.dot(token_weights, losses), *rows
 
@@ -353,13 +333,6 @@ class _WeightedSum(torch.autograd.Function):
         elif of_weight is not None:
             of_weight = _scaled_to(ctx.weight_dtype, of_weight, scale)
         return of_hidden, of_weight, of_bias, None, None, None, None
-
-
-ValuesOf = Callable[[Tensor, Tensor, Gradients], Sequence[Tensor]]
-"""From all tokens ``[s * b, h]``, their weights and the gradients to fill to losses ``[s * b]``.
-
-Further values of the tokens may follow the losses.
-"""
 
 
 def weighted_sum(

@@ -1,7 +1,5 @@
 """Flags and rules of text runs: samples, tokenizer, and fine-tuning on conversations."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -72,7 +70,7 @@ class DataConfig:
     )
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
-    def resolved(self) -> DataConfig:
+    def resolved(self) -> "DataConfig":
         """Return the section with the default split, without quotes that a bash array passed on."""
         if self.split is not None and self.split != self.split.strip("'\""):
             return dataclasses.replace(self, split=self.split.strip("'\""))
@@ -164,26 +162,27 @@ class TokenizerConfig:
 _ROW_FORMATS = ("messages", "prompt-response", "sharegpt")
 _BATCHING = ("packed", "padded", "token-budget")
 
-_NOT_WITH_SFT: tuple[tuple[str, str, str], ...] = (
-    ("training", "rampup_batch_size", "its steps would not add up to epochs"),
-    ("training", "step_batch_size_schedule", "its steps would not add up to epochs"),
-    ("training", "decrease_batch_size_if_needed", "its steps would not add up to epochs"),
-    ("data", "mock_data", "conversations are read, not made up"),
-    ("data", "dataloader_type", "every epoch is shuffled anew"),
-    ("data", "data_args_path", "files are named by --data-path"),
-    ("data", "per_split_data_args_path", "files are named by --train-data-path and its likes"),
-    ("data", "per_dataset_sequences_path", "lengths are read from the data"),
-    ("data", "mmap_bin_files", "tokens are always mapped into memory"),
-    ("data", "multiple_validation_sets", "the validation files are one split"),
-    ("data", "data_sharding", "samples are dealt to replicas by their cost"),
-    ("data", "reset_position_ids", "positions always start anew with each conversation"),
-    ("data", "reset_attention_mask", "attention always stays within a conversation"),
-    ("data", "eod_mask_loss", "the mask of the conversation says what is trained"),
-    ("data", "num_dataset_builder_threads", "there is no blend to build"),
-    ("data", "mid_level_dataset_surplus", "there is no blend to build"),
-    ("data", "allow_ambiguous_pad_tokens", "padding is known by its place"),
-)
-"""Section, field and reason: flags that --sft leaves without a meaning."""
+_NO_EPOCHS, _NO_BLEND = "its steps would not add up to epochs", "there is no blend to build"
+_NOT_WITH_SFT = {
+    "rampup_batch_size": _NO_EPOCHS,
+    "step_batch_size_schedule": _NO_EPOCHS,
+    "decrease_batch_size_if_needed": _NO_EPOCHS,
+    "mock_data": "conversations are read, not made up",
+    "dataloader_type": "every epoch is shuffled anew",
+    "data_args_path": "files are named by --data-path",
+    "per_split_data_args_path": "files are named by --train-data-path and its likes",
+    "per_dataset_sequences_path": "lengths are read from the data",
+    "mmap_bin_files": "tokens are always mapped into memory",
+    "multiple_validation_sets": "the validation files are one split",
+    "data_sharding": "samples are dealt to replicas by their cost",
+    "reset_position_ids": "positions always start anew with each conversation",
+    "reset_attention_mask": "attention always stays within a conversation",
+    "eod_mask_loss": "the mask of the conversation says what is trained",
+    "num_dataset_builder_threads": _NO_BLEND,
+    "mid_level_dataset_surplus": _NO_BLEND,
+    "allow_ambiguous_pad_tokens": "padding is known by its place",
+}
+"""Flags of training and data that --sft leaves without a meaning, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ class SftConfig:
         choices=_BATCHING,
     )
 
-    def resolved(self, seq_length: int | None) -> SftConfig:
+    def resolved(self, seq_length: int | None) -> "SftConfig":
         """Return the section with the longest conversation settled."""
         if self.sft_max_length is not None or not self.sft:
             return self
@@ -241,7 +240,6 @@ class SftConfig:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the content of ``sft_template_kwargs``, for a configuration without errors."""
         return dict(json.loads(self.sft_template_kwargs or "{}"))
 
     def row_errors(self) -> list[str]:
@@ -276,12 +274,11 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
         if training.train_epochs is not None:
             found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
         return found
-    sections = run.by_name()
+    changes = {name: x for x in (training, run.section(DataConfig)) for name in changed_fields(x)}
     found = [
-        f"`{spelling_of(sections[section], name)}` does not go with `--sft`: {reason}; "
-        "leave it out."
-        for section, name, reason in _NOT_WITH_SFT
-        if name in changed_fields(sections[section])
+        f"`{spelling_of(changes[name], name)}` does not go with `--sft`: {reason}; leave it out."
+        for name, reason in _NOT_WITH_SFT.items()
+        if name in changes
     ]
     found += sft.row_errors()
     longest, batching = sft.sft_max_length, sft.sft_batching
@@ -291,10 +288,7 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
             f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
         )
     if batching not in _BATCHING:
-        return [
-            *found,
-            f"`--sft-batching` ({batching}) must be one of {', '.join(_BATCHING)}.",
-        ]
+        return [*found, f"`--sft-batching` ({batching}) must be one of {', '.join(_BATCHING)}."]
     if run.model.deterministic_dropout and batching != "padded":
         found.append(
             "`--deterministic-dropout` numbers the samples of a step by their place, which "
@@ -355,11 +349,7 @@ def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> lis
 
 
 def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
-    """Return what of a stored configuration describes the weights of a text model.
-
-    Raises:
-        ConfigError: the checkpoint is of another kind of model.
-    """
+    """Return the stored sections that describe the weights; raise a ConfigError if they cannot."""
     if stored.get("model", {}).get("blocks_dealt_by_cost"):
         raise ConfigError(
             "The checkpoint is of a model that this program does not train; give another "

@@ -1,19 +1,11 @@
 """Programs written for Megatron-LM: its ``pretrain``, and what providers and steps call.
 
-A ``pretrain_*.py`` of Megatron-LM runs when its imports from ``megatron.training`` come from here;
-docs/porting.md goes through one. The providers keep their signatures:
-
-- ``train_valid_test_datasets_provider(sizes)`` gives three datasets of mappings;
-- ``model_provider(pre_process, post_process)``, with ``vp_stage``, ``config`` and
-  ``pg_collection`` where it takes them, gives one pipeline chunk;
-- ``forward_step(data_iterator, model)`` gives the output and the loss function, which returns
-  ``(sum, count, report)``, ``(loss, report)`` or the loss alone.
+A ``pretrain_*.py`` of Megatron-LM runs when its imports from ``megatron.training`` come from here.
+The providers keep their signatures; docs/porting.md goes through a program and through them.
 
 A data iterator gives the micro-batch on the device, the same on all tensor-parallel ranks; it is
 None on stages that read no data. `megatron.core.utils.get_batch_on_this_cp_rank` cuts it.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -61,12 +53,9 @@ def pretrain(
     args_defaults: Mapping[str, Any] | None = None,
     non_loss_data_func: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
 ) -> None:
-    """Train as the command line and the providers say; see Megatron-LM's ``pretrain``.
+    """Train as the command line and the providers say, as Megatron-LM's ``pretrain`` does.
 
-    ``model_type`` is Megatron-LM's; megatron-core has one kind.
-
-    Raises:
-        SystemExit: the run ended with another exit code than 0.
+    ``model_type`` does nothing: megatron-core has one kind. A run that fails ends in SystemExit.
     """
     try:
         task = megatron_task(
@@ -78,18 +67,16 @@ def pretrain(
             non_loss_data_func=non_loss_data_func,
         )
         known = {flag.field for flag in all_flags(task)}
-        unknown = [name for name in args_defaults or {} if name not in known]
+        unknown = [
+            f"`args_defaults` has `{name}`, which is not the name of a flag; leave it out."
+            for name in args_defaults or {}
+            if name not in known
+        ]
         if unknown:
-            raise ConfigError(
-                [
-                    f"`args_defaults` has `{name}`, which is not the name of a flag; leave it out."
-                    for name in unknown
-                ]
-            )
+            raise ConfigError(unknown)
     except ConfigError as error:
         sys.exit(refuse(error))
-    code = main(task, sys.argv[1:], defaults=args_defaults or {})
-    if code:
+    if code := main(task, sys.argv[1:], defaults=args_defaults or {}):
         sys.exit(code)
 
 
@@ -104,8 +91,7 @@ def megatron_task(
 ) -> Task:
     """Return the task that Megatron-LM's providers and forward step make up.
 
-    Raises:
-        ConfigError: an argument of the program's own that no flag can stand for.
+    Raise a ConfigError for an argument of the program's own that no flag can stand for.
     """
 
     def datasets(
@@ -185,18 +171,9 @@ def _model_chunk(
     return provider(**given)
 
 
-def _source(
-    run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
-) -> BatchSource:
-    return build_source(
-        dataset,
-        run.config,
-        run.context,
-        run.device,
-        consumed_samples=consumed_samples,
-        full_epoch=full_epoch,
-        as_mappings=True,
-    )
+def _source(run: Run, dataset: Any, _: Tokenizer, consumed: int, full_epoch: bool) -> BatchSource:
+    parts = run.config, run.context, run.device
+    return build_source(dataset, *parts, consumed, full_epoch, as_mappings=True)
 
 
 def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
@@ -211,8 +188,7 @@ def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
         if non_loss_data:
             return non_loss_data_of(loss, output)
         result = loss(output)
-        if not isinstance(result, tuple):
-            result = (result,)
+        result = result if isinstance(result, tuple) else (result,)
         if len(result) > 3:
             return result
         one = torch.ones((), dtype=torch.int, device=output.device)
@@ -267,7 +243,7 @@ def print_rank_0(message: object) -> None:
 class _NoTimer:
     """Takes the calls of Megatron-LM's timers; ``--profile`` measures the phases of a step."""
 
-    def __call__(self, *_: Any, **__: Any) -> _NoTimer:
+    def __call__(self, *_: Any, **__: Any) -> "_NoTimer":
         return self
 
     start = stop = __call__

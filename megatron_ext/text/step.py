@@ -1,7 +1,5 @@
 """The forward step of GPT pretraining and fine-tuning, its loss, and its amount of work."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +26,7 @@ from megatron_ext.losses.contract import (
     weighted_token_loss,
 )
 from megatron_ext.losses.custom import TokenLoss, load_loss
-from megatron_ext.losses.linear_cross_entropy import HiddenStatesLoss
+from megatron_ext.losses.linear_cross_entropy import hidden_states_loss
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.batch_size import StepStats
@@ -72,11 +70,7 @@ def prepare_batches(
 
 
 def output_head(model: torch.nn.Module) -> OutputHead:
-    """Return the head of a model chunk, which may be wrapped.
-
-    Raises:
-        ConfigError: a model without a method `output_head`.
-    """
+    """Return the head of a model chunk, perhaps wrapped; raise a ConfigError if it has none."""
     bare: Any = unwrap_model(model)
     if not hasattr(bare, "output_head"):
         raise ConfigError(
@@ -111,9 +105,16 @@ def gpt_forward_step(
                 "z_loss_coefficient": config.loss.z_loss_coeff,
                 "gradient_accumulation_fusion": config.model.gradient_accumulation_fusion,
             }
-        rows, own = config.loss.cross_entropy_chunk_size, custom_loss(config.loss)
-        loss, head = HiddenStatesLoss(rows, options, own), output_head(model)
-        return loss(hidden, head=head, batch=batch, share=share(), mtp_targets=targets)
+        return hidden_states_loss(
+            hidden,
+            output_head(model),
+            batch,
+            share=share(),
+            mtp_targets=targets,
+            custom=custom_loss(config.loss),
+            block_size=config.loss.cross_entropy_chunk_size,
+            **options,
+        )
 
     inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
     if config.loss.cross_entropy_impl == "chunked":

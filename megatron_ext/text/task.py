@@ -1,7 +1,5 @@
 """The tasks of pretrain_gpt.py, pretraining and fine-tuning, with their checks before a run."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from megatron_ext.config.model import ModelConfig
@@ -22,7 +20,7 @@ from megatron_ext.text.cost.network import GPT_COST
 from megatron_ext.text.data.blend import text_source
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.sft.dataset import SftDataset, build_sft_datasets, build_splits
+from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
@@ -41,22 +39,14 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Return the configuration with its padded vocabulary, and the tokenizer.
-
-    Raises:
-        ConfigError, DataError: see `build_tokenizer` and `padded_to_ranks`.
-    """
+    """Return the configuration with its padded vocabulary, and the tokenizer."""
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
     return dataclasses.replace(config, model=model), tokenizer
 
 
 def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Build the tokenizer and check the indexed datasets; see `Task.preflight`.
-
-    Raises:
-        ConfigError, DataError: see `with_tokenizer` and `check_gpt_data`.
-    """
+    """Build the tokenizer and check the indexed datasets; see `Task.preflight`."""
     config, tokenizer = with_tokenizer(config)
     check_gpt_data(config, tokenizer)
     return config, tokenizer
@@ -65,8 +55,7 @@ def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
     """Round the vocabulary up so that every tensor-parallel rank holds the same share of it.
 
-    Raises:
-        ConfigError: a given size that is less than the vocabulary.
+    Raise a ConfigError if a given size is less than the vocabulary.
     """
     model = dataclasses.replace(model, unpadded_vocab_size=vocab_size)
     given = model.padded_vocab_size
@@ -86,9 +75,6 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Tokenize and check the conversations, and turn epochs into steps; see `Task.preflight`.
 
     Validation goes through the whole split; ``--eval-iters 0`` switches it off.
-
-    Raises:
-        ConfigError, DataError: see `build_splits`; flags that do not fit the number of steps.
     """
     config, tokenizer = with_tokenizer(config)
     train = build_splits(config, tokenizer).train
@@ -121,7 +107,7 @@ GPT = Task(
     perplexity=True,
 )
 
-SFT = dataclasses.replace(GPT, rules=text_rules, preflight=prepare_sft, datasets=build_sft_datasets)
+SFT = dataclasses.replace(GPT, rules=text_rules, preflight=prepare_sft, datasets=build_splits)
 
 
 def task_of(config: RunConfig) -> Task:

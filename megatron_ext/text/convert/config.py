@@ -4,12 +4,12 @@ Sources: the configuration classes and ``modeling_rope_utils.py`` of transformer
 RotaryEmbedding of megatron-core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_ext.checkpoint.conversion import read_settings
 from megatron_ext.config.flags import flags_of
@@ -42,11 +42,7 @@ class HuggingFaceModel:
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
-    """Read the config.json of a folder.
-
-    Raises:
-        CheckpointError: the file is missing, or our flags cannot describe the model.
-    """
+    """Read the config.json of a folder; raise a CheckpointError as `understand` does."""
     path = folder / "config.json"
     return understand(read_settings(path, "give a folder of a Hugging Face model."), path)
 
@@ -54,8 +50,7 @@ def read_model(folder: Path) -> HuggingFaceModel:
 def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
     """Return the model that the content of a config.json, which lies at ``path``, describes.
 
-    Raises:
-        CheckpointError: our flags cannot describe the model.
+    Raise a CheckpointError if our flags cannot describe it.
     """
     family = raw.get("model_type")
     if family not in FAMILIES:
@@ -179,12 +174,11 @@ def words_of(fields: Mapping[str, Any]) -> list[str]:
 
 
 def config_json(
-    model: ModelConfig, *, vocab_size: int, dtype: str, like: HuggingFaceModel | None
+    model: ModelConfig, *, vocab_size: int, dtype: torch.dtype, like: HuggingFaceModel | None
 ) -> dict[str, Any]:
     """Return the config.json of one of our models, with the other entries of a model like it.
 
-    Raises:
-        CheckpointError: a model that is no llama, mistral, qwen2 or qwen3, or not like ``like``.
+    Raise a CheckpointError for a model that is none of `FAMILIES`, or not like ``like``.
     """
     family = _family(model, like)
     rotary: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}
@@ -194,15 +188,14 @@ def config_json(
     elif model.rotary_seq_len_interpolation_factor:
         factor = float(model.rotary_seq_len_interpolation_factor)
         rotary["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    longest = like.fields["max_position_embeddings"] if like is not None else 0
-    # All versions of transformers read rope_theta in the form below.
-    dropped = ("rope_parameters", "dtype")
-    base = {k: v for k, v in like.raw.items() if k not in dropped} if like is not None else {}
     # transformers' own defaults are token ids of the first Llama.
-    ids = {} if like is not None else {"bos_token_id": None, "eos_token_id": None}
+    longest, base = 0, dict[str, Any](bos_token_id=None, eos_token_id=None)
+    if like is not None:
+        longest, base = like.fields["max_position_embeddings"], dict(like.raw)
+        for name in ("rope_parameters", "dtype"):  # all versions of transformers read rope_theta
+            base.pop(name, None)
     return {
         **base,
-        **ids,
         **({"sliding_window": None} if family == "mistral" else {}),
         "architectures": [FAMILIES[family]],
         "model_type": family,
@@ -218,7 +211,7 @@ def config_json(
         **rotary,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "vocab_size": vocab_size,
-        "torch_dtype": dtype,
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 

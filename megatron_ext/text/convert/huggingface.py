@@ -3,8 +3,6 @@
 One copy of the weights is in memory, and beside it the tensors of one file or of one parameter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,25 +54,17 @@ ORIGIN, ORIGIN_CONFIG = "huggingface", "huggingface_config"
 """Section and key under which a stored run configuration keeps the imported config.json."""
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
-    "generation_config.json",
-)
+    "tokenizer* *.model vocab* merges.txt added_tokens.json special_tokens_map.json "
+    "chat_template* generation_config.json"
+).split()
 """Files beside the weights that belong to the tokenizer or to generation."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """The options of an export.
+    """The options of an export, of folders of checkpoints and of a new Hugging Face model.
 
     Attributes:
-        load: folder of checkpoints.
-        target: new folder for config.json and safetensors.
         like: Hugging Face folder whose config.json and tokenizer files are followed.
         dtype: dtype to write; None keeps the checkpoint's.
         vocab_size: rows of the vocabulary to write; None takes those of ``like``, then those of the
@@ -94,17 +84,14 @@ class Export:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    return sorted(
-        {path for form in TOKENIZER_FILES for path in folder.glob(form) if path.is_file()}
-    )
+    found = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}
+    return sorted(path for path in found if path.is_file())
 
 
 def export_model(order: Export) -> list[str]:
     """Write a checkpoint as a Hugging Face model; return notes on what a user may not expect.
 
-    Raises:
-        CheckpointError: a model that is no llama, mistral, qwen2 or qwen3, or a folder that cannot
-            be read or written.
+    Raise a CheckpointError for a model that is none of `FAMILIES`, or a folder that is of no use.
     """
     stored = read_run_config(order.load, order.step)
     config = _stored_run(order, stored)
@@ -115,14 +102,10 @@ def export_model(order: Export) -> list[str]:
         like = understand(raw, order.load / "run_config.json")
     vocab_size, notes = _vocab_size(order, config.model.padded_vocab_size or 0, like)
     safetensors_files.check_target(order.target)
-    dtype = (
-        safetensors_files.torch_dtype(order.dtype)
-        if order.dtype
-        else params_dtype(config.precision)
-    )
-    content = config_json(
-        config.model, vocab_size=vocab_size, dtype=str(dtype).removeprefix("torch."), like=like
-    )
+    dtype = params_dtype(config.precision)
+    if order.dtype:
+        dtype = safetensors_files.torch_dtype(order.dtype)
+    content = config_json(config.model, vocab_size=vocab_size, dtype=dtype, like=like)
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         _check_nothing_is_lost(order, chunk)
@@ -221,7 +204,6 @@ class Import:
     """The options of an import.
 
     Attributes:
-        source: folder with config.json and safetensors.
         dtype: dtype of the checkpoint; None keeps the source's.
         tensor_parallel_size: ranks among which the padded vocabulary can be divided.
         make_vocab_size_divisible_by: a factor of the vocabulary on each tensor-parallel rank.
@@ -239,9 +221,7 @@ class Import:
 def import_model(order: Import) -> list[str]:
     """Write a Hugging Face model as the checkpoint of iteration 0; return flags that train it.
 
-    Raises:
-        CheckpointError: a model that cannot be converted, or a folder that cannot be read or
-            written.
+    Raise a CheckpointError for a model that cannot be converted, or a folder that is of no use.
     """
     model = read_model(order.source)
     conversion.refuse_checkpoints(order.save)
@@ -284,12 +264,9 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
 def fill(
     chunk: Any, tensors: safetensors_files.TensorFolder, shape: RowShape, *, vocab_size: int
 ) -> None:
-    """Copy a Hugging Face model's tensors into our whole model, one parameter at a time.
+    """Copy a Hugging Face model's tensors into our whole model, and zeros into padding.
 
-    Rows that pad the vocabulary become zero.
-
-    Raises:
-        CheckpointError: a tensor is missing, left over, or of another shape.
+    Raise a CheckpointError if a tensor is missing, left over, or of another shape.
     """
     parameters: dict[str, Tensor] = dict(chunk.named_parameters())
     _check_names(tensors, {full for name in parameters for full in hf_names(name).values()})

@@ -6,8 +6,6 @@ query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]`` seen as 
 other projection: ``[2 * ffn, h]``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -62,8 +60,7 @@ class RowShape:
 def modules_of(name: str) -> tuple[str, ...]:
     """Return the modules of transformers that one of ours joins, given its name or a part's name.
 
-    Raises:
-        CheckpointError: llama-like models do not have the module.
+    Raise a CheckpointError if llama-like models do not have the module.
     """
     for part in name.split("."):
         if part in _BY_LAST_PART:
@@ -75,16 +72,12 @@ def modules_of(name: str) -> tuple[str, ...]:
 
 
 def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
-    """Split the rows of one of our tensors among the modules of transformers.
+    """Split the rows of one of our tensors among the modules of transformers; see `modules_of`.
 
-    Args:
-        name: see `modules_of`.
-        tensor: a weight ``[rows, h]``, a bias ``[rows]``, or the B of a low-rank adapter
-            ``[rows, r]``. It may be a tensor-parallel rank's, if ``shape`` counts that rank's
-            heads.
+    The tensor is a weight ``[rows, h]``, a bias ``[rows]``, or the B of a low-rank adapter
+    ``[rows, r]``; of one tensor-parallel rank, if ``shape`` counts that rank's heads.
 
-    Raises:
-        CheckpointError: an unknown module, or a number of rows that the shape does not give.
+    Raise a CheckpointError if the shape does not give this number of rows.
     """
     modules = modules_of(name)
     if modules == QKV:
@@ -100,11 +93,7 @@ def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def join_rows(name: str, parts: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """Join rows ``[rows, ...]`` by module to one of our tensors; the inverse of `split_rows`.
-
-    Raises:
-        CheckpointError: an unknown module, or a number of rows that the shape does not give.
-    """
+    """Join rows ``[rows, ...]`` by module to one of our tensors; the inverse of `split_rows`."""
     modules = modules_of(name)
     if modules == QKV:
         g, n, d = shape.num_query_groups, shape.heads_per_group, shape.kv_channels
@@ -129,11 +118,8 @@ def _check_rows(name: str, tensor: Tensor, rows: int) -> None:
 def hf_names(name: str) -> dict[str, str]:
     """Return the full names that transformers has for one of our parameters, by module.
 
-    The result is such as ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``; the
-    number of the layer counts along the whole model.
-
-    Raises:
-        CheckpointError: llama-like models do not have the parameter.
+    The result is such as ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``; layers
+    count along the whole model. Raise a CheckpointError if llama-like models lack the parameter.
     """
     if name in OUTER:
         return {OUTER[name]: OUTER[name]}

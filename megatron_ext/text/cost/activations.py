@@ -11,12 +11,8 @@ A linear layer keeps its input for the gradient of its weight. In 8 bits it keep
 number (`layers.fp8`); with a frozen weight nothing, but its adapter (`layers.lora`) does.
 """
 
-from __future__ import annotations
+from dataclasses import dataclass
 
-from dataclasses import dataclass, replace
-
-from megatron_ext.config.moe import MoEConfig
-from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.losses.vocabulary import default_rows, fused_rows
 from megatron_ext.planning.stages import (
@@ -30,50 +26,6 @@ from megatron_ext.planning.stages import (
     rms_norm,
 )
 from megatron_ext.text.cost.flops import Sizes
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """How many numbers go into the linear layers of one transformer layer, on one rank.
-
-    Where it ``attended``, attention keeps its output, which is the input of ``linear_proj``.
-    """
-
-    linear_qkv: int
-    linear_proj: int
-    linear_fc1: int
-    linear_fc2: int
-    attended: bool
-
-    @classmethod
-    def of(cls, moe: MoEConfig, sizes: Sizes, *, experts: bool, attended: bool) -> Inputs:
-        stream = sizes.residual_tokens * sizes.h
-        fc1, fc2 = stream, sizes.tokens * sizes.f // sizes.tp
-        if experts:
-            routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
-            fc1 = routed * sizes.h
-            fc2 = routed * (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
-        return cls(stream, sizes.tokens * sizes.n // sizes.tp * sizes.d, fc1, fc2, attended)
-
-    def saved_in_8_bits(self, width: int) -> int:
-        """Return the bytes saved in 8 bits; negative where something else keeps the inputs too."""
-        fresh = self.linear_qkv + self.linear_fc1 + self.linear_fc2
-        proj = -self.linear_proj if self.attended else self.linear_proj * (width - 1)
-        return fresh * (width - 1) + proj
-
-    def added_by_adapters(self, lora: LoraConfig, sizes: Sizes) -> int:
-        """Return the bytes of the adapters' narrow tensors, less the inputs that nothing keeps."""
-        rank, targets = lora.lora_rank or 0, lora.lora_target_modules or []
-        total = len(targets) * sizes.tokens * rank * sizes.width
-        for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
-            kept_anyway = name == "linear_proj" and self.attended
-            numbers: int = getattr(self, name)
-            if name in targets and lora.lora_dropout:
-                # The adapter keeps the dropped input instead, and what was dropped.
-                total += numbers * (1 if sizes.gpu else sizes.width)
-            elif name not in targets and not kept_anyway:
-                total -= numbers * sizes.width
-        return total
 
 
 @dataclass(frozen=True)
@@ -240,30 +192,56 @@ class Activations:
         modules = model.recompute_modules or ["core_attn"]
         return model.recompute_granularity == "selective" and part in modules
 
-    def layer(self, number: int) -> LayerBytes:
+    def layer_bytes(self, number: int) -> LayerBytes:
         experts = self.sizes.experts[number]
         parts = in_order(self.attention(), self.mlp(experts))
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
     def _linear_inputs(self, number: int) -> int:
         """Return the bytes more than a layer keeps that is trained in full precision."""
-        config, experts = self.config, self.sizes.experts[number]
+        fp8, width, inputs = self.config.fp8, self.sizes.width, self._inputs(number)
+        # Attention keeps its output, which is the input of linear_proj, unless it is run again.
         attended = not (self.attends_eagerly or self._recomputes("core_attn"))
-        inputs = Inputs.of(config.moe, self.sizes, experts=experts, attended=attended)
-        if self._recomputes("moe" if experts else "mlp"):
-            inputs = replace(inputs, linear_fc1=0, linear_fc2=0)
-        if config.lora.lora_rank is not None:
-            return inputs.added_by_adapters(config.lora, self.sizes)
-        fp8 = self.sizes.in_8_bits(config.fp8, number) and config.fp8.fp8_wgrad
-        return -inputs.saved_in_8_bits(self.sizes.width) if fp8 else 0
+        if self.config.lora.lora_rank is not None:
+            return self._adapters(inputs, attended=attended)
+        if not (self.sizes.in_8_bits(fp8, number) and fp8.fp8_wgrad):
+            return 0
+        proj = inputs.pop("linear_proj")
+        return (proj if attended else -proj * (width - 1)) - sum(inputs.values()) * (width - 1)
 
-    def stage(self, stage: Stage) -> LayerBytes:
+    def _inputs(self, number: int) -> dict[str, int]:
+        """Return how many numbers a rank keeps as inputs of the linear layers of a layer."""
+        sizes, moe, experts = self.sizes, self.config.moe, self.sizes.experts[number]
+        qkv, proj = sizes.residual_tokens * sizes.h, sizes.tokens * sizes.n // sizes.tp * sizes.d
+        fc1, fc2 = qkv, sizes.tokens * sizes.f // sizes.tp
+        if experts:
+            routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
+            fc1 = routed * sizes.h
+            fc2 = routed * (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
+        if self._recomputes("moe" if experts else "mlp"):
+            fc1 = fc2 = 0
+        return {"linear_qkv": qkv, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
+
+    def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
+        """Return the bytes of the adapters' narrow tensors, less the inputs that nothing keeps."""
+        lora, sizes = self.config.lora, self.sizes
+        rank, targets = lora.lora_rank or 0, lora.lora_target_modules or []
+        total = len(targets) * sizes.tokens * rank * sizes.width
+        for name, numbers in inputs.items():
+            if name in targets and lora.lora_dropout:
+                # The adapter keeps the dropped input instead, and what was dropped.
+                total += numbers * (1 if sizes.gpu else sizes.width)
+            elif name not in targets and not (name == "linear_proj" and attended):
+                total -= numbers * sizes.width
+        return total
+
+    def activations(self, stage: Stage) -> LayerBytes:
         sizes, model, parts = self.sizes, self.config.model, []
         if stage.embedding:
             dropped = self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
             table = sizes.v // sizes.tp * sizes.h * sizes.width
             parts.append(LayerBytes(dropped + sizes.tokens * INT64, table))
-        layers = [self.layer(number) for number in stage.layers]
+        layers = [self.layer_bytes(number) for number in stage.layers]
         if model.recompute_granularity == "full":
             count, uniform = model.recompute_num_layers or 1, model.recompute_method == "uniform"
             size, limit = (count, len(layers)) if uniform else (1, count)
@@ -276,11 +254,11 @@ class Activations:
         layer = in_order(self.attention(), self.mlp(sizes.experts[-1]))
         depth = LayerBytes(layer.kept + 3 * norm + (3 + 2) * self.residual, layer.transient)
         parts += [depth] * stage.depths
-        parts += [self.head()] * stage.head
+        parts += [self.loss()] * stage.head
         return in_order(*parts)
 
     def deferred(self, stage: Stage) -> int:
-        """Return the inputs and gradients of outputs for weight gradients that are put off.
+        """Return the inputs and gradients of outputs that wait for their weight gradients.
 
         A zero-bubble schedule holds them between its two backward passes; see `layers.linear`.
         """
@@ -297,7 +275,7 @@ class Activations:
             found += attention + tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
         return found * sizes.width
 
-    def head(self) -> LayerBytes:
+    def loss(self) -> LayerBytes:
         sizes, loss = self.sizes, self.config.loss
         vocabulary, losses = sizes.v // sizes.tp, 1 + sizes.depths
         hidden = sizes.tokens * sizes.h * sizes.width

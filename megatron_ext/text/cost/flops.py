@@ -5,8 +5,6 @@ half. The forward pass of all stages and ranks, times three for the backward pas
 counts, and what Megatron-LM counts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -118,7 +116,7 @@ class GptFlops:
     def _products(self) -> dict[str, int]:
         return token_products(self.config.model, self.config.moe, gated=self.config.model.gated)
 
-    def layer(self, number: int) -> Flops:
+    def layer_flops(self, number: int) -> Flops:
         """Return one layer of the decoder, numbered from 0, without recomputation."""
         linear = self._linear(self.sizes.experts[number])
         scores, fp8 = self._on_rank("scores"), self.config.fp8
@@ -142,23 +140,23 @@ class GptFlops:
         """Return the products for the gradients of weights; those of adapters are negligible."""
         return linear if self.config.lora.lora_rank is None else 0.0
 
-    def depth(self) -> Flops:
+    def _depth_flops(self) -> Flops:
         """Return one depth of multi-token prediction without its logits, in 16 or 32 bits."""
         linear = self._linear(self.sizes.experts[-1]) + self._on_rank("depth")
         scores = self._on_rank("scores")
         return Flops(linear, scores=scores, weights=self._trained(linear))
 
-    def head(self) -> Flops:
+    def _logits_flops(self) -> Flops:
         linear = self._on_rank("logits") * (1 + self.sizes.depths)
         return Flops(linear, weights=self._trained(linear))
 
-    def stage(self, stage: Stage) -> Flops:
+    def flops(self, stage: Stage) -> Flops:
         total = Flops()
         for number in stage.layers:
-            total += self.layer(number)
+            total += self.layer_flops(number)
         for _ in range(stage.depths):
-            total += self.depth()
-        return total + self.recomputed(stage) + (self.head() if stage.head else Flops())
+            total += self._depth_flops()
+        return total + self.recomputed(stage) + (self._logits_flops() if stage.head else Flops())
 
     def recomputed(self, stage: Stage) -> Flops:
         model, total = self.config.model, Flops()

@@ -4,10 +4,9 @@ flops.py has the numbers of a run and its operations, activations.py the bytes k
 pass; the layers of each stage, their parameters and the messages stand here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.parallel import mtp_stage, stages_of
@@ -17,7 +16,6 @@ from megatron_ext.parallel.grid import Layout, Placement
 from megatron_ext.planning.network import (
     FORWARD_AND_BACKWARD,
     Case,
-    Flops,
     Network,
     TaskCost,
     Volume,
@@ -42,30 +40,6 @@ RECOMPUTATION: dict[str, dict[str, object]] = {
 """The modes of recomputation, as fields of `ModelConfig`."""
 
 
-def stages(parallel: ParallelConfig, total: int, depths: int) -> list[Stage]:
-    placement = Layout.from_config(parallel).placement
-    last = placement.num_stages - 1
-    with_depths = mtp_stage(parallel) if depths else None
-    found, first = [], 0
-    for index in range(placement.num_stages):
-        count = _num_layers(parallel, total, placement, index)
-        layers = tuple(range(first, first + count))
-        found.append(
-            Stage(
-                index=index,
-                rank=placement.rank_of(index),
-                chunk=placement.chunk_of(index),
-                layers=layers,
-                depths=depths if index == with_depths else 0,
-                embedding=index == 0,
-                final_norm=total - 1 in layers if depths else index == last,
-                head=index == last,
-            )
-        )
-        first += count
-    return found
-
-
 def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, index: int) -> int:
     """Return the decoder layers of the stage of an index, as megatron-core deals them."""
     if parallel.pipeline_model_parallel_layout is not None:
@@ -83,10 +57,9 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
         between = size - (first is not None) - (last is not None)
         dealt = total + with_embedding + with_loss - (first or 0) - (last or 0)
         of_rank = dealt // max(1, between)
-    count = of_rank // placement.num_chunks
-    return (
-        count - (with_embedding and index == 0) - (with_loss and index == placement.num_stages - 1)
-    )
+    at_end = index == placement.num_stages - 1
+    taken = (with_embedding and index == 0) + (with_loss and at_end)
+    return of_rank // placement.num_chunks - taken
 
 
 @dataclass(frozen=True)
@@ -96,17 +69,17 @@ class Parameters:
     config: RunConfig
     sizes: Sizes
 
-    def stage(self, stage: Stage) -> list[Weight]:
+    def weights(self, stage: Stage) -> list[Weight]:
         fp8, found = self.config.fp8, list(self._embedding(stage))
         for position, number in enumerate(stage.layers):
-            layer = self._layer(f"decoder.layers.{position}", self.sizes.experts[number])
+            layer = self._layer_weights(f"decoder.layers.{position}", self.sizes.experts[number])
             # ``--fp8-param-gather`` holds the matrices of 8-bit layers in 8 bits.
             gathers = fp8.fp8_param_gather and self.sizes.in_8_bits(fp8, number)
             found += [replace(w, fp8=gathers and LINEAR.search(w.name) is not None) for w in layer]
         if stage.final_norm:
-            found += self._norm("decoder.final_layernorm")
+            found += self._norm_weights("decoder.final_layernorm")
         for depth in range(stage.depths):
-            found += self._depth(f"mtp.layers.{depth}")
+            found += self._depth_weights(f"mtp.layers.{depth}")
         x = self.sizes
         if stage.head and not (self._tied and (stage.embedding or stage.depths)):
             shape = x.v // x.tp * x.h, x.tp
@@ -129,91 +102,72 @@ class Parameters:
             positions = model.max_position_embeddings or 0
             yield Weight("embedding.position_embeddings.weight", positions * x.h)
 
-    def _norm(self, name: str, size: int | None = None) -> Iterator[Weight]:
+    def _norm_weights(self, name: str, size: int | None = None) -> Iterator[Weight]:
         size = self.sizes.h if size is None else size
         yield Weight(f"{name}.weight", size)
         if self.config.model.normalization == "LayerNorm":
             yield Weight(f"{name}.bias", size)
 
-    def _layer(self, name: str, experts: bool) -> list[Weight]:
-        x = self.sizes
-        found = [*self._norm(f"{name}.input_layernorm"), *self._attention(f"{name}.self_attention")]
-        found += self._norm(f"{name}.pre_mlp_layernorm")
+    def _layer_weights(self, name: str, experts: bool) -> list[Weight]:
+        found = list(self._norm_weights(f"{name}.input_layernorm"))
+        found += self._attention_weights(f"{name}.self_attention")
+        found += self._norm_weights(f"{name}.pre_mlp_layernorm")
         if experts:
-            return found + self._experts(f"{name}.mlp")
-        return found + self._mlp(Linear(f"{name}.mlp", x.f, x.h, rows=x.tp))
+            return found + self._expert_weights(f"{name}.mlp")
+        return found + self._mlp_weights(f"{name}.mlp", self.sizes.f, self.sizes.tp)
 
-    def _attention(self, name: str) -> list[Weight]:
+    def _matrix(self, name: str, outputs: int, inputs: int, **layout: Any) -> list[Weight]:
+        return Linear(name, outputs, inputs, **layout).weights(self.config.lora)
+
+    def _attention_weights(self, name: str) -> list[Weight]:
         x, model = self.sizes, self.config.model
-        qkv, out = (x.n + 2 * x.g) * x.d, x.n * x.d
-        proj = Linear(f"{name}.linear_proj", x.h, out, columns=x.tp, bias=model.add_bias_linear)
-        fused = Linear(f"{name}.linear_qkv", qkv, x.h, rows=x.tp, bias=bool(model.add_qkv_bias))
-        found = [*proj.weights(self.config.lora), *fused.weights(self.config.lora)]
+        bias, qkv_bias, qkv = model.add_bias_linear, bool(model.add_qkv_bias), x.n + 2 * x.g
+        found = self._matrix(f"{name}.linear_proj", x.h, x.n * x.d, columns=x.tp, bias=bias)
+        found += self._matrix(f"{name}.linear_qkv", qkv * x.d, x.h, rows=x.tp, bias=qkv_bias)
         if model.qk_layernorm:
-            found += self._norm(f"{name}.q_layernorm", x.d)
-            found += self._norm(f"{name}.k_layernorm", x.d)
+            found += self._norm_weights(f"{name}.q_layernorm", x.d)
+            found += self._norm_weights(f"{name}.k_layernorm", x.d)
         return found
 
-    def _mlp(self, like: Linear) -> list[Weight]:
-        """Return both matrices of an MLP, from its name, its width as outputs, and their ranks."""
-        model, width, name = self.config.model, like.outputs, like.name
-        fc1 = replace(
-            like,
-            name=f"{name}.linear_fc1",
-            outputs=width * (2 if model.gated else 1),
-            bias=model.add_bias_linear,
-        )
-        fc2 = replace(
-            fc1,
-            name=f"{name}.linear_fc2",
-            outputs=self.sizes.h,
-            inputs=width,
-            rows=1,
-            columns=like.rows,
-        )
-        return [*fc1.weights(self.config.lora), *fc2.weights(self.config.lora)]
+    def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
+        """Return both matrices of an MLP of so many channels, which the ranks share."""
+        h, model = self.sizes.h, self.config.model
+        layout["bias"], outputs = model.add_bias_linear, width * (2 if model.gated else 1)
+        fc1 = self._matrix(f"{name}.linear_fc1", outputs, h, rows=ranks, **layout)
+        return fc1 + self._matrix(f"{name}.linear_fc2", h, width, columns=ranks, **layout)
 
-    def _experts(self, name: str) -> list[Weight]:
+    def _expert_weights(self, name: str) -> list[Weight]:
         x, moe = self.sizes, self.config.moe
         count, width = moe.num_experts or 0, moe.moe_ffn_hidden_size or x.f
-        bias = self.config.model.add_bias_linear
-        found = Linear(f"{name}.router", count, x.h, bias=bias).weights(self.config.lora)
-        apart = x.ep > 1 or x.etp != x.tp
+        found = self._matrix(f"{name}.router", count, x.h, bias=self.config.model.add_bias_linear)
+        layout = {"copies": x.ep, "expert": x.ep > 1 or x.etp != x.tp}
         for expert in range(count // x.ep):
             local = f"{name}.experts.local_experts.{expert}"
-            found += self._mlp(Linear(local, width, x.h, rows=x.etp, copies=x.ep, expert=apart))
+            found += self._mlp_weights(local, width, x.etp, **layout)
         shared = moe.moe_shared_expert_intermediate_size
         if shared:
             if moe.moe_shared_expert_gate:
                 found.append(Weight(f"{name}.shared_experts.gate_weight", x.h))
-            found += self._mlp(Linear(f"{name}.shared_experts", shared, x.h, rows=x.tp))
+            found += self._mlp_weights(f"{name}.shared_experts", shared, x.tp)
         return found
 
-    def _depth(self, name: str) -> list[Weight]:
+    def _depth_weights(self, name: str) -> list[Weight]:
         """Return one depth of multi-token prediction; its layer is like the decoder's last."""
         x = self.sizes
-        found = [*self._norm(f"{name}.enorm"), *self._norm(f"{name}.hnorm")]
-        projection = Linear(f"{name}.eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
-        found += projection.weights(self.config.lora)
-        found += self._layer(f"{name}.transformer_layer", x.experts[-1])
-        found += self._norm(f"{name}.final_layernorm")
+        found = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
+        found += self._matrix(f"{name}.eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
+        found += self._layer_weights(f"{name}.transformer_layer", x.experts[-1])
+        found += self._norm_weights(f"{name}.final_layernorm")
         return found
 
 
 @dataclass(frozen=True)
-class GptNetwork(Network):
+class GptNetwork(Parameters, Activations, GptFlops, Network):
     """The formulas of a GPT; see `Network`."""
 
-    config: RunConfig
-    sizes: Sizes
-
     @classmethod
-    def of(cls, config: RunConfig) -> GptNetwork:
-        """Return the network of a resolved run.
-
-        Raises:
-            ConfigError: no vocabulary.
-        """
+    def of(cls, config: RunConfig) -> "GptNetwork":
+        """Return the network of a resolved run; raise a ConfigError without a vocabulary."""
         model = config.model
         if not model.padded_vocab_size:
             raise ConfigError("`--padded-vocab-size` is missing; give it, or a tokenizer.")
@@ -233,21 +187,28 @@ class GptNetwork(Network):
         )
         return cls(config, sizes)
 
-    @property
-    def _activations(self) -> Activations:
-        return Activations(self.config, self.sizes)
-
     def stages(self) -> list[Stage]:
-        return stages(self.config.parallel, self.sizes.layers, self.sizes.depths)
-
-    def weights(self, stage: Stage) -> list[Weight]:
-        return Parameters(self.config, self.sizes).stage(stage)
-
-    def activations(self, stage: Stage) -> LayerBytes:
-        return self._activations.stage(stage)
-
-    def deferred(self, stage: Stage) -> int:
-        return self._activations.deferred(stage)
+        parallel, total, depths = self.config.parallel, self.sizes.layers, self.sizes.depths
+        placement = Layout.from_config(parallel).placement
+        last = placement.num_stages - 1
+        with_depths = mtp_stage(parallel) if depths else None
+        found, first = [], 0
+        for index in range(placement.num_stages):
+            count = _num_layers(parallel, total, placement, index)
+            layers = tuple(range(first, first + count))
+            stage = Stage(
+                index=index,
+                rank=placement.rank_of(index),
+                chunk=placement.chunk_of(index),
+                layers=layers,
+                depths=depths if index == with_depths else 0,
+                embedding=index == 0,
+                final_norm=total - 1 in layers if depths else index == last,
+                head=index == last,
+            )
+            found.append(stage)
+            first += count
+        return found
 
     def fp8_weights(self, stage: Stage) -> int:
         """Return the bytes of the matrices of 8-bit layers; others may be kept in bf16."""
@@ -257,19 +218,9 @@ class GptNetwork(Network):
         return fp8_bytes(fp8, [w for w in self.weights(stage) if w.name.startswith(names)])
 
     def layer(self) -> LayerBytes:
-        return self._activations.layer(self.sizes.layers - 1)
+        return self.layer_bytes(self.sizes.layers - 1)
 
-    @property
-    def layer_input(self) -> int:
-        return self._activations.residual
-
-    boundary = layer_input
-
-    def loss(self) -> LayerBytes:
-        return self._activations.head()
-
-    def flops(self, stage: Stage) -> Flops:
-        return GptFlops(self.config, self.sizes).stage(stage)
+    layer_input = boundary = Activations.residual
 
     def step_flops(self) -> float:
         x, batch = self.sizes, self.config.training.batch_sizes[1]

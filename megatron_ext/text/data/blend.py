@@ -1,7 +1,5 @@
 """The sources of text runs: dataset prefixes of each split by Megatron-LM's flags, and steps."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -55,11 +53,7 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
 
 
 def read_blend(data: DataConfig) -> BlendSpec:
-    """Collect the dataset prefixes of a run from its flags.
-
-    Raises:
-        DataError: a list file that cannot be read, or a malformed blend.
-    """
+    """Collect the dataset prefixes of a run from its flags; raise a DataError at a mistake."""
     if data.data_args_path is not None:
         path = data.data_args_path
         try:
@@ -95,11 +89,7 @@ def read_blend(data: DataConfig) -> BlendSpec:
 
 
 def training_blend(data: DataConfig) -> BlendSpec:
-    """Collect the dataset prefixes of a run that must have data.
-
-    Raises:
-        DataError: no dataset is given at all; also see `read_blend`.
-    """
+    """Collect the dataset prefixes of a run by `read_blend`; raise a DataError if it has none."""
     spec = read_blend(data)
     if not spec.prefixes():
         raise DataError(
@@ -120,8 +110,7 @@ def _words_of(entry: Any) -> list[str] | None:
 def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | None:
     """Return counts of sequences and documents by prefix (--per-dataset-sequences-path), if given.
 
-    Raises:
-        DataError: a file that cannot be read, or lacks a prefix.
+    Raise a DataError if the file cannot be read, or lacks a prefix.
     """
     path = data.per_dataset_sequences_path
     if path is None:
@@ -157,12 +146,6 @@ def text_source(
     run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
     """Return the steps of a split; see `Task.source`."""
-    return build_source(
-        dataset,
-        run.config,
-        run.context,
-        run.device,
-        consumed_samples=consumed_samples,
-        full_epoch=full_epoch,
-        **source_options(run.config.section(DataConfig), assets.eod),
-    )
+    parts = run.config, run.context, run.device
+    options = source_options(run.config.section(DataConfig), assets.eod)
+    return build_source(dataset, *parts, consumed_samples, full_epoch, **options)

@@ -5,8 +5,6 @@ documents is refused instead of looping for ever, and cached indices are keyed b
 determines them, the identity of the data files included.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import logging
@@ -129,7 +127,8 @@ def check_inputs(
         for suffix in (".bin", ".idx"):
             stat = Path(prefix + suffix).stat()
             digest.update(f"{prefix}{suffix}:{stat.st_size}:{stat.st_mtime_ns};".encode())
-        check_ids(prefix, id_range(prefix, VOCABULARY_SAMPLE), _entries(model, tokenizer))
+        entries = model.padded_vocab_size or tokenizer.vocab_size
+        check_ids(prefix, id_range(prefix, VOCABULARY_SAMPLE), entries)
         if spec.per_split is None and data.split is not None:
             ratios = parse_and_normalize_split(data.split)
             cut = split_bounds(data.split, info.num_sequences)
@@ -169,17 +168,12 @@ def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | 
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Check indexed datasets before ranks start; cheap, and the same on every rank.
 
-    Raises:
-        ConfigError, DataError: see `check_inputs`, `given_lengths` and `check_cached_indices`; also
-            where one process cannot hold the indices.
+    See `check_inputs`, `given_lengths` and `check_cached_indices` for the errors; a DataError also
+    tells that one process cannot hold the indices.
     """
-    data, training, seq_length = (
-        config.section(DataConfig),
-        config.training,
-        config.model.seq_length,
-    )
-    iterations = number_of_iterations(training, seq_length, config.parallel.data_parallel_size)
-    sizes, length = split_sizes(training, iterations), seq_length or 0
+    data, training, length = config.section(DataConfig), config.training, config.model.seq_length
+    iterations = number_of_iterations(training, length, config.parallel.data_parallel_size)
+    sizes, length = split_sizes(training, iterations), length or 0
     if not data.mock_data:
         spec = training_blend(data)
         check_inputs(data, config.model, spec, tokenizer, sizes)
@@ -236,10 +230,6 @@ def _check_splits(
             )
 
 
-def _entries(model: ModelConfig, tokenizer: Tokenizer) -> int:
-    return model.padded_vocab_size or tokenizer.vocab_size
-
-
 def dataset_config(
     config: RunConfig, spec: BlendSpec, tokenizer: Tokenizer, data_files: str
 ) -> KeyedGPTDatasetConfig:
@@ -265,7 +255,7 @@ def dataset_config(
         eod_mask_loss=data.eod_mask_loss,
         sequences_per_dataset=given_lengths(data, spec),
         data_files=data_files,
-        vocab_size=_entries(config.model, tokenizer),
+        vocab_size=config.model.padded_vocab_size or tokenizer.vocab_size,
     )
 
 
@@ -295,13 +285,7 @@ def build_gpt_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build the train, valid and test datasets of so many samples; all ranks call this together.
-
-    A size of None means one epoch.
-
-    Raises:
-        DataError: see `check_inputs`; also when neither data nor ``--mock-data`` is given.
-    """
+    """Build the splits of so many samples, None for one epoch; all ranks call this together."""
     data = config.section(DataConfig)
     if data.mock_data:
         spec, data_files, cls = BlendSpec(None, None), "mock", MockGPTDataset
@@ -318,7 +302,5 @@ def build_gpt_datasets(
     with _told_in_a_sentence(), warnings.catch_warnings():
         # megatron-core warns once for each split of each prefix; the tools warn once per dataset.
         warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
-        built = BlendedMegatronDatasetBuilder(
-            cls, list(sizes), is_built_on_rank, core_config
-        ).build()
-    return Datasets(*built)
+        builder = BlendedMegatronDatasetBuilder(cls, list(sizes), is_built_on_rank, core_config)
+        return Datasets(*builder.build())

@@ -3,17 +3,14 @@
 Checksums lie beside the dataset in a file that `sha256sum -c` reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -39,11 +36,7 @@ _DIGEST_BYTES = 1 << 22
 
 
 def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int) -> None:
-    """Check that ids of a dataset, or their smallest and largest, lie in the vocabulary.
-
-    Raises:
-        DataError: an id below 0, or beyond the vocabulary.
-    """
+    """Raise a DataError if ids, or their smallest and largest, lie outside of the vocabulary."""
     if ids is None or len(ids) == 0:
         return
     low, high = int(np.min(ids)), int(np.max(ids))
@@ -58,10 +51,7 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
 def id_range(
     prefix: str | os.PathLike[str], max_tokens: int | None = None
 ) -> tuple[int, int] | None:
-    """Return the smallest and the largest id of about ``max_tokens`` tokens, or of all, in pieces.
-
-    It is None without a token.
-    """
+    """Return the smallest and largest of about ``max_tokens`` ids, or of all; None without one."""
     dtype = read_index(prefix).dtype
     low, high = [], []
     with _opened(bin_path(prefix), "Reading ids") as (stream, bar):
@@ -76,19 +66,13 @@ def id_range(
 
 @contextmanager
 def _opened(path: Path, what: str) -> Iterator[tuple[BinaryIO, Any]]:
-    with (
-        readable(path),
-        open(path, "rb") as stream,
-        byte_bar(what, os.path.getsize(path)) as bar,
-    ):
+    with readable(path), open(path, "rb") as stream, byte_bar(what, os.path.getsize(path)) as bar:
         yield stream, bar
 
 
-@dataclass(frozen=True)
-class Inspection:
+class Inspection(NamedTuple):
     """The report on a dataset: lines to print, and warnings, in spite of which it can be read."""
 
-    info: IndexInfo
     lines: list[str]
     warnings: list[str]
 
@@ -96,14 +80,9 @@ class Inspection:
 def inspect_dataset(
     prefix: str, tokenizer: Tokenizer | None, *, samples: int = 3, seed: int = 0, scan: bool = True
 ) -> Inspection:
-    """Check a dataset and describe it.
+    """Check a dataset and describe it; raise a DataError if it is damaged.
 
-    Args:
-        tokenizer: decodes the samples, drawn by `seed`, and bounds the ids; None leaves both out.
-        scan: read all ids to find the largest.
-
-    Raises:
-        DataError: the dataset is damaged.
+    The tokenizer decodes samples, drawn by ``seed``, and bounds the ids, which ``scan`` reads all.
     """
     info, index = check_indexed_dataset(prefix), read_index(prefix)
     ids = id_range(prefix) if scan else None
@@ -116,7 +95,7 @@ def inspect_dataset(
     ]
     lines += [] if ids is None else [f"ids        {ids[0]} to {ids[1]}"]
     lines += [*_histogram(index), *_samples(prefix, index, tokenizer, samples, seed)]
-    return Inspection(info, lines, _warnings(info, index, ids, tokenizer))
+    return Inspection(lines, _warnings(info, index, ids, tokenizer))
 
 
 def document_lengths(index: Index) -> Iterator[Any]:
@@ -194,11 +173,7 @@ def digest_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the SHA-256 of both files of a dataset, by file name.
-
-    Raises:
-        DataError: a file is missing or cannot be read.
-    """
+    """Return the SHA-256 of both files of a dataset by name; raise a DataError without one."""
     return {path.name: _digest(path) for path in (bin_path(prefix), idx_path(prefix))}
 
 
@@ -212,11 +187,7 @@ def _digest(path: Path) -> str:
 
 
 def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Return the checksums in `PREFIX.sha256`, None where there is no such file.
-
-    Raises:
-        DataError: it cannot be read, or does not name both files.
-    """
+    """Return the checksums in `PREFIX.sha256`, if it exists; raise a DataError if it lacks one."""
     path = digest_path(prefix)
     if not path.exists():
         return None
@@ -234,11 +205,7 @@ def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
 
 
 def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
-    """Compare checksums with those of `PREFIX.sha256`; return whether that file exists.
-
-    Raises:
-        DataError: they differ.
-    """
+    """Tell whether `PREFIX.sha256` exists; raise a DataError if it has other checksums."""
     recorded = recorded_digests(prefix)
     for name, digest in (recorded or {}).items():
         if digests[name] != digest:
@@ -251,11 +218,7 @@ def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
 
 
 def write_digests(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> Path:
-    """Write `PREFIX.sha256` and return its path.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write `PREFIX.sha256` and return its path; raise a ConfigError if it cannot be written."""
     path = digest_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
     try:

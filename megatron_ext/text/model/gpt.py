@@ -1,7 +1,5 @@
 """GPT: one pipeline chunk of megatron-core's GPTModel, with our layers and our MTP losses."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +54,12 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.decoder.__class__ = TransformerBlock
         if self.post_process:
-            self._use_own_output_layer()
+            # Our layer can defer the gradient of its weight; it has no adapter and no 8-bit scales.
+            self.output_layer.__class__ = OutputLayer
+            self.output_layer.lora = self.output_layer.fp8 = None
+            if self.share_embeddings_and_output_weights and self.mtp_process:
+                # The copy of the embedding that multi-token prediction holds serves the output.
+                self.output_layer.weight = None
         if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
             probability, cut = self.config.hidden_dropout, self.config.sequence_parallel
             self.embedding.embedding_dropout = HiddenDropout(
@@ -70,26 +73,6 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
                     depth.config = copy.copy(self.config)
                     depth.config.recompute_num_layers = 1
 
-    def _use_own_output_layer(self) -> None:
-        """Put the output layer's weight into our layer, whose weight gradient can be deferred."""
-        core = self.output_layer
-        self.output_layer: Any = OutputLayer(
-            core.input_size,
-            core.output_size,
-            config=self.config,
-            init_method=self.config.init_method,
-            bias=False,
-            gather_output=core.gather_output,
-            skip_weight_param_allocation=True,
-            embedding_activation_buffer=core.embedding_activation_buffer,
-            grad_output_buffer=core.grad_output_buffer,
-            tp_group=core.tp_group,
-        )
-        # A tied copy of the embedding that multi-token prediction holds serves the output as well.
-        tied_to_copy = self.share_embeddings_and_output_weights and self.mtp_process
-        if core.weight is not None and not tied_to_copy:
-            self.output_layer.weight = core.weight
-
     def forward(
         self,
         input_ids: Tensor,
@@ -100,15 +83,12 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         mtp_targets: MTPTargets | None = None,
         hidden_states_only: bool = False,
     ) -> Tensor:
-        """Run this chunk.
+        """Run this chunk; s is the local sequence under context parallelism.
 
         Args:
-            input_ids: ``[b, s]`` (s is the local sequence under context parallelism).
-            position_ids: ``[b, s]``.
+            input_ids, position_ids, labels: ``[b, s]``.
             attention_mask: True where forbidden, ``[b, 1, s, full s]``; None means causal.
-            labels: ``[b, s]``; without them the last stage returns logits.
-            mtp_targets: what the multi-token-prediction depths are to learn; without them the
-                depths change nothing.
+            mtp_targets: the targets of prediction depths, which change nothing without them.
             hidden_states_only: leave the head to the loss; see `output_head`.
 
         Returns:
@@ -210,16 +190,14 @@ def build_gpt_chunk(
     vp_stage: int | None = None,
     model_class: Callable[..., GPTModel] = GPTModel,
 ) -> GPTModel:
-    """Build the layers of one virtual pipeline chunk.
+    """Build the layers of the virtual pipeline chunk of index ``vp_stage`` on this rank.
 
     Args:
         pre_process: the chunk holds the embedding.
         post_process: the chunk holds the output layer (and the multi-token-prediction block).
-        vp_stage: index of the virtual chunk on this rank.
         model_class: the class of the chunk; a user's own subclass, or a function that calls it.
 
-    Raises:
-        ConfigError: multi-token prediction with learned positions on more than one stage.
+    Raise a ConfigError if the size of the vocabulary is not known.
     """
     model = config.model
     if not model.padded_vocab_size:

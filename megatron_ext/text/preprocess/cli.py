@@ -1,7 +1,5 @@
 """The command line of tools/preprocess_data.py: Megatron-LM's flags, and three of ours."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import signal
@@ -66,10 +64,9 @@ def _sft_flags() -> list[Flag]:
 
 
 def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
-    """Turn a command line into options and notes on flags without effect.
+    """Return options and notes on flags without effect.
 
-    Raises:
-        ConfigError: every flag that cannot be honoured, in one go.
+    Raise a ConfigError that names every flag that cannot be honoured.
     """
     parser = _parser()
     # A flag may have underscores for dashes: `--json_keys` is `--json-keys`.
@@ -79,10 +76,12 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     ]
     args, unknown = parser.parse_known_args(dashed)
     values = vars(args)
+    foreign = (*_NOT_HERE, *_NO_EFFECT)
+    given = [flag for flag in foreign if values[flag[2:].replace("-", "_")] is not None]
     wrong = [
         f"`{flag}` is known in Megatron-LM but not supported here: {why}."
         for flag, why in _NOT_HERE.items()
-        if values[_dest(flag)] is not None
+        if flag in given
     ]
     known = [option for action in parser._actions for option in action.option_strings]
     for flag in unknown:
@@ -92,11 +91,8 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
         wrong.append(f"Unknown {kind} `{flag}`; {hint}")
     if wrong:
         raise ConfigError(wrong)
-    notes = [
-        f"`{flag}` has no effect here: {why}."
-        for flag, why in _NO_EFFECT.items()
-        if values[_dest(flag)] is not None
-    ]
+    no_effect = [(flag, why) for flag, why in _NO_EFFECT.items() if flag in given]
+    notes = [f"`{flag}` has no effect here: {why}." for flag, why in no_effect]
     own = [flag.field for flag in flags_of("preprocess", PreprocessOptions)]
     chosen = {name: values[name] for name in ("output_prefix", *own)}
     chosen["inputs"], chosen["tokenizer"] = args.input, tokenizer_config(values)
@@ -117,30 +113,21 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     return PreprocessOptions(**chosen), notes
 
 
-def run_options(options: PreprocessOptions) -> Report:
+def _run(argv: Sequence[str]) -> Report:
     from megatron_ext.text.sft.preprocess import SftPreprocessOptions, preprocess_sft
 
+    options, notes = parse_options(argv)
+    for note in notes:
+        say_to_stderr(note)
     if isinstance(options, SftPreprocessOptions):
         return preprocess_sft(options)
     return preprocess(options)
 
 
-def _dest(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run one command line; return 0, 1 for bad input, 2 for bad flags, 130 when interrupted."""
-    try:
-        options, notes = parse_options(argv)
-    except ConfigError as error:
-        for sentence in error.messages:
-            say_to_stderr(f"error: {sentence}")
-        return 2
-    for note in notes:
-        say_to_stderr(note)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run_or_explain(lambda: run_options(options))
+        return run_or_explain(lambda: _run(argv))
     finally:
         signal.signal(signal.SIGTERM, before)

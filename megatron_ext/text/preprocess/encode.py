@@ -6,12 +6,11 @@ an initial, or an ordinal number, or the next word starts in lower case; and at 
 Chinese, Japanese and Hindi, which need no white space.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,8 +30,7 @@ class BadLine(Exception):
 def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     """Return, for each key, the texts of its sequences: one for a string, several for a list.
 
-    Raises:
-        BadLine: no JSON object, a key is missing, or a value is neither text nor a list of texts.
+    Raise a BadLine if there is no JSON object, or a key has neither a text nor a list of texts.
     """
     document = read_object(line, keys)
     texts: list[list[str]] = []
@@ -53,8 +51,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
 def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return the JSON object of a line, whose texts under keys hold no half of a surrogate pair.
 
-    Raises:
-        BadLine: a blank line, no UTF-8, no JSON, or no object.
+    Raise a BadLine if there is none.
     """
     try:
         document = orjson.loads(line)
@@ -120,36 +117,31 @@ Write = Callable[[int, int, Encoded], None]
 """A function that takes a key, a stream, and their documents."""
 
 
+Splitter = Callable[[str], list[str]]
+"""A function from a text to its sentences."""
+
+
 class BlockEncoder(Protocol):
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
         """Encode whole lines of a part, from number ``first`` on; return how many were kept."""
         ...
 
 
+@dataclass
 class TextEncoder:
     """A `BlockEncoder` of the texts under the same keys of each line.
 
-    Args:
-        tokenizer: the native tokenizer, whose ids count.
-        fast: a faster engine found exact, or None.
-        streams: lines go to stream `line number within the part % streams`.
-        append_eod: whether a non-empty document ends with the tokenizer's eod.
-        splitter: cuts texts into sentences, or None.
+    Lines go to stream `line number within the part % streams`; a document that is not empty may end
+    with the tokenizer's eod. The ids of ``fast`` are those of the tokenizer, which is compared.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        fast: FastEncoder | None,
-        *,
-        keys: Sequence[str],
-        streams: int = 1,
-        append_eod: bool = False,
-        splitter: Splitter | None = None,
-    ) -> None:
-        self._tokenizer, self._fast, self._splitter = tokenizer, fast, splitter
-        self._keys, self._streams, self._batches = keys, streams, 0
-        self._eod = [np.asarray([tokenizer.eod], np.uint32)] if append_eod else []
+    tokenizer: Tokenizer
+    fast: FastEncoder | None
+    keys: Sequence[str]
+    streams: int
+    splitter: Splitter | None
+    append_eod: bool
+    batches: int = 0
 
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
         kept: list[int] = []
@@ -170,7 +162,7 @@ class TextEncoder:
         return len(kept)
 
     def _texts(self, raw: bytes) -> list[list[str]]:
-        texts, split = parse_line(raw, self._keys), self._splitter
+        texts, split = parse_line(raw, self.keys), self.splitter
         if split is None:
             return texts
         return [[sentence for text in document for sentence in split(text)] for document in texts]
@@ -178,7 +170,7 @@ class TextEncoder:
     def _accepts(self, texts: list[list[str]], number: int, refuse: Refuse) -> bool:
         try:
             for document in texts:
-                self._tokenizer.encode_batch(document)
+                self.tokenizer.encode_batch(document)
         except (ValueError, OverflowError) as error:
             refuse(number, f"cannot be tokenized: {error}")
             return False
@@ -189,9 +181,9 @@ class TextEncoder:
     ) -> None:
         """Encode first and write after, so that a refused text leaves nothing behind."""
         encoded = []
-        for stream in range(self._streams):
-            mine = [t for t, n in zip(texts, numbers, strict=True) if n % self._streams == stream]
-            for key in range(len(self._keys)):
+        for stream in range(self.streams):
+            mine = [t for t, n in zip(texts, numbers, strict=True) if n % self.streams == stream]
+            for key in range(len(self.keys)):
                 encoded.append((key, stream, self._encode([document[key] for document in mine])))
         for key, stream, batch in encoded:
             write(key, stream, batch)
@@ -199,29 +191,25 @@ class TextEncoder:
     def _encode(self, documents: Sequence[list[str]]) -> Encoded:
         """Encode documents, each a list of texts, its sequences; raise `InexactEngine`."""
         texts = [text for document in documents for text in document]
-        ids = (self._tokenizer if self._fast is None else self._fast).encode_batch(texts)
-        if self._fast is not None and texts:
+        ids = (self.tokenizer if self.fast is None else self.fast).encode_batch(texts)
+        if self.fast is not None and texts:
             # One document of each batch is compared, at another place each time.
-            self._batches += 1
-            at = self._batches * 7919 % len(texts)
+            self.batches += 1
+            at = self.batches * 7919 % len(texts)
             if len(texts[at]) > _CHECKED_CHARACTERS:
                 at = min(range(len(texts)), key=lambda i: len(texts[i]))
-            self._fast.compare_ids(texts[at], ids[at])
-        arrays: list[Any] = []
-        lengths: list[int] = []
-        counts: list[int] = []
-        at = 0
+            self.fast.compare_ids(texts[at], ids[at])
+        eod = [np.asarray([self.tokenizer.eod], np.uint32)] if self.append_eod else []
+        arrays, lengths, counts = list[Any](), list[int](), list[int]()
+        remaining = iter(ids)
         for document in documents:
-            before = len(lengths)
-            for sequence in ids[at : at + len(document)]:
-                if len(sequence):
-                    arrays.append(np.asarray(sequence))
-                    lengths.append(len(sequence))
-            if self._eod and len(lengths) > before:
-                arrays += self._eod
+            kept = [np.asarray(x) for x in islice(remaining, len(document)) if len(x)]
+            arrays += kept
+            lengths += map(len, kept)
+            counts.append(len(kept))
+            if eod and kept:
+                arrays += eod
                 lengths[-1] += 1
-            counts.append(len(lengths) - before)
-            at += len(document)
         tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
         return Encoded(tokens, np.asarray(lengths, np.int32), np.asarray(counts, np.int32))
 
@@ -249,8 +237,6 @@ _END = re.compile(
     r"""|(?P<wide>[。！？｡।]+[”’」』）"']*)(?P<wide_space>\s*)(?=\S)"""
 )
 _LAST_WORD = re.compile(r"[^\s(\[\"'“‘«„¿¡]*$")
-
-Splitter = Callable[[str], list[str]]
 
 
 def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:

@@ -3,8 +3,6 @@
 Packed inputs become lines of JSON: gzip, zstd, and parquet, whose rows become lines.
 """
 
-from __future__ import annotations
-
 import glob
 import gzip
 import hashlib
@@ -40,10 +38,8 @@ _SECONDS_FOR_A_WRITER = 10.0
 class Part:
     """A piece of one input that one worker turns into one set of part files.
 
-    Attributes:
-        path: the file to read; a spooled copy for streams and lone packed files.
-        source: the name to show to the user.
-        start, end: byte range at line ends; the whole file when it is packed.
+    It is the bytes from ``start`` to ``end`` of a file, both at line ends, or a whole packed file.
+    The path of a stream is that of its copy; the source is the name to show to the user.
     """
 
     path: str
@@ -58,11 +54,7 @@ class Part:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files that paths and globs name, in the given order, globs sorted.
-
-    Raises:
-        DataError: a pattern matches nothing, or a file cannot be read.
-    """
+    """Return the files of paths and sorted globs; raise a DataError if one cannot be read."""
     files: list[str] = []
     for pattern in patterns:
         if pattern == "-":
@@ -91,16 +83,12 @@ def is_stream(path: str) -> bool:
     return path == "-" or not stat.S_ISREG(os.stat(path).st_mode)
 
 
-def identities(files: Sequence[str]) -> list[list[Any]]:
-    """Return what tells files from others under their names; a stream is never the same again.
+def identity_of(path: str) -> list[Any]:
+    """Return what tells a file from others under its name; a stream is never the same again.
 
     Size and modification time can be kept over a change (`rsync -t`, `touch -r`), so the inode,
     the time of its last change and both ends of the content count as well.
     """
-    return [_identity(path) for path in files]
-
-
-def _identity(path: str) -> list[Any]:
     if is_stream(path):
         return [os.path.abspath(path), os.getpid(), time.time_ns()]
     with open(path, "rb") as stream:
@@ -120,11 +108,7 @@ def needs_spool(files: Sequence[str], workers: int) -> list[str]:
 
 
 def spool(source: str, target: Path) -> None:
-    """Copy a stream, or a packed file unpacked, to a file, under a temporary name first.
-
-    Raises:
-        DataError: the source is damaged or cannot be read, or a FIFO has no writer.
-    """
+    """Copy a stream, or a packed file unpacked, to a file; raise a DataError if it is not whole."""
     temporary = target.with_suffix(".unpacking")
     with open(temporary, "wb") as out:
         if is_stream(source):
@@ -213,11 +197,7 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (whole lines of about 4 MB, bytes of the input read for them).
-
-    Raises:
-        DataError: a packed file is cut or damaged.
-    """
+    """Yield (whole lines of about 4 MB, bytes read for them); raise a DataError at damage."""
     rest: list[bytes] = []
     seen = 0
     pieces = _plain(part) if part.packing == "plain" else unpacked(part.path, part.packing)
@@ -249,11 +229,7 @@ def _plain(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def packing_of(path: str) -> str:
-    """Return how a file is packed, by its first bytes: gzip, zstd, parquet, or else plain.
-
-    Raises:
-        DataError: another packed format.
-    """
+    """Return gzip, zstd, parquet or plain by the first bytes; raise a DataError for another."""
     with open(path, "rb") as stream:
         head = stream.read(4)
     for magic, name in _OTHER_MAGIC.items():

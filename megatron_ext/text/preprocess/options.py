@@ -1,7 +1,5 @@
 """The options of a preprocessing run, which are flags too, and the flags of its tokenizer."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterable, Sequence
@@ -27,11 +25,7 @@ _ADVICE = "leave it out for the default"
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The options of one run, whose outputs are `<prefix>_<key>_document.bin/.idx` and the like.
-
-    Raises:
-        ConfigError: with every sentence that applies.
-    """
+    """The options of one run, checked; outputs are `<prefix>_<key>_document.bin/.idx` and so on."""
 
     inputs: Sequence[str]
     output_prefix: str
@@ -178,11 +172,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Return the tokenizer's section of parsed arguments.
-
-    Raises:
-        ConfigError: numbers outside of their ranges.
-    """
+    """Return the tokenizer's section of parsed arguments, its numbers checked by `check_ranges`."""
     section = TokenizerConfig(**{each.field: values[each.field] for each in TOKENIZER_FLAGS})
     check_ranges(section)
     return section

@@ -7,15 +7,13 @@ outlived its killed run from writing into files of the next. At the end the kern
 the parts into published datasets, and running sums make the indices.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,10 +52,8 @@ class PartWriter:
         self._folder, self._number, self._dtypes = folder, number, dtypes
         self._stem = f"p{number:06}.{os.getpid()}"
         self._files: dict[str, BinaryIO] = {}
-        for key in range(len(dtypes)):
-            for stream in range(streams):
-                for kind in ("bin", "len", "doc"):
-                    self._open(f"{self._stem}.k{key}.s{stream}.{kind}")
+        for key, stream, kind in product(range(len(dtypes)), range(streams), ("bin", "len", "doc")):
+            self._open(f"{self._stem}.k{key}.s{stream}.{kind}")
         self._rejected = self._open(f"{self._stem}.rejected")
         self._counts = {"lines": 0, "documents": 0, "tokens": 0, "rejected": 0}
 
@@ -128,8 +124,7 @@ def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
 class WorkDirectory:
     """The folder `<prefix>.parts/`, held by one run at a time.
 
-    Args:
-        resumable: a later run can read the same input again.
+    It is kept after a failure if a later run can read the same input again (``resumable``).
 
     Raises:
         ConfigError: the folder cannot be made, or holds files that are no run's.
@@ -161,7 +156,7 @@ class WorkDirectory:
                 "prefix."
             ) from None
 
-    def __enter__(self) -> WorkDirectory:
+    def __enter__(self) -> "WorkDirectory":
         return self
 
     def __exit__(
@@ -244,26 +239,26 @@ def _partitions(
     size = max(1, math.ceil(before[-1] / count))
     partitions = []
     for p in range(count):
-        segments: list[Segment | None] = []
+        segments = []
         for done, first in zip(markers, before, strict=False):
             if options.keep_sequential_samples:
-                segments.append(_clip(folder, done, p * size - first, (p + 1) * size - first))
+                segments += _clip(folder, done, p * size - first, (p + 1) * size - first)
             else:
                 segments.append(Segment(done, (p - first) % count))
-        partitions.append([segment for segment in segments if segment is not None])
+        partitions.append(segments)
     return partitions
 
 
-def _clip(folder: Path, done: PartMarker, first: int, last: int) -> Segment | None:
+def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
     """Return the documents of lines [first, last) of a part; the lines may reach beyond it."""
     first, last = max(first, 0), min(last, done.lines)
     if first >= last:
-        return None
+        return []
     if (first, last) == (0, done.lines):
-        return Segment(done, 0)
+        return [Segment(done, 0)]
     bad = np.asarray([record["line"] for record in read_rejected(folder, done)], np.int64)
     start, end = (line - int((bad < line).sum()) for line in (first, last))
-    return Segment(done, 0, start, end)
+    return [Segment(done, 0, start, end)]
 
 
 class Dataset:
@@ -281,7 +276,7 @@ class Dataset:
         tokens, index = (temporary for temporary, _ in self.renames)
         with open(tokens, "wb") as out:
             for segment in self._segments:
-                start, end = self._bytes(segment)
+                start, end = self._span(segment, "bin")
                 append_file(out, self._file(segment, "bin"), start, end)
             os.fsync(out.fileno())
         write_index(index, self._dtype, lambda: self._array("len"), lambda: self._array("doc"))
@@ -289,28 +284,23 @@ class Dataset:
     def _file(self, segment: Segment, kind: str) -> Path:
         return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
 
-    def _ends(self, segment: Segment, kind: str) -> Any:
-        """Return the sums of sequences of documents, or of tokens of sequences, from 0 on."""
-        counts = np.fromfile(self._file(segment, kind), "<i4")
-        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-
-    def _sequences(self, segment: Segment) -> tuple[int, int]:
-        ends = self._ends(segment, "doc")
-        return int(ends[segment.start]), int(ends[segment.end])
-
-    def _bytes(self, segment: Segment) -> tuple[int, int | None]:
-        if segment.start is None:
+    def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
+        """Return the documents, sequences or bytes of tokens that a segment takes of its file."""
+        start, end = segment.start, segment.end
+        if start is None or end is None:
             return 0, None
-        first, last = self._sequences(segment)
-        ends = self._ends(segment, "len") * self._dtype.itemsize
-        return int(ends[first]), int(ends[last])
+        # Documents count sequences, and sequences count tokens.
+        for counted in {"doc": (), "len": ("doc",), "bin": ("doc", "len")}[kind]:
+            counts = np.fromfile(self._file(segment, counted), "<i4")
+            ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+            start, end = int(ends[start]), int(ends[end])
+        width = self._dtype.itemsize if kind == "bin" else 1
+        return start * width, end * width
 
     def _array(self, kind: str) -> Iterator[Any]:
         for segment in self._segments:
-            start, count = 0, -1
-            if segment.start is not None and segment.end is not None:
-                span = (segment.start, segment.end) if kind == "doc" else self._sequences(segment)
-                start, count = span[0], span[1] - span[0]
+            start, end = self._span(segment, kind)
+            count = -1 if end is None else end - start
             yield np.fromfile(self._file(segment, kind), "<i4", count, offset=4 * start)
 
 
@@ -333,11 +323,10 @@ def publish_datasets(
     try:
         for dataset in datasets:
             dataset.write()
-    except BaseException:
+        publish(renames)
+    finally:
         for temporary, _ in renames:
             temporary.unlink(missing_ok=True)
-        raise
-    publish(renames)
     return prefixes
 
 
@@ -362,7 +351,6 @@ def publish_rejected(
                     out.write(json.dumps(fields, ensure_ascii=False) + "\n")
                 before += marker.lines
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     return path

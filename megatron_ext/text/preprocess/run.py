@@ -1,11 +1,10 @@
 """One preprocessing run from options to published datasets."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from megatron_ext.text.preprocess.parts import (
 )
 from megatron_ext.text.preprocess.workers import Job, encode_parts
 from megatron_ext.text.tokenizers import build_tokenizer
-from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
-from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
+from megatron_ext.text.tokenizers.base import NO_TOKEN
+from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _SAMPLE_PLACES = 24
 _SAMPLE_BYTES = 8192
@@ -68,63 +67,72 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
             f"`--append-eod` needs an end-of-document token, but {tokenizer.kind} "
             f"({tokenizer.path}) names none; set eos_token in it, or leave the flag out."
         )
-    files = inputs.expand(options.inputs)
-    resumable = not any(map(inputs.is_stream, files))
-    with WorkDirectory(options.output_prefix, resumable=resumable) as work:
-        fingerprint = {
-            "inputs": inputs.identities(files),
-            "keys": list(options.json_keys),
-            "append_eod": options.append_eod,
-            "streams": options.streams,
-            "split": [options.split_sentences, options.keep_newlines, options.lang],
-            "on_bad_line": options.on_bad_line,
-            "tokenizer": dict(tokenizer.unique_identifiers),
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-        }
-        parts, done = plan_parts(options, work, files, fingerprint, say)
+    identity = {
+        "keys": list(options.json_keys),
+        "append_eod": options.append_eod,
+        "streams": options.streams,
+        "split": [options.split_sentences, options.keep_newlines, options.lang],
+        "tokenizer": dict(tokenizer.unique_identifiers),
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
+    with planned(options, identity, say) as (folder, parts, done):
         resumed = len(done)
         fast, line = choose_engine(tokenizer, _samples(parts, options.json_keys), options.engine)
         say(line)
-        job = _job(options, tokenizer, fast, work.folder, parts)
+        splitter = None
+        if options.split_sentences:
+            splitter = sentence_splitter(options.lang, keep_newlines=options.keep_newlines)
+        encoder = TextEncoder(
+            tokenizer, fast, options.json_keys, options.streams, splitter, options.append_eod
+        )
+        dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
+        job = Job(options, folder, parts, dtypes, encoder)
         try:
-            run_parts(options, done, job)
+            run_parts(job, done)
         except InexactEngine as error:
             say(f"Starting over with {tokenizer.kind}'s own library: {error}.")
-            for path in work.folder.glob("p[0-9]*.*"):
+            for path in folder.glob("p[0-9]*.*"):
                 path.unlink()
             done, resumed = {}, 0
-            job = _job(options, tokenizer, None, work.folder, parts)
-            run_parts(options, done, job)
-        return publish_job(options, job, done, resumed, start)
+            job = replace(job, encoder=replace(encoder, fast=None))
+            run_parts(job, done)
+        return publish_job(job, done, resumed, start)
 
 
-def plan_parts(
-    options: PreprocessOptions,
-    work: WorkDirectory,
-    files: list[str],
-    fingerprint: dict[str, Any],
-    say: Say,
-) -> tuple[list[Part], dict[int, PartMarker]]:
-    """Take over parts of an interrupted run with the same fingerprint, or cut the input anew."""
-    parts = work.resumed_parts(fingerprint)
-    if parts is not None:
-        done = work.finished(len(parts))
-        if done:
-            say(f"Resuming: {len(done)} of {len(parts)} parts are finished already.")
-        return parts, done
-    work.clear()
-    named = [(path, path) for path in files]
-    for i, source in enumerate(inputs.needs_spool(files, options.workers)):
-        shown = "standard input" if source == "-" else source
-        verb = "Copying" if inputs.is_stream(source) else "Unpacking"
-        say(f"{verb} {shown} into {work.folder}, to share it among {options.workers} workers.")
-        target = work.folder / f"unpacked{i}.jsonl"
-        inputs.spool(source, target)
-        named = [(str(target), shown) if path == source else (path, s) for path, s in named]
-    parts = inputs.cut(named, options.workers, options.part_megabytes, options.smallest_part)
-    work.begin(fingerprint, parts)
-    return parts, {}
+@contextmanager
+def planned(
+    options: PreprocessOptions, identity: dict[str, Any], say: Say
+) -> Iterator[tuple[Path, list[Part], dict[int, PartMarker]]]:
+    """Hold the work directory; yield it, the parts of the input, and those that are finished.
+
+    Parts of an interrupted run with the same input and ``identity`` are taken over; otherwise the
+    input is cut anew.
+    """
+    files = inputs.expand(options.inputs)
+    resumable = not any(map(inputs.is_stream, files))
+    with WorkDirectory(options.output_prefix, resumable=resumable) as work:
+        identities = [inputs.identity_of(path) for path in files]
+        fingerprint = {"inputs": identities, "on_bad_line": options.on_bad_line, **identity}
+        parts = work.resumed_parts(fingerprint)
+        if parts is not None:
+            done = work.finished(len(parts))
+            if done:
+                say(f"Resuming: {len(done)} of {len(parts)} parts are finished already.")
+            yield work.folder, parts, done
+            return
+        work.clear()
+        named = [(path, path) for path in files]
+        for i, source in enumerate(inputs.needs_spool(files, options.workers)):
+            shown = "standard input" if source == "-" else source
+            verb = "Copying" if inputs.is_stream(source) else "Unpacking"
+            say(f"{verb} {shown} into {work.folder}, to share it among {options.workers} workers.")
+            target = work.folder / f"unpacked{i}.jsonl"
+            inputs.spool(source, target)
+            named = [(str(target), shown) if path == source else (path, s) for path, s in named]
+        parts = inputs.cut(named, options.workers, options.part_megabytes, options.smallest_part)
+        work.begin(fingerprint, parts)
+        yield work.folder, parts, {}
 
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
@@ -152,33 +160,10 @@ def _lines_at(part: Part, place: int) -> list[bytes]:
         return stream.read(_SAMPLE_BYTES).split(b"\n")[1 if within else 0 : -1]
 
 
-def _job(
-    options: PreprocessOptions,
-    tokenizer: Tokenizer,
-    fast: FastEncoder | None,
-    folder: Path,
-    parts: Sequence[Part],
-) -> Job:
-    splitter = None
-    if options.split_sentences:
-        splitter = sentence_splitter(options.lang, keep_newlines=options.keep_newlines)
-    encoder = TextEncoder(
-        tokenizer,
-        fast,
-        keys=options.json_keys,
-        streams=options.streams,
-        append_eod=options.append_eod,
-        splitter=splitter,
-    )
-    dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
-    quarantine = options.on_bad_line == "quarantine"
-    return Job(folder, parts, dtypes, options.streams, encoder, quarantine)
-
-
-def run_parts(options: PreprocessOptions, done: dict[int, PartMarker], job: Job) -> None:
+def run_parts(job: Job, done: dict[int, PartMarker]) -> None:
     """Encode the unfinished parts in worker processes and add their markers to `done`."""
     todo = [i for i in range(len(job.parts)) if i not in done]
-    encode_parts(job, todo, options.workers, log_interval=options.log_interval)
+    encode_parts(job, todo)
     for i in todo:
         marker = read_marker(job.folder, i)
         if marker is None:
@@ -189,18 +174,16 @@ def run_parts(options: PreprocessOptions, done: dict[int, PartMarker], job: Job)
         done[i] = marker
 
 
-def publish_job(
-    options: PreprocessOptions, job: Job, done: Mapping[int, PartMarker], resumed: int, start: float
-) -> Report:
+def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: float) -> Report:
     """Publish the datasets of finished parts, and what was set aside; ``start`` began the run."""
     markers = [done[i] for i in range(len(job.parts))]
     return Report(
-        prefixes=publish_datasets(options, job.folder, markers, job.dtypes),
+        prefixes=publish_datasets(job.options, job.folder, markers, job.dtypes),
         documents=sum(marker.documents for marker in markers),
         tokens=sum(marker.tokens for marker in markers),
         input_bytes=sum(part.num_bytes for part in job.parts),
         rejected=sum(marker.rejected for marker in markers),
-        rejected_path=publish_rejected(options, job.folder, job.parts, markers),
+        rejected_path=publish_rejected(job.options, job.folder, job.parts, markers),
         resumed_parts=resumed,
         seconds=time.monotonic() - start,
     )

@@ -4,8 +4,6 @@ Workers inherit what they share when they are forked, so that nothing but the nu
 pickled. The first failure, also the death of a worker, ends the run at once.
 """
 
-from __future__ import annotations
-
 import gc
 import mmap
 import multiprocessing
@@ -30,6 +28,7 @@ from tqdm import tqdm
 from megatron_ext.errors import DataError, MegatronExtError, end_with_parent
 from megatron_ext.text.preprocess.encode import BlockEncoder
 from megatron_ext.text.preprocess.inputs import Part, blocks
+from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartWriter
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
@@ -39,14 +38,13 @@ _SECONDS_IN_LOG = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """The objects that all workers share; `quarantine` sets bad lines aside instead of stopping."""
+    """The objects that all workers share, with the dtype of each key."""
 
+    options: PreprocessOptions
     folder: Path
     parts: Sequence[Part]
     dtypes: Sequence[Any]
-    streams: int
     encoder: BlockEncoder
-    quarantine: bool
 
 
 class StopAtLine(Exception):
@@ -92,14 +90,14 @@ def _encode_part(number: int) -> None:
 
 
 def _run_part(job: Job, number: int, board: _Board) -> None:
-    writer = PartWriter(job.folder, number, job.streams, job.dtypes)
-    line = 0
+    writer = PartWriter(job.folder, number, job.options.streams, job.dtypes)
+    line, quarantines = 0, job.options.on_bad_line == "quarantine"
     try:
         for block, read in blocks(job.parts[number]):
             lines = block.split(b"\n")
             if not lines[-1]:
                 lines.pop()
-            refuse = partial(_refuse, writer if job.quarantine else None, lines, line)
+            refuse = partial(_refuse, writer if quarantines else None, lines, line)
             documents = job.encoder.encode(lines, line, refuse, writer.write)
             line += len(lines)
             writer.count(len(lines), documents)
@@ -119,24 +117,19 @@ def _refuse(
     writer.reject(line, reason, lines[line - first])
 
 
-def encode_parts(job: Job, todo: Sequence[int], workers: int, *, log_interval: int) -> None:
+def encode_parts(job: Job, todo: Sequence[int]) -> None:
     """Encode the parts of these numbers in worker processes.
 
-    Args:
-        log_interval: documents between two lines of progress where stderr is no terminal.
-
-    Raises:
-        ConfigError, DataError: a bad line, a damaged file, or a worker that died.
-        InexactEngine: the fast engine failed its running comparison.
+    Raise a DataError at a bad line, a damaged file or the death of a worker, and an InexactEngine
+    where the fast engine fails its running comparison.
     """
     if not todo:
         return
     board = _Board(len(job.parts))
-    progress = _Progress(job.parts, todo, log_interval)
-    initial = (job, board, os.getpid())
-    fork = multiprocessing.get_context("fork")
+    progress = _Progress(job.parts, todo, job.options.log_interval)
+    fork, count = multiprocessing.get_context("fork"), min(job.options.workers, len(todo))
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(min(workers, len(todo)), fork, _start_worker, initial)
+    pool = ProcessPoolExecutor(count, fork, _start_worker, (job, board, os.getpid()))
     processes: list[BaseProcess] = []
     gc.freeze()
     try:
@@ -198,7 +191,6 @@ class _Progress:
         self._bar: Any = tqdm(**size, file=sys.stderr, leave=False, disable=None)
 
     def show(self, board: _Board) -> None:
-        """Show what workers have done so far."""
         done, documents = int(board.bytes.sum()), int(board.documents.sum())
         if not self._bar.disable:
             self._bar.set_postfix_str(f"{documents} documents", refresh=False)
@@ -221,5 +213,4 @@ class _Progress:
         )
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
         self._bar.close()

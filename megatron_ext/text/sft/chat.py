@@ -6,8 +6,6 @@ nothing that follows; for these, which their syntax tree shows, one templating w
 each message finds all ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json
@@ -66,36 +64,32 @@ class Template:
     def __init__(
         self, tokenizer: ChatTokenizer, conversation: Conversation, kwargs: Mapping[str, Any]
     ) -> None:
-        self._tokenizer = tokenizer
-        self._conversation = conversation
-        self._kwargs = dict(kwargs)
+        self._tokenizer, self.conversation, self._kwargs = tokenizer, conversation, dict(kwargs)
         if conversation.enable_thinking is not None:
             self._kwargs["enable_thinking"] = conversation.enable_thinking
         if conversation.tools is not None:
             self._kwargs["tools"] = list(conversation.tools)
 
     def apply(self, count: int, **kwargs: Any) -> Any:
-        """Apply the chat template to the first ``count`` messages; return a dictionary."""
-        return self._apply(count, tokenize=True, return_dict=True, **kwargs)
-
-    def _apply(self, count: int, **kwargs: Any) -> Any:
-        messages = [dict(message) for message in self._conversation.messages[:count]]
+        """Apply the chat template to the first ``count`` messages."""
+        messages = [dict(message) for message in self.conversation.messages[:count]]
         try:
             return self._tokenizer.apply_chat_template(messages, **{**self._kwargs, **kwargs})
         except Exception as error:  # a template can raise anything
             raise DataError(
-                f"{self._conversation.place}: the chat template refuses the first {count} of "
-                f"{len(self._conversation.messages)} messages ({_reason(error)}); correct the row, "
+                f"{self.conversation.place}: the chat template refuses the first {count} of "
+                f"{len(self.conversation.messages)} messages ({_reason(error)}); correct the row, "
                 "or give a template that takes it."
             ) from error
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
         """Return the tokens of the first ``count`` messages, with the generation prompt or not."""
-        return list(self.apply(count, add_generation_prompt=prompt)["input_ids"])
+        wanted = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
+        return list(self.apply(count, **wanted)["input_ids"])
 
     def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
         """Return the text of the first ``count`` messages, with the generation prompt or not."""
-        return str(self._apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
+        return str(self.apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
 
     def source(self) -> str:
         """Return the template itself, in Jinja's language."""
@@ -108,7 +102,7 @@ class Template:
             return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # such as half a surrogate pair, in ways of their own
             raise DataError(
-                f"{self._conversation.place}: the tokenizer refuses the text of the conversation "
+                f"{self.conversation.place}: the tokenizer refuses the text of the conversation "
                 f"({_reason(error)}); correct the row."
             ) from error
 
@@ -135,9 +129,7 @@ class Chat:
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
     """Return what the flags ask for, with the ids of ``tokenizer``.
 
-    Raises:
-        ConfigError: a tokenizer without chat templates, or no template.
-        DataError: a file cannot be read.
+    Raise a ConfigError without a template, a DataError if a file cannot be read.
     """
     # Where a file's digest identifies the tokenizer, its path does not count.
     about = dict(tokenizer.unique_identifiers)
@@ -253,10 +245,7 @@ def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] |
 
 @lru_cache(maxsize=8)
 def marked_source(source: str) -> str | None:
-    """Return the template with a mark before each message.
-
-    It is None where a message's text may depend on later ones, or where that cannot be told.
-    """
+    """Return the template with a mark before each message; None if one may depend on later ones."""
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except TemplateSyntaxError:

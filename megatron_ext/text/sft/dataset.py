@@ -6,11 +6,10 @@ positions. No label crosses from one conversation into the next. Padding is know
 never by its id, which may be the end token's.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -25,6 +24,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
+from megatron_ext.text.cost.flops import token_products
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.sft.chat import build_chat
 from megatron_ext.text.sft.packing import BudgetEpochs, CostModel, PackedEpochs, PaddedEpochs
@@ -52,15 +52,11 @@ def lay_out(
 
     Args:
         conversations: ids and mask of trained tokens, at least 2 of each, by number.
-        length: s, positions of the row.
-        pad_id: id in the padding, as input and label.
+        length: s, positions of the row; raise a DataError if they are not enough.
 
     Returns:
         ``tokens``, ``labels``, ``position_ids`` (0 in padding) and ``sample_ids`` (-1 in padding),
         ``[s]`` int64; ``loss_mask``, ``[s]`` float32, 0 in padding.
-
-    Raises:
-        DataError: they need more positions than ``length``.
     """
     total = sum(np.size(ids) - 1 for ids, _ in conversations.values())
     if total > length:
@@ -89,16 +85,12 @@ def lay_out(
 class SftDataset(Dataset[dict[str, Tensor]]):
     """The conversations of one split; an index is a row, a tuple of their numbers.
 
-    Args:
-        members: numbers of the split's conversations among those of all stores, ``[n]``.
-        truncation: the tokens that a conversation longer than ``max_length`` keeps.
+    ``members`` are the numbers of the split's conversations among those of all stores, ``[n]``. One
+    that is longer than ``max_length`` is a DataError under the truncation "error".
 
     Attributes:
         lengths: positions that each conversation takes, ``[n]``.
         plan: rows of each step of a run; None until the split is given one.
-
-    Raises:
-        DataError: a longer conversation under the truncation "error".
     """
 
     def __init__(
@@ -111,10 +103,8 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         truncation: Truncation,
         pad_id: int,
     ) -> None:
-        self._stores = list(stores)
+        self._stores, self._members, self._seq_length = list(stores), members, seq_length
         self._begins = np.cumsum([0, *(len(store) for store in stores)])
-        self._members = members
-        self._seq_length = seq_length
         self._kept, self._pad_id = kept_tokens(max_length, truncation), pad_id
         self.plan: StepPlan | None = None
         tokens = np.concatenate([store.lengths for store in stores])[members]
@@ -154,28 +144,20 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         store = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self._stores[store], number - int(self._begins[store])
 
-    def source_of(self, sample: int) -> str:
-        """Return the input file that a conversation came from."""
-        store, number = self.place_of(sample)
-        return store.source_of(number)[0]
-
 
 def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
-    """Return the cost of the documents of a row, by the sizes of the model."""
-    width = model.ffn_hidden_size or 0
-    if moe.num_experts:
-        width = (moe.moe_ffn_hidden_size or width) * moe.moe_router_topk
-        width += moe.moe_shared_expert_intermediate_size or 0
-    return CostModel.of_sizes(
-        model.hidden_size or 1,
-        width,
-        model.num_attention_heads or 1,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        gated=model.swiglu,
-        num_layers=model.num_layers or 1,
-        vocab_size=model.padded_vocab_size or 0,
-    )
+    """Return the multiply-adds of a forward pass by the lengths of a row's documents.
+
+    A layer of width h takes ``12 h**2 L + h L**2`` where the MLP is ``4 h`` wide, so that attention
+    costs as much as all else at ``L = 12 h``. Source: Narayanan et al. 2021 (arXiv:2104.04473),
+    ``1 + s / (6 h) + ...``, which counts full attention; here the causal half counts.
+    """
+    products = token_products(model, moe, gated=model.swiglu)
+    mlp, layers = products["experts" if moe.num_experts else "dense"], model.num_layers or 1
+    linear = layers * (products["projections"] + mlp) + products["logits"]
+    quadratic = layers * (model.num_attention_heads or 1) * (model.kv_channels or 1)
+    common = gcd(linear, quadratic)  # keeps the sums of long rows far below 2**63
+    return CostModel(linear // common, quadratic // common)
 
 
 def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
@@ -201,12 +183,11 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
     return StepPlan(epochs, micro_batch_size, identity, packs_documents=batching != "padded")
 
 
-def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
-    """Build the splits with their plans; a split without conversations is None.
+def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
+    """Build the splits with their plans on every rank; see `Task.datasets`.
 
-    Raises:
-        ConfigError: no data, or a tokenizer without a chat template.
-        DataError: a file or a conversation that cannot be used, or nothing to train on.
+    A split without conversations is None. Ranks that read no data need the plan of the steps. Raise
+    a ConfigError for flags without data or template, a DataError for data that cannot be used.
     """
     sft = config.section(SftConfig)
     chat = build_chat(tokenizer, config.section(TokenizerConfig), sft)
@@ -255,17 +236,3 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
             "more conversations."
         )
     return Datasets(*found)
-
-
-def build_sft_datasets(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    sizes: Sequence[int | None],
-    is_built_on_rank: Callable[[], bool],
-) -> Datasets:
-    """Build the splits on every rank: ranks that read no data need the plan of the steps.
-
-    Raises:
-        ConfigError, DataError: see `build_splits`.
-    """
-    return build_splits(config, tokenizer)

@@ -9,8 +9,6 @@ conversation is tokenized once; where a turn does not begin and end between two 
 of its beginnings decide.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -37,9 +35,7 @@ def tokenize_conversation(
 ) -> TokenizedConversation:
     """Return the token ids and the trained tokens of a conversation.
 
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-        DataError: the template refuses the conversation, or the mask cannot be built.
+    Raise a ConfigError without a template, a DataError if it refuses the conversation or its mask.
     """
     sft = sft or SftConfig()
     kwargs, realign = sft.template_kwargs, sft.sft_on_mismatch == "realign"
@@ -51,22 +47,23 @@ def tokenize_conversation(
     template = Template(tokenizer, conversation, kwargs)
     source = template.source()
     if tokenizer.is_fast and _GENERATION.search(source) is not None:
-        return _by_generation_marks(template, conversation, realign=realign)
-    if tokenizer.is_fast and (found := _by_text(template, conversation)) is not None:
+        return _by_generation_marks(template, realign=realign)
+    if tokenizer.is_fast and (found := _by_text(template)) is not None:
         return found
-    return _by_prefixes(template, conversation, realign=realign)
+    return _by_prefixes(template, realign=realign)
 
 
-def _by_generation_marks(
-    template: Template, conversation: Conversation, *, realign: bool
-) -> TokenizedConversation:
+def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConversation:
     """Return the template's own mask, less the turns that the row takes out.
 
     transformers drops the turns after one whose first character has no token, and marks all
     that follows one whose last character has none: so the marked runs are counted.
     """
+    conversation = template.conversation
     encoded = template.apply(
         len(conversation.messages),
+        tokenize=True,
+        return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
@@ -97,12 +94,13 @@ def _by_generation_marks(
     return TokenizedConversation(ids, mask)
 
 
-def _by_text(template: Template, conversation: Conversation) -> TokenizedConversation | None:
+def _by_text(template: Template) -> TokenizedConversation | None:
     """Return the mask by the places of the turns in the text; None where that cannot tell.
 
     A byte-pair encoding that has an edge between two tokens gives what lies before it the same
     tokens alone, since no merge reached across.
     """
+    conversation = template.conversation
     count = len(conversation.messages)
     whole = template.text(count)
     encoded = template.encode(whole)
@@ -128,42 +126,38 @@ def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
     return token if token and offsets[token - 1][1] == place else None
 
 
-def _by_prefixes(
-    template: Template, conversation: Conversation, *, realign: bool
-) -> TokenizedConversation:
+def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
     """Return the mask by templating the messages before and up to each trained turn.
 
     A prefix never ends within a group of tool messages, since both its ends are at assistant
     turns; templates that merge such a group are thus templated as they will be in the whole.
     """
-    count = len(conversation.messages)
-    whole = template.ids(count)
+    conversation = template.conversation
+    whole = template.ids(len(conversation.messages))
     mask = [0] * len(whole)
     find = _realigned_span if realign else _exact_span
     for turn in (i for i, trained in enumerate(conversation.trained) if trained):
         if turn == 0:
-            _refuse(conversation, turn, "has no message before it, so no prompt; drop it")
-        start, end = find(template, conversation, whole, turn)
+            _refuse(template, turn, "has no message before it, so no prompt; drop it")
+        start, end = find(template, whole, turn)
         if end <= start:
-            _refuse(conversation, turn, "adds no token of its own to the conversation; drop it")
+            _refuse(template, turn, "adds no token of its own to the conversation; drop it")
         mask[start:end] = [1] * (end - start)
     return TokenizedConversation(whole, mask)
 
 
-def _exact_span(
-    template: Template, conversation: Conversation, whole: list[int], turn: int
-) -> tuple[int, int]:
+def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Return the span of one assistant turn, from after the generation prompt to its end."""
     before = template.ids(turn, prompt=True)
     if not _begins(whole, before):
         rule = "does not begin with the generation prompt: " + _MISMATCH.format("before")
-        _refuse(conversation, turn, rule)
-    if turn == len(conversation.messages) - 1:
+        _refuse(template, turn, rule)
+    if turn == len(template.conversation.messages) - 1:
         return len(before), len(whole)
     end = _end_of_prefix(template, whole, turn + 1)
     if end is None:
         rule = "is written differently once messages follow: " + _MISMATCH.format("up to")
-        _refuse(conversation, turn, rule)
+        _refuse(template, turn, rule)
     return len(before), end
 
 
@@ -194,41 +188,39 @@ def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _refuse(conversation: Conversation, turn: int, rule: str) -> NoReturn:
+def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
+    conversation = template.conversation
     role = conversation.messages[turn]["role"]
     raise DataError(f"{conversation.place}: messages[{turn}] ({role}) {rule}.")
 
 
-def _realigned_span(
-    template: Template, conversation: Conversation, whole: list[int], turn: int
-) -> tuple[int, int]:
+def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Look for a turn in a whole not written like its beginnings; it has the first edge's token."""
-    count = len(conversation.messages)
-    at = _place_of(template, conversation, whole, turn)
+    messages = template.conversation.messages
+    at = _place_of(template, whole, turn)
     bare, prompted = template.ids(turn), template.ids(turn, prompt=True)
     prompt = prompted[_shared_length(bare, prompted) :]
     start = at + _shared_length(prompt, whole[at:])
-    if turn == count - 1:
+    if turn == len(messages) - 1:
         return start, len(whole)
-    limit, later = len(whole), range(turn + 1, count)
-    following = [i for i in later if conversation.messages[i]["role"] == ASSISTANT]
-    if following:
-        limit = _place_of(template, conversation, whole, following[0])
+    later = range(turn + 1, len(messages))
+    following = next((i for i in later if messages[i]["role"] == ASSISTANT), None)
+    limit = len(whole) if following is None else _place_of(template, whole, following)
     end = _end_of_prefix(template, whole, turn + 1)
     if end is None or not start < end <= limit:
         end = _after_longest_tail(whole, template.ids(turn + 1), start, limit)
     if end is None:
-        _refuse(conversation, turn, "cannot be found in the whole conversation; drop the row")
+        _refuse(template, turn, "cannot be found in the whole conversation; drop the row")
     return start, end
 
 
-def _place_of(template: Template, conversation: Conversation, whole: list[int], count: int) -> int:
+def _place_of(template: Template, whole: list[int], count: int) -> int:
     """Return the place in the whole conversation where its first messages end."""
     at = _end_of_prefix(template, whole, count)
     if at is None:
         at = _after_longest_tail(whole, template.ids(count), 0, len(whole))
     if at is None:
-        _refuse(conversation, count, "cannot be found in the whole conversation; drop the row")
+        _refuse(template, count, "cannot be found in the whole conversation; drop the row")
     return at
 
 

@@ -7,12 +7,10 @@ An epoch is exact: every conversation is seen once. Its last step may be short, 
 empty rows (``[]``), which weigh nothing in the loss.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,39 +29,6 @@ class CostModel:
     linear: int
     quadratic: int
 
-    @classmethod
-    def of_sizes(
-        cls,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        *,
-        num_query_groups: int | None = None,
-        kv_channels: int | None = None,
-        gated: bool = False,
-        num_layers: int = 1,
-        vocab_size: int = 0,
-    ) -> CostModel:
-        """Return the cost in multiply-adds of a forward pass of a transformer.
-
-        A layer takes ``h d (n + 2 g) + n d h`` for attention's projections and ``2 h f`` (gated:
-        ``3 h f``) for the MLP per token, and ``n d L`` per token for scores and values, of which
-        the causal half is counted; the head takes ``h v`` per token. With ``f = 4 h`` and no head
-        that is ``12 h**2 L + h L**2``: attention costs as much as all else at ``L = 12 h``. Source:
-        Narayanan et al. 2021 (arXiv:2104.04473), ``1 + s / (6 h) + ...``, which counts full
-        attention; the causal half is the count of `flops_per_sample`.
-
-        With experts ``ffn_hidden_size`` is the width that one token meets, routed and shared.
-        """
-        d = kv_channels or hidden_size // num_attention_heads
-        groups = num_query_groups or num_attention_heads
-        projections = 2 * hidden_size * d * (num_attention_heads + groups)
-        mlp = (3 if gated else 2) * hidden_size * ffn_hidden_size
-        linear = num_layers * (projections + mlp) + hidden_size * vocab_size
-        quadratic = num_layers * num_attention_heads * d
-        common = gcd(linear, quadratic)  # keeps the sums of long rows far below 2**63
-        return cls(linear // common, quadratic // common)
-
     def of_documents(self, lengths: ArrayLike) -> Ints:
         """Return the cost of each document, ``[n]`` from ``[n]`` tokens."""
         sizes = np.asarray(lengths, dtype=np.int64)
@@ -81,9 +46,6 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
     At most 11/9 of the fewest possible rows plus 6/9 (Dósa 2007). Rows with room for the current
     length are kept in a heap by number; lengths only fall, so that a row re-enters the heap at
     most once per sample: O(n log n).
-
-    Raises:
-        DataError: a sample is empty, or longer than a row.
     """
     sizes = fitting_lengths(lengths, capacity)
     order = np.argsort(-sizes, kind="stable").tolist()
@@ -115,11 +77,7 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
 
 
 def fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
-    """Return the lengths ``[n]`` of samples after a check that each fits a row.
-
-    Raises:
-        DataError: a sample is empty, or longer than a row.
-    """
+    """Return the lengths ``[n]``; raise a DataError if a sample is empty or longer than a row."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and sizes.max() > capacity:
         raise DataError(
@@ -141,11 +99,8 @@ def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
     busiest rank and another as long as one lowers the higher of the two. `small_ends` orders the
     rows of all ranks alike, for ranks that meet in every micro-batch (expert parallelism).
 
-    Returns:
-        For each rank, positions in ``costs [rows]`` in the order of its micro-batches.
-
-    Raises:
-        ConfigError: the rows cannot be dealt equally.
+    Return for each rank positions in ``costs [rows]`` in the order of its micro-batches; raise a
+    ConfigError if the rows cannot be dealt equally.
     """
     weights = np.asarray(costs, dtype=np.int64)
     if weights.size % num_ranks or not weights.size:
@@ -202,12 +157,7 @@ def token_budget(
 
     Samples are dealt to ranks by cost. The rank that needs most micro-batches sets their number,
     and every rank spreads its samples over that many; some are empty where samples do not suffice.
-
-    Returns:
-        For each rank, equally many micro-batches of positions in ``lengths``.
-
-    Raises:
-        DataError: a sample is empty, or longer than the budget.
+    Return for each rank equally many micro-batches of positions in ``lengths``.
     """
     sizes = fitting_lengths(lengths, budget)
     costs = model.of_documents(sizes)
@@ -233,14 +183,6 @@ def _order(count: int, seed: int | None, *seeds: int) -> Ints:
     return np.arange(count) if seed is None else shuffled(count, seed, *seeds)
 
 
-def _check_step(step: int, steps_per_epoch: int) -> None:
-    if not 0 <= step < steps_per_epoch:
-        raise DataError(
-            f"Step {step} must be one of the {steps_per_epoch} steps of an epoch, counted "
-            "from 0; divide by their number to find the epoch."
-        )
-
-
 def _filled(rows: list[Row], count: int) -> list[Row]:
     return rows + [[] for _ in range(count - len(rows))]
 
@@ -253,9 +195,6 @@ class PackedEpochs:
     and its rows are shuffled by ``seed``; the row that packing could not fill comes last. Without
     a seed all epochs are the same, in the order of packing. A rank with fewer than eight rows in a
     step may have too few to swap for an even share of the work.
-
-    Raises:
-        DataError: a sample is empty, or longer than a row.
     """
 
     lengths: ArrayLike
@@ -271,8 +210,6 @@ class PackedEpochs:
         self.steps_per_epoch = -(-len(self._rows) // self.rows_per_step)
 
     def step(self, epoch: int, step: int) -> list[list[Row]]:
-        """Return the rows ``[rank][row]`` of a step, counted within its epoch."""
-        _check_step(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._load(epoch)
         begin = step * self.rows_per_step
@@ -306,32 +243,20 @@ class PaddedEpochs:
         self.steps_per_epoch = -(-self.num_samples // self.rows_per_step)
 
     def step(self, epoch: int, step: int) -> list[list[Row]]:
-        """Return the rows ``[rank][row]`` of a step, counted within its epoch."""
-        _check_step(step, self.steps_per_epoch)
         order = _order(self.num_samples, self.seed, epoch)
         begin = step * self.rows_per_step
         members = order[begin : begin + self.rows_per_step].tolist()
         rows = _filled([[sample] for sample in members], self.rows_per_step)
-        turn = self.num_ranks * self.micro_batch_size
-        return [
-            [
-                rows[first + i]
-                for first in range(rank * self.micro_batch_size, self.rows_per_step, turn)
-                for i in range(self.micro_batch_size)
-            ]
-            for rank in range(self.num_ranks)
-        ]
+        size = self.micro_batch_size
+        turns = [rows[i : i + size] for i in range(0, self.rows_per_step, size)]
+        return [list(chain(*turns[rank :: self.num_ranks])) for rank in range(self.num_ranks)]
 
 
 @dataclass
 class BudgetEpochs(PackedEpochs):
-    """Steps of as many rows as ``rows_per_step`` conversations need; see `token_budget`.
+    """Steps of as many rows as ``rows_per_step`` conversations need, in the order of the seed.
 
-    The seed decides the order. The rows of a rank are filled up to a multiple of ``multiple`` with
-    empty ones.
-
-    Raises:
-        DataError: a sample is empty, or longer than a row.
+    Empty rows fill those of a rank up to a multiple of ``multiple``; see `token_budget`.
     """
 
     multiple: int = 1
@@ -341,8 +266,6 @@ class BudgetEpochs(PackedEpochs):
         self.steps_per_epoch = -(-self._sizes.size // self.rows_per_step)
 
     def step(self, epoch: int, step: int) -> list[list[Row]]:
-        """Return the rows ``[rank][row]`` of a step, counted within its epoch."""
-        _check_step(step, self.steps_per_epoch)
         order = _order(self._sizes.size, self.seed, epoch)
         members = order[step * self.rows_per_step : (step + 1) * self.rows_per_step]
         plan = token_budget(self._sizes[members], self.capacity, self.num_ranks, self.model)

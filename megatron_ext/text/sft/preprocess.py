@@ -3,8 +3,6 @@
 A run tokenizes files of conversations once, by one process, into a cache.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time
@@ -19,12 +17,11 @@ from filelock import FileLock, Timeout
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config import SftConfig, is_number
-from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write, read_object
-from megatron_ext.text.preprocess.inputs import Part, identities
+from megatron_ext.text.preprocess.inputs import Part, identity_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.parts import PartMarker, WorkDirectory
-from megatron_ext.text.preprocess.run import Report, Say, plan_parts, publish_job, run_parts
+from megatron_ext.text.preprocess.parts import PartMarker
+from megatron_ext.text.preprocess.run import Report, Say, planned, publish_job, run_parts
 from megatron_ext.text.preprocess.workers import Job
 from megatron_ext.text.sft.chat import Chat, build_chat, key_of
 from megatron_ext.text.sft.conversation import Place, read_conversation
@@ -68,11 +65,7 @@ class ConversationEncoder:
         return len(kept)
 
     def tokenize(self, line: bytes, number: int) -> TokenizedConversation:
-        """Return ids and mask of the conversation of one line.
-
-        Raises:
-            BadLine: the line holds no conversation that can be trained.
-        """
+        """Return ids and mask of a line's conversation; raise a BadLine if none can be trained."""
         place = Place("", number)
         try:
             conversation = read_conversation(read_object(line), place, self.chat.sft)
@@ -121,26 +114,17 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
     """Tokenize conversations into a store, with tokenizer and template at hand."""
     start = time.monotonic()
-    files = inputs.expand(options.inputs)
-    resumable = not any(map(inputs.is_stream, files))
-    with WorkDirectory(options.output_prefix, resumable=resumable) as work:
-        fingerprint = {
-            "inputs": inputs.identities(files),
-            "sft": chat.identity,
-            "on_bad_line": options.on_bad_line,
-        }
-        parts, done = plan_parts(options, work, files, fingerprint, say)
+    with planned(options, {"sft": chat.identity}, say) as (folder, parts, done):
         resumed = len(done)
         dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
-        quarantine = options.on_bad_line == "quarantine"
-        job = Job(work.folder, parts, dtypes, 1, ConversationEncoder(chat), quarantine)
-        run_parts(options, done, job)
+        job = Job(options, folder, parts, dtypes, ConversationEncoder(chat))
+        run_parts(job, done)
         if not any(marker.documents for marker in done.values()):
             raise DataError(
                 f"{' '.join(options.inputs)} holds no conversation; give files that do."
             )
         about_path(options.output_prefix).unlink(missing_ok=True)
-        report = publish_job(options, job, done, resumed, start)
+        report = publish_job(job, done, resumed, start)
         write_about(options.output_prefix, chat.identity, _conversations_of(parts, done))
     return dataclasses.replace(report, tokens=report.tokens // len(KEYS))
 
@@ -173,7 +157,6 @@ def open_stores(
 
     Args:
         flag: the flag that names them, for errors.
-        names: files or prefixes, in order.
         cache: ``--data-cache-path``.
 
     Raises:
@@ -203,7 +186,7 @@ def open_stores(
 
 def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
     """Return the prefix of the store of one file, made now if the cache lacks it."""
-    prefix = folder / f"{Path(name).name}.{key_of(identities([name]), chat.identity)}"
+    prefix = folder / f"{Path(name).name}.{key_of([identity_of(name)], chat.identity)}"
     if about_path(prefix).exists():
         return str(prefix)
     lock = FileLock(f"{prefix}.lock")

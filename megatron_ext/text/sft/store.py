@@ -5,8 +5,6 @@
 says what decided the content, and is written last: without it the others do not count.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -36,12 +34,7 @@ def prefix_of(name: str) -> str:
 
 
 def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[str, int]]) -> None:
-    """Publish a store whose datasets are in place.
-
-    Args:
-        identity: the values that decided the content.
-        files: input files and the number of conversations of each, in order.
-    """
+    """Publish a store in place, made of input files with so many conversations each."""
     path = about_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
     about = {"format": FORMAT, **identity, "files": [list(file) for file in files]}
@@ -58,11 +51,7 @@ mask of all tokens, ``[t]``."""
 
 
 class SftStore:
-    """The conversations of one prefix, in the order of their rows.
-
-    Raises:
-        DataError: a part is missing, damaged, or does not belong to the others.
-    """
+    """The conversations of a prefix, in the order of rows; damaged parts raise a DataError."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -95,11 +84,7 @@ class SftStore:
         return np.memmap(bin_path(prefix), dtype=dtype, mode="r")
 
     def conversation(self, number: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Return ids and mask of one conversation, uncut, each ``[s]``.
-
-        Raises:
-            DataError: an id outside of the vocabulary that `check` was given.
-        """
+        """Return ids and mask ``[s]`` of one conversation; raise a DataError for unknown ids."""
         if self._arrays is None:
             begins = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
             self._arrays = begins, self._map("document"), self._map("mask")
@@ -118,11 +103,7 @@ class SftStore:
         raise IndexError(number)
 
     def check(self, identity: Mapping[str, Any], vocab_size: int) -> None:
-        """Compare the store with the tokenizer and template of a run.
-
-        Raises:
-            DataError: it was made with others, or holds ids beyond the vocabulary.
-        """
+        """Raise a DataError if the store does not fit the tokenizer and template of a run."""
         for name, flag in (("tokenizer", "--tokenizer-model"), ("template", "--sft-chat-template")):
             if self.about.get(name) != identity[name]:
                 raise DataError(

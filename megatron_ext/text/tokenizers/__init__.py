@@ -4,15 +4,18 @@ Importing this package loads no tokenizer library; building one loads the librar
 never torch (but for Hugging Face classes that rebuild themselves in transformers).
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.tokenizers.base import Tokenizer, require_file
+from megatron_ext.text.tokenizers.base import (
+    ByteLevelTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    require_file,
+)
 
 _LIBRARY_OF_TYPE = {
     "SentencePieceTokenizer": "sentencepiece",
@@ -37,41 +40,32 @@ _NOT_HERE = {
 def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """Make the tokenizer that `--tokenizer-type` and the flags beside it name.
 
-    Raises:
-        ConfigError: a flag is missing, unknown, or does not go with the type.
-        DataError: a file is missing or damaged.
+    Raise a ConfigError for a flag that does not go with the type, a DataError for a damaged file.
     """
     kind = _known_type(settings)
     _check_metadata(settings.tokenizer_metadata, kind)
     special = tuple(settings.tokenizer_special_tokens or ())
     if kind == "NullTokenizer":
-        from megatron_ext.text.tokenizers.base import NullTokenizer
-
         return NullTokenizer(_vocab_size(settings.vocab_size, kind))
     if kind == "ByteLevelTokenizer":
-        from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
-
         return ByteLevelTokenizer(_vocab_size(settings.vocab_size or 512, kind), special)
     if kind == "TikTokenizer":
         from megatron_ext.text.tokenizers import models
 
-        path = require_file(
-            "--tokenizer-model", settings.tokenizer_model, "a tiktoken vocabulary", kind
-        )
-        named = special or tuple(settings.tiktoken_special_tokens or models.SPECIAL_TOKENS)
+        given, what = settings.tokenizer_model, "a tiktoken vocabulary"
+        path = require_file("--tokenizer-model", given, what, kind)
         return models.TikTokenizer(
             path,
             pattern=settings.tiktoken_pattern or "v2",
             vocab_size=settings.vocab_size or models.DEFAULT_VOCAB_SIZE,
-            num_special_tokens=settings.tiktoken_num_special_tokens,
-            special_tokens=named,
+            num_special=settings.tiktoken_num_special_tokens,
+            special=special or tuple(settings.tiktoken_special_tokens or models.SPECIAL_TOKENS),
         )
     if _LIBRARY_OF_TYPE[kind] == "sentencepiece":
-        path = require_file(
-            "--tokenizer-model", settings.tokenizer_model, "a SentencePiece .model file", kind
-        )
         from megatron_ext.text.tokenizers.models import SentencePieceTokenizer
 
+        given, what = settings.tokenizer_model, "a SentencePiece .model file"
+        path = require_file("--tokenizer-model", given, what, kind)
         if special and not settings.tokenizer_sentencepiece_legacy:
             raise ConfigError(
                 "`--tokenizer-special-tokens` with a SentencePiece model needs "

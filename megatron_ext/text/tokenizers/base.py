@@ -1,7 +1,5 @@
 """The interface of tokenizers, and those without a model: bytes, and ids written as text."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 from abc import ABC, abstractmethod
@@ -65,11 +63,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text, without a token that the text lacks.
-
-        Raises:
-            ValueError: the text cannot be expressed (a lone surrogate; no integer for Null).
-        """
+        """Return the ids of a text; raise a ValueError if they cannot express it."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -89,11 +83,7 @@ class Tokenizer(ABC):
 
 
 def require_package(name: str, kind: str) -> Any:
-    """Import the library of a tokenizer.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Import the library of a tokenizer; raise a ConfigError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -104,12 +94,7 @@ def require_package(name: str, kind: str) -> Any:
 
 
 def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
-    """Return the path of a flag that must name a file.
-
-    Raises:
-        ConfigError: the flag is missing.
-        DataError: there is no such file.
-    """
+    """Return the file of a flag; raise a ConfigError without a flag, a DataError without a file."""
     if not value:
         raise ConfigError(f"`--tokenizer-type {kind}` needs `{flag}` with the path of {what}.")
     if not Path(value).is_file():

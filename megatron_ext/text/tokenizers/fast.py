@@ -8,8 +8,6 @@ normalized, those with characters that combine. (SentencePiece normalizes the lo
 its table, gigatoken a grapheme cluster at a time; single characters come out alike but for U+0085.)
 """
 
-from __future__ import annotations
-
 import functools
 import unicodedata
 from collections.abc import Sequence
@@ -47,14 +45,7 @@ HARD_STRINGS: tuple[str, ...] = (
     "\x00\x01\x1f\x7f\x80\x9f",
     "\ufeffbom \ufffc \ufffd \U0010ffff \ue000",
     "\u2581 lower one eighth block \u2581\u2581 \u0120 \u010a",
-    "<",
-    "<|",
-    "<0",
-    "</",
-    "<|end",
-    "text<|endoftext",
-    "[INST]",
-    "<<SYS>>",
+    *"< <| <0 </ <|end text<|endoftext [INST] <<SYS>>".split(),
     "a" * 300,
     " " * 300,
     "\n" * 50,
@@ -71,8 +62,7 @@ class FastEncoder:
     """An encoder by gigatoken that keeps comparing with the native tokenizer.
 
     Raises:
-        InexactEngine: gigatoken is missing, cannot load this tokenizer, or differs on the hard
-            strings; the message says which.
+        InexactEngine: gigatoken is missing, or cannot load or express this tokenizer exactly.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -98,11 +88,7 @@ class FastEncoder:
         return found
 
     def compare(self, texts: Sequence[str]) -> None:
-        """Compare both engines.
-
-        Raises:
-            InexactEngine: the first text on which they differ.
-        """
+        """Compare both engines; raise an InexactEngine at the first text on which they differ."""
         for text, ids in zip(texts, self.encode_batch(texts), strict=True):
             self.compare_ids(text, ids)
 
@@ -126,26 +112,14 @@ def has_combining(text: str) -> bool:
 def _combining_table() -> npt.NDArray[np.bool_]:
     """Return bool [0x110000], True at marks, joiners, jamo, and in all rare planes."""
     table = np.zeros(0x110000, np.bool_)
-    for first, last in ((0x80, 0x3100), (0xA000, 0xAC00), (0xF900, 0x10000)):
-        for code in range(first, last):
-            table[code] = unicodedata.category(chr(code)) in ("Mn", "Mc", "Me", "Cn", "Co")
-    for first, last in (
-        (0x85, 0x86),
-        (0x0600, 0x0606),  # format characters and a letter that precede their cluster
-        (0x06DD, 0x06DE),
-        (0x070F, 0x0710),
-        (0x08E2, 0x08E3),
-        (0x0D4E, 0x0D4F),
-        (0x200C, 0x200E),  # joiners
-        (0x0E33, 0x0E34),  # Thai and Lao AM: letters that end a cluster
-        (0x0EB3, 0x0EB4),
-        (0x1100, 0x1200),  # Hangul jamo
-        (0xA960, 0xA980),
-        (0xD7B0, 0xD800),
-        (0x3130, 0x3190),
-        (0xFF9E, 0xFFE0),  # half-width voicing marks and jamo
-        (0x10000, 0x110000),
-    ):
+    for code in (*range(0x80, 0x3100), *range(0xA000, 0xAC00), *range(0xF900, 0x10000)):
+        table[code] = unicodedata.category(chr(code)) in ("Mn", "Mc", "Me", "Cn", "Co")
+    # Format characters and a letter that precede their cluster; Thai and Lao AM, which end one.
+    for code in (0x85, *range(0x0600, 0x0606), 0x06DD, 0x070F, 0x08E2, 0x0D4E, 0x0E33, 0x0EB3):
+        table[code] = True
+    # Hangul jamo, half-width voicing marks and jamo, joiners, rare planes.
+    jamo = (0x1100, 0x1200), (0xA960, 0xA980), (0xD7B0, 0xD800), (0x3130, 0x3190), (0xFF9E, 0xFFE0)
+    for first, last in (*jamo, (0x200C, 0x200E), (0x10000, 0x110000)):
         table[first:last] = True
     table[0x1F300:0x1FB00] = False  # emoji but for skin tones
     table[0x1F3FB:0x1F400] = True

@@ -5,8 +5,6 @@ tokenizer.json by the `tokenizers` library alone, which starts in milliseconds a
 torch. Any other class may rebuild its tokenizer in Python, so transformers loads it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,12 +19,10 @@ _FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.mo
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer` with named special tokens.
+    """A `tokenizers.Tokenizer` with named special tokens, such as eos_token.
 
-    Args:
-        named: texts of eos_token, bos_token, ... where known.
-        special_tokens: further special tokens; those not in the vocabulary get the next ids.
-        include_special_tokens: let the tokenizer add its own bos/eos around each text.
+    Further special tokens that are not in the vocabulary get the next ids. It may add its own bos
+    and eos around each text (``include_special_tokens``).
     """
 
     def __init__(
@@ -95,12 +91,7 @@ def build(
     include_special_tokens: bool,
     trust_remote_code: bool,
 ) -> Tokenizer:
-    """Load a folder, or a name on the Hugging Face hub.
-
-    Raises:
-        ConfigError: no name.
-        DataError: it cannot be loaded.
-    """
+    """Load a folder, or a name on the Hugging Face hub; raise a ConfigError without a name."""
     if not name:
         raise ConfigError(
             f"`--tokenizer-type {kind}` needs `--tokenizer-model` with a folder or a hub name."
@@ -124,8 +115,7 @@ def build(
 def tokenizer_folder(name: str) -> Path:
     """Return the folder of a `--tokenizer-model`: itself, a file's, or a download from the hub.
 
-    Raises:
-        DataError: there is none.
+    Raise a DataError if there is none.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -188,9 +178,7 @@ def _text(token: Any) -> str:
 def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
     """Load a tokenizer of transformers, with `backend_tokenizer` and perhaps a chat template.
 
-    Raises:
-        ConfigError: transformers is not installed.
-        DataError: it cannot load the folder.
+    Raise a ConfigError without the package, a DataError if it cannot load the folder.
     """
     transformers = require_package("transformers", "HuggingFaceTokenizer")
     try:
@@ -217,8 +205,7 @@ def build_gpt2(
 ) -> Tokenizer:
     """Build GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; eod is `<|endoftext|>`.
 
-    Raises:
-        DataError: a file cannot be read, or the vocabulary lacks `<|endoftext|>`.
+    Raise a DataError if a file cannot be read, or has no `<|endoftext|>`.
     """
     tokenizers = require_package("tokenizers", kind)
     vocabulary = _read_json(Path(vocab_file), {})

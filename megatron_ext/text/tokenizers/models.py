@@ -1,7 +1,5 @@
 """Tokenizers of SentencePiece models, and of tiktoken vocabularies in NVIDIA's JSON form."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json
@@ -160,33 +158,20 @@ class TikTokenizer(Tokenizer):
     kind = "TikTokenizer"
 
     def __init__(
-        self,
-        path: str,
-        *,
-        pattern: str = "v2",
-        vocab_size: int = DEFAULT_VOCAB_SIZE,
-        num_special_tokens: int = 1000,
-        special_tokens: Sequence[str] = SPECIAL_TOKENS,
+        self, path: str, *, pattern: str, vocab_size: int, num_special: int, special: Sequence[str]
     ) -> None:
-        options = {
-            "pattern": pattern,
-            "vocab_size": vocab_size,
-            "num_special_tokens": num_special_tokens,
-            "special_tokens": list(special_tokens),
-        }
-        super().__init__(path, options)
+        options = {"pattern": pattern, "vocab_size": vocab_size, "num_special_tokens": num_special}
+        super().__init__(path, {**options, "special_tokens": list(special)})
         tiktoken = require_package("tiktoken", self.kind)
-        names = _special_names(pattern, vocab_size, num_special_tokens, special_tokens)
-        special = {name: i for i, name in enumerate(names)}
-        self.vocab_size, self._num_special = vocab_size, len(special)
-        self.eos, self.bos, self.pad, self.unk = (
-            special[name] for name in ("</s>", "<s>", "<pad>", "<unk>")
-        )
+        names = _special_names(pattern, vocab_size, num_special, special)
+        ids = {name: i for i, name in enumerate(names)}
+        self.vocab_size, self._num_special = vocab_size, len(ids)
+        self.eos, self.bos, self.pad, self.unk = (ids[x] for x in ("</s>", "<s>", "<pad>", "<unk>"))
         self._encoding: Any = tiktoken.Encoding(
             name=Path(path).parent.name,
             pat_str=PATTERNS[pattern],
-            mergeable_ranks=_ranks(path, vocab_size - num_special_tokens, num_special_tokens),
-            special_tokens=special,
+            mergeable_ranks=_ranks(path, vocab_size - num_special, num_special),
+            special_tokens=ids,
         )
 
     def tokenize(self, text: str) -> list[int]:

@@ -132,7 +132,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     first = read(tmp_path, **MODELS[name], bos_token_id=7)
     model = resolved(first.fields)
     for like in (first, None):
-        content = config_json(model, vocab_size=300, dtype="float16", like=like)
+        content = config_json(model, vocab_size=300, dtype=torch.float16, like=like)
         (tmp_path / "config.json").write_text(json.dumps(content))
         again = read_model(tmp_path)
         assert (again.fields, again.vocab_size) == (first.fields, 300)
@@ -156,7 +156,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
 def test_models_that_have_no_family(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
     model = dataclasses.replace(resolved(read(tmp_path).fields), **changed)
     with pytest.raises(CheckpointError) as caught:
-        config_json(model, vocab_size=300, dtype="float32", like=None)
+        config_json(model, vocab_size=300, dtype=torch.float32, like=None)
     assert text in str(caught.value)
 
 

@@ -19,7 +19,7 @@ from megatron_ext.planning.network import Volume
 from megatron_ext.planning.report import model_parameters
 from megatron_ext.planning.state import rank_state
 from megatron_ext.planning.step_time import estimate, rank_volume
-from megatron_ext.text.cost.flops import GptFlops, flops_per_sample
+from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.cost.network import GptNetwork, with_recomputation
 from megatron_ext.text.task import padded_to_ranks
 from tests.planning.measure import (
@@ -48,9 +48,8 @@ def test_full_recomputation_repeats_the_layers() -> None:
     config = layouts.llama()
     stage = GptNetwork.of(config).stages()[0]
     full = GptNetwork.of(with_recomputation(config, "full"))
-    flops = GptFlops(full.config, full.sizes)
-    assert flops.recomputed(stage).again == 32 * flops.layer(0).forward
-    assert GptFlops(config, full.sizes).recomputed(stage).forward == 0
+    assert full.recomputed(stage).again == 32 * full.layer_flops(0).forward
+    assert GptNetwork.of(config).recomputed(stage).forward == 0
 
 
 def test_parameters_and_state_of_llama_3_8b() -> None:

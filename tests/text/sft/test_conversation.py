@@ -241,13 +241,13 @@ def test_a_long_conversation_is_templated_a_few_times_only(monkeypatch: pytest.M
     """The square of 2,000 turns took most of a minute."""
     tokenizer = tiny.tokenizer("chatml")
     conversation = read_conversation({"messages": talk(2000)}, Place("chats.jsonl", 1))
-    real, templated = Template._apply, []
+    real, templated = Template.apply, []
 
     def count(self: Template, messages: int, **kwargs: Any) -> Any:
         templated.append(messages)
         return real(self, messages, **kwargs)
 
-    monkeypatch.setattr(Template, "_apply", count)
+    monkeypatch.setattr(Template, "apply", count)
     tokenize_conversation(tokenizer, conversation)
     assert sorted(templated) == [1, 1, 2000, 2000]
 

@@ -172,8 +172,8 @@ def test_each_position_of_padding_is_a_document_of_its_own(train: SftDataset) ->
 
 
 def test_a_sample_knows_its_file(train: SftDataset) -> None:
-    names = [Path(train.source_of(i)).name for i in (0, 24, 25, 39)]
-    assert names == ["a.jsonl"] * 2 + ["b.jsonl"] * 2
+    sources = [store.source_of(row)[0] for store, row in map(train.place_of, (0, 24, 25, 39))]
+    assert [Path(source).name for source in sources] == ["a.jsonl"] * 2 + ["b.jsonl"] * 2
 
 
 def test_a_loader_process_gets_a_small_dataset(train: SftDataset) -> None:

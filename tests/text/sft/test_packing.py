@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
 from megatron_ext.data.samplers import Epochs, Ints, Row, StepPlan, StepSampler, shuffled
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.sft.dataset import cost_model
 from megatron_ext.text.sft.packing import (
     BudgetEpochs,
     CostModel,
@@ -24,8 +27,17 @@ from megatron_ext.text.sft.packing import (
     token_budget,
 )
 
-GATED = partial(CostModel.of_sizes, gated=True)
-MODEL = GATED(4096, 14336, 32, num_query_groups=8, num_layers=32, vocab_size=128256)
+
+def of_sizes(h: int, f: int, n: int, **more: Any) -> CostModel:
+    """Return the cost of a dense model, of one layer without a head unless ``more`` says so."""
+    sizes = {"kv_channels": h // n, "num_layers": 1, "padded_vocab_size": 0, **more}
+    model = ModelConfig(hidden_size=h, ffn_hidden_size=f, num_attention_heads=n, **sizes)
+    return cost_model(model, MoEConfig())
+
+
+MODEL = of_sizes(
+    4096, 14336, 32, num_query_groups=8, swiglu=True, num_layers=32, padded_vocab_size=128256
+)
 RANKS = 4
 
 
@@ -74,13 +86,14 @@ def test_pack_names_a_sample_that_does_not_fit() -> None:
 
 
 def test_cost_counts_products_and_doubles_at_twelve_times_the_width_of_a_layer() -> None:
-    model = CostModel.of_sizes(64, 256, 4)
+    model = of_sizes(64, 256, 4)
     alone = 768 * model.linear  # 12 h tokens without attention
     assert cost([768], model) == 2 * alone
     assert cost([384, 384], model) * 2 == 3 * alone  # half the pairs of positions
     assert cost([], model) == 0
     h, f, n, g, d, layers, v = 32, 80, 4, 2, 16, 3, 100
-    model = GATED(h, f, n, num_query_groups=g, kv_channels=d, num_layers=layers, vocab_size=v)
+    sizes = {"num_query_groups": g, "kv_channels": d, "num_layers": layers}
+    model = of_sizes(h, f, n, swiglu=True, padded_vocab_size=v, **sizes)
     shapes = [(h, n * d), (h, g * d), (h, g * d), (n * d, h), (h, f), (h, f), (f, h)]
     linear = layers * sum(a * b for a, b in shapes) + h * v
     per_pair = layers * n * d  # scores and values: 2 n d, of which the causal half
@@ -121,8 +134,6 @@ def test_a_step_depends_on_seed_epoch_and_number_only() -> None:
     assert resumed.step(0, 0) == run[0] == first.step(0, 0)
     assert other.step(0, 0) != run[0]
     assert run[first.steps_per_epoch] != run[0]
-    with pytest.raises(DataError, match=r"Step 99 must be one of the \d+ steps of an epoch"):
-        first.step(0, 99)
 
 
 def test_epochs_exchange_equal_samples_and_end_with_the_row_that_is_not_full() -> None:
@@ -239,8 +250,6 @@ def test_rows_of_a_step(kind: str, rows: int | None) -> None:
     for step in range(plan.steps_per_epoch):
         count = len(plan.step(0, step)[0])
         assert count % 3 == 0 if rows is None else count == rows // 2
-    with pytest.raises(DataError, match=r"Step \d+ must be one of the \d+ steps of an epoch"):
-        plan.step(0, plan.steps_per_epoch)
 
 
 def test_a_budget_counts_conversations() -> None:
