@@ -1,6 +1,5 @@
 """Packing against slow definitions, hand-made rows, and a log-normal mix of lengths."""
 
-from functools import partial
 from itertools import chain, combinations, islice, product
 from typing import Any
 
