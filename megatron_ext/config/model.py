@@ -46,7 +46,9 @@ class ModelConfig(Changeable):
     seq_length: int | None = said_flag(
         None, "sequence length s", COUNT, "tokens", names="--encoder-seq-length"
     )
-    max_position_embeddings: int | None = flag(None, "longest position of a token", COUNT, "tokens")
+    max_position_embeddings: int | None = flag(
+        None, "longest position that the model may see", COUNT, "tokens"
+    )
     position_embedding_type: str = fixed_flag(
         "learned_absolute", "kind of position embedding", choices="learned_absolute rope none"
     )
@@ -62,9 +64,14 @@ class ModelConfig(Changeable):
         128, "round the vocabulary up to a multiple of this times the tensor-parallel size", SIZE
     )
     padded_vocab_size: int | None = said_flag(
-        None, "entries of the vocabulary with padding; default: from the data", COUNT, "entries"
+        None,
+        "entries of the vocabulary with padding; default: computed from the vocabulary of the data",
+        COUNT,
+        "entries",
     )
-    normalization: str = fixed_flag("LayerNorm", "kind of norm layer", choices="LayerNorm RMSNorm")
+    normalization: str = fixed_flag(
+        "LayerNorm", "kind of normalization layer", choices="LayerNorm RMSNorm"
+    )
     norm_epsilon: float = resumed_flag(
         1e-5, "epsilon of the norms", Range(0, 1, above=True), names="--layernorm-epsilon"
     )
@@ -91,7 +98,9 @@ class ModelConfig(Changeable):
     window_size: tuple[int, int] | None = resumed_flag(
         None, "sliding window: tokens to the left and right, -1 unlimited", Range(-1), nargs=2
     )
-    window_attn_skip_freq: int | None = resumed_flag(None, "attend fully in every n-th layer", SIZE)
+    window_attn_skip_freq: int | None = resumed_flag(
+        None, "full attention in every n-th layer", SIZE
+    )
     softmax_type: str = fixed_flag(
         "vanilla", "kind of softmax in attention", choices="vanilla off-by-one learnable"
     )
@@ -120,16 +129,25 @@ class ModelConfig(Changeable):
     )
     use_cpu_initialization: bool = flag(False, "draw whole weights on the CPU, then cut them")
     perform_initialization: bool = flag(
-        True, "draw initial weights; runs that load some need none", negative="--no-initialization"
+        True,
+        "draw initial weights; without it they hold whatever memory held, for runs that load them",
+        negative="--no-initialization",
     )
     recompute_granularity: str | None = flag(
-        None, "to save memory, recompute all of a layer or selected parts", choices="full selective"
+        None,
+        "recompute activations in the backward pass, to save memory: all of a layer (full) "
+        "or parts (selective)",
+        choices="full selective",
     )
     recompute_method: str | None = flag(
-        None, "recompute uniform units of layers, or a stage's first ones", choices="uniform block"
+        None,
+        "layers that full recomputation takes: uniform units, or the first of each stage (block)",
+        choices="uniform block",
     )
     recompute_num_layers: int | None = flag(
-        None, "layers of a recomputed unit (uniform), or to recompute on each stage (block)", SIZE
+        None,
+        "layers of a recomputed unit (uniform), or layers to recompute on each stage (block)",
+        SIZE,
     )
     recompute_modules: list[str] | None = flag(
         None, "what to recompute with selective granularity; default core_attn", nargs="+"
@@ -138,11 +156,17 @@ class ModelConfig(Changeable):
         False, "share saved activations over tensor-parallel ranks"
     )
     masked_softmax_fusion: bool = flag(True, "fuse the mask and the softmax of attention")
-    bias_gelu_fusion: bool = flag(True, "fuse bias and activations other than SwiGLU")
+    bias_gelu_fusion: bool = flag(
+        True, "fuse bias and activation, for activations other than SwiGLU"
+    )
     bias_swiglu_fusion: bool = flag(True, "fuse bias and SwiGLU")
     bias_dropout_fusion: bool = flag(True, "fuse bias, dropout and the residual addition")
-    apply_rope_fusion: bool = flag(True, "fuse the rotary embedding", negative="--no-rope-fusion")
-    gradient_accumulation_fusion: bool = flag(True, "sum weight gradients within their products")
+    apply_rope_fusion: bool = flag(
+        True, "fuse the rotary position embedding", negative="--no-rope-fusion"
+    )
+    gradient_accumulation_fusion: bool = flag(
+        True, "products add weight gradients to the gradient buffer"
+    )
     persist_layer_norm: bool = flag(True, "compile the norms of the torch layers")
     cross_entropy_loss_fusion: bool = flag(
         False, "fused cross-entropy over whole logits, as in scripts of Megatron-LM"
@@ -151,7 +175,9 @@ class ModelConfig(Changeable):
         "native", "implementation of --cross-entropy-loss-fusion", choices="native te"
     )
     compile: bool = flag(
-        True, "torch.compile of the pointwise parts of layers", negative="--disable-jit-fuser"
+        True,
+        "torch.compile of the pointwise parts of the torch layers, and megatron-core's own",
+        negative="--disable-jit-fuser",
     )
     variable_seq_lengths: bool = False
     blocks_dealt_by_cost: bool = False

@@ -46,11 +46,15 @@ class MoEConfig(Changeable):
     moe_input_jitter_eps: float | None = said_flag(
         None, "half width of the uniform noise on the router's input", SHARE
     )
-    moe_router_dtype: str | None = said_flag(None, "dtype of router logits", choices="fp32 fp64")
+    moe_router_dtype: str | None = said_flag(
+        None, "dtype of the router's logits", choices="fp32 fp64"
+    )
     moe_router_score_function: str = resumed_flag(
         "softmax", "function from the router's logits to scores", choices="softmax sigmoid"
     )
-    moe_router_pre_softmax: bool = resumed_flag(False, "softmax before the top experts are chosen")
+    moe_router_pre_softmax: bool = resumed_flag(
+        False, "take the softmax before the top experts are chosen"
+    )
     moe_router_num_groups: int | None = resumed_flag(
         None, "groups of experts, of which a token may choose only --moe-router-group-topk", SIZE
     )
@@ -66,14 +70,20 @@ class MoEConfig(Changeable):
     moe_router_bias_update_rate: float = said_flag(
         1e-3, "step of the bias of --moe-router-enable-expert-bias", RATE
     )
-    moe_router_force_load_balancing: bool = said_flag(False, "route at random, for benchmarks")
+    moe_router_force_load_balancing: bool = said_flag(
+        False, "route tokens at random, for benchmarks"
+    )
     moe_token_dispatcher_type: str = flag(
         "allgather", "method that brings tokens to their experts", choices="allgather alltoall"
     )
     moe_expert_capacity_factor: float | None = said_flag(
-        None, "capacity of an expert over an even share; tokens beyond it are dropped", FACTOR
+        None,
+        "capacity of an expert over an even share of the tokens; tokens beyond it are dropped",
+        FACTOR,
     )
-    moe_pad_expert_input_to_capacity: bool = said_flag(False, "pad experts' input to capacity")
+    moe_pad_expert_input_to_capacity: bool = said_flag(
+        False, "pad the input of each expert to its capacity"
+    )
     moe_token_drop_policy: str = said_flag(
         "probs", "tokens to drop beyond an expert's capacity", choices="probs position"
     )

@@ -34,18 +34,30 @@ class OptimizerConfig(Changeable):
     lr: float | None = flag(None, "largest learning rate", RATE)
     min_lr: float = flag(0.0, "smallest learning rate after the warm-up", RATE)
     lr_decay_style: str = flag(
-        "linear", "decay of the rate", choices="constant linear cosine inverse-square-root WSD"
+        "linear",
+        "shape of the learning rate's decay",
+        choices="constant linear cosine inverse-square-root WSD",
     )
     lr_decay_iters: int | None = flag(
-        None, "step at which the learning rate's decay ends; default: the last", COUNT, "steps"
+        None,
+        "step at which the learning rate's decay ends; default: the end of the run",
+        COUNT,
+        "steps",
     )
     lr_decay_samples: int | None = flag(
-        None, "sample at which the rate's decay ends; default: the last", LONG_COUNT, "samples"
+        None,
+        "sample at which the learning rate's decay ends; default: the end of the run",
+        LONG_COUNT,
+        "samples",
     )
     lr_wsd_decay_style: str = said_flag(
-        "exponential", "shape of WSD's last phase", choices="exponential linear cosine minus_sqrt"
+        "exponential",
+        "shape of the last phase of --lr-decay-style WSD",
+        choices="exponential linear cosine minus_sqrt",
     )
-    lr_wsd_decay_iters: int | None = said_flag(None, "steps of WSD's last phase", COUNT, "steps")
+    lr_wsd_decay_iters: int | None = said_flag(
+        None, "steps of the last phase of --lr-decay-style WSD", COUNT, "steps"
+    )
     lr_wsd_decay_samples: int | None = said_flag(
         None, "samples of the last phase of --lr-decay-style WSD", LONG_COUNT, "samples"
     )
@@ -53,7 +65,11 @@ class OptimizerConfig(Changeable):
         None, "share of the decay's length that warms the learning rate up", BELOW_ONE
     )
     lr_warmup_iters: int | None = flag(
-        None, "steps of the warm-up; default: 0, or the task's", NATURAL, "steps", names="--warmup"
+        None,
+        "steps of the warm-up; default: 0, or the task's usual warm-up, at most a tenth of the run",
+        NATURAL,
+        "steps",
+        names="--warmup",
     )
     lr_warmup_samples: int = flag(0, "samples of the warm-up", LONG_NATURAL, "samples")
     lr_warmup_init: float = said_flag(0.0, "learning rate at the start of the warm-up", RATE)
@@ -67,19 +83,29 @@ class OptimizerConfig(Changeable):
     start_weight_decay: float | None = flag(None, "weight decay at the start", DECAY)
     end_weight_decay: float | None = flag(None, "weight decay at the end", DECAY)
     weight_decay_incr_style: str = flag(
-        "constant", "growth from --start- to --end-weight-decay", choices="constant linear cosine"
+        "constant",
+        "shape of the weight decay between --start-weight-decay and --end-weight-decay",
+        choices="constant linear cosine",
     )
     clip_grad: float = said_flag(1.0, "largest global gradient norm, 0 for no clipping", NORM)
-    adam_beta1: float = flag(0.9, "decay of Adam's first moment", BELOW_ONE, if_changed="keep")
-    adam_beta2: float = flag(0.999, "decay of Adam's second moment", BELOW_ONE, if_changed="keep")
-    adam_eps: float = flag(1e-8, "Adam's epsilon", Range(1e-30, 1), if_changed="keep")
+    adam_beta1: float = flag(0.9, "decay rate of Adam's first moment", BELOW_ONE, if_changed="keep")
+    adam_beta2: float = flag(
+        0.999, "decay rate of Adam's second moment", BELOW_ONE, if_changed="keep"
+    )
+    adam_eps: float = flag(
+        1e-8, "epsilon in Adam's denominator", Range(1e-30, 1), if_changed="keep"
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", BELOW_ONE, if_changed="keep")
-    apply_wd_to_qk_layernorm: bool = said_flag(False, "decay weights of query and key norms too")
+    apply_wd_to_qk_layernorm: bool = said_flag(
+        False, "decay the weights of the norms of queries and keys too"
+    )
     use_distributed_optimizer: bool = flag(False, "share optimizer state over replicas")
     overlap_grad_reduce: bool = flag(False, "reduce replicas' gradients during the backward pass")
     overlap_param_gather: bool = flag(False, "gather replicas' parameters during the forward pass")
-    align_grad_reduce: bool = flag(True, "let all pipeline stages reduce gradients together")
-    align_param_gather: bool = flag(True, "let all pipeline stages gather parameters together")
+    align_grad_reduce: bool = flag(True, "let all pipeline stages reduce their gradients together")
+    align_param_gather: bool = flag(
+        True, "let all pipeline stages gather their parameters together"
+    )
     ddp_bucket_size: int | None = flag(None, "parameters of a gradient bucket", COUNT)
     ddp_num_buckets: int | None = flag(None, "number of gradient buckets", COUNT)
     ddp_average_in_collective: bool = flag(False, "average gradients inside of the collective")
@@ -107,13 +133,22 @@ class EmaConfig:
     """Exponential moving average: ``average = decay * average + (1 - decay) * weights``."""
 
     ema_decay: float | None = flag(
-        None, "decay of an average of the weights, 0 for none", BELOW_ONE, advice="use 0.9999"
+        None,
+        "keep an average of the weights that retains this share at each update, 0 for none",
+        BELOW_ONE,
+        advice="use 0.9999",
     )
     ema_start: int | None = flag(
-        None, "first averaged step, before which the average is the weights; default: 1", COUNT
+        None,
+        "first step that is averaged, until then the average is the weights; default: 1, or "
+        "as the task says",
+        COUNT,
     )
     ema_update_every: int = flag(
-        1, "average every so many steps that train the model, with the same decay", COUNT, "steps"
+        1,
+        "average only every so many steps that train the model, with an unchanged decay",
+        COUNT,
+        "steps",
     )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too", if_changed="allow")
     for_sampling: bool = False
@@ -145,14 +180,18 @@ class LoraConfig(Changeable):
 
     lora_rank: int | None = flag(None, "rank of the adapters; without it all weights train", SIZE)
     lora_alpha: float | None = resumed_flag(
-        None, f"scale of adapters times rank; default {DEFAULT_ALPHA:g}", FACTOR, advice="use 32"
+        None,
+        f"adapters are scaled by this over the rank; default {DEFAULT_ALPHA:g}",
+        FACTOR,
+        advice="use 32",
     )
     lora_dropout: float = said_flag(0.0, "dropout of the inputs of adapters", BELOW_ONE)
     lora_target_modules: list[str] | None = flag(
         None, "linear layers that get an adapter; default: all of a block", nargs="+"
     )
     lora_rslora: bool = resumed_flag(
-        False, "scale adapters by --lora-alpha over the root of the rank (arXiv:2312.03732)"
+        False,
+        "scale adapters by --lora-alpha over the root of the rank, not the rank (arXiv:2312.03732)",
     )
 
     saves_adapters_only: bool = False

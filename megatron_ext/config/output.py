@@ -20,7 +20,10 @@ class CheckpointConfig(Changeable):
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
-        None, "save every N steps, else only at the end", COUNT, names="--persistent-save-interval"
+        None,
+        "save after each multiple of this many steps; without it at the end only",
+        COUNT,
+        names="--persistent-save-interval",
     )
     save_retain_interval: int | None = flag(
         None, "keep only the older checkpoints whose step is a multiple of this", COUNT, "steps"

@@ -15,15 +15,26 @@ SCHEDULES = (
 class ParallelConfig(Changeable):
     """Parallel sizes; the data-parallel size is what is left of the ranks."""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share each matrix", SIZE, "ranks")
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages of the layers", SIZE, "stages")
-    context_parallel_size: int = flag(1, "ranks that share each sequence", SIZE, "ranks")
-    expert_model_parallel_size: int = flag(1, "ranks that share the experts", SIZE, "ranks")
+    tensor_model_parallel_size: int = flag(
+        1, "ranks that share each matrix (tensor parallelism)", SIZE, "ranks"
+    )
+    pipeline_model_parallel_size: int = flag(
+        1, "pipeline stages that the layers are cut into", SIZE, "stages"
+    )
+    context_parallel_size: int = flag(
+        1, "ranks that share each sequence (context parallelism)", SIZE, "ranks"
+    )
+    expert_model_parallel_size: int = flag(
+        1, "ranks that share the experts (expert parallelism)", SIZE, "ranks"
+    )
     expert_tensor_parallel_size: int | None = flag(
         None, "ranks that share each expert; default: the tensor-parallel size", SIZE, "ranks"
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of each virtual chunk, several of which take turns on a stage", SIZE, "layers"
+        None,
+        "layers of each virtual chunk; several chunks on each pipeline stage take turns",
+        SIZE,
+        "layers",
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "virtual chunks on each pipeline stage, which take turns", SIZE, "chunks"
@@ -41,7 +52,8 @@ class ParallelConfig(Changeable):
     )
     microbatch_group_size_per_vp_stage: int | None = flag(
         None,
-        "micro-batches of a virtual chunk before the next chunk's; default: the pipeline size",
+        "micro-batches that a virtual chunk handles before the next chunk; default: the "
+        "pipeline size",
         SIZE,
         names="--microbatch-group-size-per-virtual-pipeline-stage",
     )

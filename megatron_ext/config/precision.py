@@ -52,7 +52,9 @@ class Fp8Config:
     """bf16 unless ``--fp8-format``; names, meanings and defaults are Megatron-LM's."""
 
     fp8_format: str | None = flag(
-        None, "products of layers in 8 bits; hybrid: e5m2 for gradients", choices="e4m3 hybrid"
+        None,
+        "products of the layers in 8 bits: e4m3 throughout, or hybrid with e5m2 for gradients",
+        choices="e4m3 hybrid",
     )
     fp8_recipe: str = flag(
         "delayed",
@@ -68,7 +70,10 @@ class Fp8Config:
         1, "steps whose largest magnitudes the delayed recipe remembers", SIZE, "steps"
     )
     fp8_amax_compute_algo: str = flag(
-        "most_recent", "remembered magnitude that decides delayed scales", choices="most_recent max"
+        "most_recent",
+        "magnitude that decides a scale of the delayed recipe: the latest, or the largest "
+        "remembered",
+        choices="most_recent max",
     )
     fp8_wgrad: bool = flag(True, "weight gradients in 8 bits as well; torch layers only")
     fp8_param_gather: bool = flag(
@@ -81,7 +86,9 @@ class Fp8Config:
         False, "gather mxfp8 weights through the memory of their gradients", if_changed="allow"
     )
     tp_only_amax_red: bool = flag(
-        False, "delayed recipe of Transformer Engine: magnitudes over tensor-parallel ranks only"
+        False,
+        "take the largest magnitudes of Transformer Engine's delayed recipe over "
+        "tensor-parallel ranks only",
     )
     moe_router_padding_for_quantization: bool = flag(
         False,
@@ -169,4 +176,6 @@ class CudaGraphConfig(Changeable):
         "launch the kernels of each transformer layer at once, recorded by torch (local)",
         choices="none local transformer_engine",
     )
-    cuda_graph_warmup_steps: int = flag(WARMUP_STEPS, "runs of a layer to warm up", SIZE, "runs")
+    cuda_graph_warmup_steps: int = flag(
+        WARMUP_STEPS, "runs of a layer before it is recorded", SIZE, "runs"
+    )

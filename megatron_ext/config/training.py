@@ -75,21 +75,33 @@ class TrainingConfig(Changeable):
     )
     manual_gc_eval: bool = flag(True, "with --manual-gc, also collect around each evaluation")
     empty_unused_memory_level: int = flag(
-        0, "give memory back: 1 after each step, 2 before updates too", NATURAL, choices=(0, 1, 2)
+        0,
+        "give cached memory back: 1 after each step, 2 also before the update",
+        NATURAL,
+        choices=(0, 1, 2),
     )
     eval_iters: int = flag(100, "batches of one evaluation", NATURAL, "steps")
-    eval_interval: int = flag(1000, "evaluate at each multiple of this many steps", COUNT, "steps")
+    eval_interval: int = flag(
+        1000, "evaluate after each multiple of this many steps", COUNT, "steps"
+    )
     full_validation: bool = flag(False, "evaluate the whole validation split")
     early_stop_patience: int | None = flag(
-        None, "stop after so many evaluations in a row without a lower loss", COUNT, "evaluations"
+        None,
+        "stop after so many evaluations in a row whose validation loss is no lower",
+        COUNT,
+        "evaluations",
     )
     early_stop_min_delta: float = flag(
-        0.0, "least decrease of the loss that counts for --early-stop-patience", Range(0, 1e9)
+        0.0,
+        "least decrease of the validation loss that counts for --early-stop-patience",
+        Range(0, 1e9),
     )
     profile: bool = flag(False, "record some steps with torch's profiler")
     profile_step_start: int = flag(10, "with --profile, the first recorded step", NATURAL)
     profile_step_end: int = flag(12, "with --profile, the step after the last recorded one", COUNT)
-    profile_ranks: list[int] = flag([0], "with --profile, ranks that record", NATURAL, nargs="+")
+    profile_ranks: list[int] = flag(
+        [0], "with --profile, the ranks that record", NATURAL, nargs="+"
+    )
     num_workers: int = flag(2, "processes that load data", Range(0, 256), "processes")
 
     @property
@@ -269,7 +281,9 @@ class LossConfig:
         if_changed="allow",
     )
     ignore_index: int = flag(
-        -100, "labels of this id weigh nothing, in training and evaluation", Range(-100)
+        -100,
+        "labels that equal this id weigh nothing in the loss, in training and evaluation",
+        Range(-100),
     )
     loss_reduction: str = flag(
         "token",
@@ -282,7 +296,9 @@ class LossConfig:
         0.0, "weight of the squared log-sum-exp of the logits (PaLM's z-loss)", WEIGHT
     )
     loss: str | None = flag(
-        None, "your own loss: module:LossConfigClass or file.py:LossConfigClass, or cross-entropy"
+        None,
+        "a loss of your own: module:LossConfigClass or file.py:LossConfigClass; or "
+        "cross-entropy, in a program that has another by default",
     )
     loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
 
