@@ -278,11 +278,13 @@ def check_changes(
     weights_only: bool,
     with_optimizer: bool,
 ) -> list[str]:
-    """Return sentences on flags of a run that differ from its checkpoint's, or refuse them.
+    """Return sentences on flags of a run that differ from its checkpoint's.
+
+    Raise a CheckpointError if a flag differs that must be the same.
 
     Args:
-        weights_only: the run starts from the weights, and does not go on.
-        with_optimizer: the run goes on with the optimizer state of the checkpoint.
+        weights_only: the run starts from the weights, and does not resume.
+        with_optimizer: the run resumes with the optimizer state of the checkpoint.
     """
     changes = _changes(config.by_name(), config.to_dict(), stored)
     found = sorted(changes, key=lambda change: change.name)

@@ -128,7 +128,11 @@ def remove_old(
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """A checkpoint of low validation loss; a regular one was saved for another reason too."""
+    """A checkpoint with one of the lowest validation losses.
+
+    Attributes:
+        regular: it was saved for another reason too.
+    """
 
     iteration: int
     loss: float

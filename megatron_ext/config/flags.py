@@ -284,7 +284,7 @@ def changed_fields(section: Any) -> list[str]:
 
 
 def if_changed(section: type) -> dict[str, IfChanged]:
-    """Return what happens where a flag of a section is not the checkpoint's, by its field."""
+    """Return, by field, what happens if a flag of a section differs from the checkpoint's."""
     usual: IfChanged = getattr(section, "IF_CHANGED", "say")
     return {flag.field: flag.if_changed or usual for flag in flags_of("", section)}
 

@@ -71,7 +71,10 @@ def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> I
 
 
 def compiles(x: Tensor) -> bool:
-    """Return whether functions of this tensor are compiled: it has elements, a compiler works."""
+    """Return whether functions of this tensor are compiled.
+
+    The tensor must have elements, and a compiler must work for its device.
+    """
     if _compiler.backend is None or not (x.is_cuda or _compiler.on_cpu):
         return False
     if not _compiler.checked:

@@ -116,9 +116,9 @@ def is_first_of_replica(context: ParallelContext) -> bool:
 def share(
     known: Tensor | None, shape: Sequence[int], context: ParallelContext, device: torch.device
 ) -> Tensor:
-    """Give what the first rank of a replica knows to all its ranks, which call this together.
+    """Send a tensor from a replica's first rank to all its ranks, which call this together.
 
-    The result is float32; ``known`` is not looked at on the others.
+    The result is float32; only the first rank has to give ``known``.
     """
     if is_first_of_replica(context):
         assert known is not None

@@ -26,13 +26,13 @@ _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU of the table by its name, or by a path ``.json`` the slowest of a machine.
+    """Return the GPU of this name in the table, or the slowest GPU in a ``.json`` of the doctor.
 
-    The doctor cannot measure links and networks: their figures are the datasheet's where the table
-    has the kind, and else those of PCIe.
+    The doctor cannot measure links and networks: their figures are those of the datasheet if the
+    table has this kind of GPU, and otherwise those of PCIe.
 
     Raises:
-        ConfigError: a name that the table lacks, or a file that does not say what is needed.
+        ConfigError: the table lacks the name, or the file lacks what is needed.
     """
     if not name.endswith(".json"):
         known = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())

@@ -180,8 +180,9 @@ def rank_state(
 ) -> State:
     """Return what a rank keeps of all its model chunks, given the weights of each.
 
-    The rank is ``replica`` of those that share its dense parameters, ``expert_replica`` of those
-    that share its experts.
+    Args:
+        replica: index of the rank among those that share its dense parameters.
+        expert_replica: index of the rank among those that share its experts.
     """
     optimizer = config.optimizer
     trained = [[weight for weight in chunk if not weight.frozen] for chunk in chunks]

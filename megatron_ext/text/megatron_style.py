@@ -229,7 +229,7 @@ def core_transformer_config_from_args(_args: argparse.Namespace) -> Any:
 def get_batch_on_this_tp_rank(
     data_iterator: Iterator[Sample] | None, mtp_on_this_rank: bool = False
 ) -> dict[str, Any]:
-    """Return the next micro-batch with the keys of Megatron-LM's, None where there is none."""
+    """Return the next micro-batch under Megatron-LM's keys, with None for keys that it lacks."""
     batch = {} if data_iterator is None else next(data_iterator)
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     return dict.fromkeys(names) | dict(batch)

@@ -75,14 +75,14 @@ class FlowMicrobatch:
 
 
 class FlowBatchBuilder(ABC):
-    """Makes micro-batches of a run.
+    """A builder of a run's micro-batches.
 
-    Every random decision follows from the seed and the number of the sample, so that all ranks
-    that hold parts of one sequence decide alike, and another layout decides the same.
+    Every random decision follows from the seed and the number of the sample, so all ranks that
+    hold parts of one sequence decide alike, and so does a run in another layout.
 
     Args:
         null: the encoded empty caption, ``[1, l, d]`` and ``[1, e]``.
-        patch: latent cells of a token on each side.
+        patch: side of a token's square patch, in latent pixels.
     """
 
     def __init__(

@@ -31,10 +31,11 @@ class Role(IntEnum):
 
 
 class Parts:
-    """Which ranks hold the other parts of what a scale covers; None where it is whole.
+    """Which ranks hold the other parts of what one scale covers; None if this rank has it all.
 
-    A row-parallel layer cuts the input's features, others the output's. Sequence parallelism cuts
-    the sequence. ``varies`` says that the number of tokens differs from product to product.
+    A row-parallel layer cuts the features of its input, other layers those of their output.
+    Sequence parallelism cuts the sequence. ``varies`` says that the number of tokens changes from
+    one matrix product to the next.
     """
 
     may_idle: ClassVar[bool] = False
@@ -78,9 +79,9 @@ class Parts:
 
 
 class ExpertParts(Parts):
-    """Which ranks hold the other parts in a layer of an expert, whose input is a rank's tokens.
+    """The same as `Parts` for a layer of experts, whose input is the tokens sent to this rank.
 
-    Which tokens these are depends on the layout, so scales of the tensor itself do too.
+    Which tokens these are depends on the layout, and so does a scale computed from them alone.
     """
 
     may_idle: ClassVar[bool] = True

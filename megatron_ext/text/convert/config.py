@@ -176,9 +176,9 @@ def words_of(fields: Mapping[str, Any]) -> list[str]:
 def config_json(
     model: ModelConfig, *, vocab_size: int, dtype: torch.dtype, like: HuggingFaceModel | None
 ) -> dict[str, Any]:
-    """Return the config.json of one of our models, with the other entries of a model like it.
+    """Return the config.json of one of our models; ``like`` gives the entries that ours lacks.
 
-    Raise a CheckpointError for a model that is none of `FAMILIES`, or not like ``like``.
+    Raise a CheckpointError for a model that fits none of `FAMILIES`, or differs from ``like``.
     """
     family = _family(model, like)
     rotary: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}

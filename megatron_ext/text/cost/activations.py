@@ -258,7 +258,7 @@ class Activations:
         return in_order(*parts)
 
     def deferred(self, stage: Stage) -> int:
-        """Return the inputs and gradients of outputs that wait for their weight gradients.
+        """Return the bytes of inputs and output gradients kept for deferred weight gradients.
 
         A zero-bubble schedule holds them between its two backward passes; see `layers.linear`.
         """

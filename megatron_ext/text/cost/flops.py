@@ -62,7 +62,7 @@ class Sizes(Ranks):
         return self.tokens // self.sequence_size
 
     def in_8_bits(self, fp8: Fp8Config, number: int) -> bool:
-        """Return whether the linear layers of a layer, numbered from 0, multiply in 8 bits."""
+        """Return whether linear layers in decoder layer ``number``, from 0, multiply in 8 bits."""
         return fp8.fp8_format is not None and not fp8.keeps_bf16(number + 1, self.layers)
 
 
@@ -91,8 +91,8 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
 def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
     """Return the operations of one sequence through the model, forward and backward.
 
-    Recomputation is not counted. The figure is Megatron-LM's, so that the two compare: of all gated
-    MLPs it counts the gate of SwiGLU alone, and it counts the norms of the depths.
+    Recomputation is not counted. The formula is Megatron-LM's, so that figures can be compared: it
+    counts the gate of SwiGLU but of no other gated MLP, and the norms of multi-token prediction.
     """
     products, depths = token_products(model, moe, gated=model.swiglu), model.mtp_num_layers or 0
     layers = expert_layers(moe, model.num_layers or 0)

@@ -145,7 +145,7 @@ def source_options(data: DataConfig, eod: int) -> dict[str, Any]:
 def text_source(
     run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return the steps of a split; see `Task.source`."""
+    """Return the batches of one split, grouped by step; see `Task.source`."""
     parts = run.config, run.context, run.device
     options = source_options(run.config.section(DataConfig), assets.eod)
     return build_source(dataset, *parts, consumed_samples, full_epoch, **options)

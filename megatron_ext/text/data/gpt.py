@@ -285,7 +285,10 @@ def build_gpt_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build the splits of so many samples, None for one epoch; all ranks call this together."""
+    """Build each split with its number of samples in ``sizes``, where None means one epoch.
+
+    All ranks call this together.
+    """
     data = config.section(DataConfig)
     if data.mock_data:
         spec, data_files, cls = BlendSpec(None, None), "mock", MockGPTDataset

@@ -127,7 +127,7 @@ class Chat:
 
 
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
-    """Return what the flags ask for, with the ids of ``tokenizer``.
+    """Return the `Chat` that the flags ask for, with the token ids of ``tokenizer``.
 
     Raise a ConfigError without a template, a DataError if a file cannot be read.
     """

@@ -55,7 +55,7 @@ HARD_STRINGS: tuple[str, ...] = (
 
 
 class InexactEngine(Exception):
-    """The error that the fast engine gave other ids than the native tokenizer."""
+    """The error of a fast engine that is unusable or gives other ids than the native tokenizer."""
 
 
 class FastEncoder:
@@ -110,7 +110,10 @@ def has_combining(text: str) -> bool:
 
 @functools.cache
 def _combining_table() -> npt.NDArray[np.bool_]:
-    """Return bool [0x110000], True at marks, joiners, jamo, and in all rare planes."""
+    """Return bool [0x110000], True at each code point that may join others; see `has_combining`.
+
+    These are marks, joiners, jamo, unassigned ones, and all above U+FFFF except emoji and Han.
+    """
     table = np.zeros(0x110000, np.bool_)
     for code in (*range(0x80, 0x3100), *range(0xA000, 0xAC00), *range(0xF900, 0x10000)):
         table[code] = unicodedata.category(chr(code)) in ("Mn", "Mc", "Me", "Cn", "Co")

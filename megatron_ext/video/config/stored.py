@@ -64,7 +64,7 @@ def _kind(video: Mapping[str, Any]) -> str:
 
 
 def stored_network(stored: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Return what of the sections of a checkpoint of video networks describes these networks."""
+    """Return the entries of a video checkpoint's sections that describe its networks."""
     held = _kind(stored["video"])
     if held == _STREAMING:
         networks = {name: stored["streaming"][name] for name in _NETWORKS}

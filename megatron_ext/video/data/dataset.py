@@ -68,7 +68,7 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     @abstractmethod
     def _sample(self, number: int) -> VideoSample:
-        """Return a clip that there is."""
+        """Return the clip ``number``, which is known to be in range."""
 
     @abstractmethod
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:

@@ -154,10 +154,10 @@ def plan_clips(
     workers: int = 1,
     tick: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[PlannedClip], list[Dropped]]:
-    """Return the buckets of all clips, from their headers, of which ``workers`` are read at a time.
+    """Assign each clip to a bucket by its header; return the planned and the dropped clips.
 
-    ``tick`` is told how many clips have been looked at. Where no clip has a bucket, a DataError
-    gives the reasons.
+    ``workers`` headers are read at a time. ``tick`` is told how many clips have been looked at. If
+    no clip has a bucket, a DataError gives the reasons.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []

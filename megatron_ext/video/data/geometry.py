@@ -63,7 +63,7 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """Return the size whose aspect ratio is nearest by its logarithm; transposes are alike."""
+    """Return the size nearest in log aspect ratio, which treats portrait and landscape alike."""
     wanted = math.log(height / width)
     return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - wanted))
 

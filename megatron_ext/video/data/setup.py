@@ -189,7 +189,7 @@ def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerC
 
 
 def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
-    """Check that every reference for which a mode may ask has been encoded."""
+    """Check that the data has the encoded reference frames that each condition mode needs."""
     lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
     known = split.clips.manifest["references"]
     for mode in conditions.modes:

@@ -92,7 +92,7 @@ def check_options(streaming: StreamingConfig) -> None:
 def sample_errors(
     own: StreamingSampleConfig, sample: SampleConfig, streaming: StreamingConfig
 ) -> list[str]:
-    """Return a sentence for everything that cannot be sampled."""
+    """Return a sentence for each fault in the flags of sampling."""
     found, block = [], streaming.frame_block
     length, texts = own.sample_latent_frames, sample.sample_texts or ()
     if length is not None and (length < block or length % block):
