@@ -15,11 +15,11 @@ from types import FrameType
 from typing import NoReturn
 
 EXIT_CODE_INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell (128 + SIGINT)."""
+"""Exit code after Ctrl-C, the same as a shell's (128 + SIGINT)."""
 
 
 class MegatronExtError(Exception):
-    """The base of every error that this package raises on purpose, of one sentence or several."""
+    """The base class of every error that this package raises on purpose, with its messages."""
 
     def __init__(self, messages: str | Sequence[str]) -> None:
         self.messages = (messages,) if isinstance(messages, str) else tuple(messages)
@@ -39,13 +39,13 @@ class CheckpointError(MegatronExtError):
 
 
 class DeviceNotSupported(MegatronExtError):
-    """Something that only a GPU can answer, asked on a machine without one."""
+    """A call that needs a GPU, on a machine without one."""
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process at once, which suits the time of its imports.
+    """Let Ctrl-C end this process at once, without cleaning up; meant for the time of its imports.
 
-    An interruption that is ignored, as in the background of a script, stays ignored.
+    If SIGINT is ignored, as for the background jobs of a script, it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
@@ -57,9 +57,10 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run the ``main`` of a program on the command line, and exit with its code.
+    """Run a program's ``main`` on the command line's arguments, and exit with the code it returns.
 
-    Ctrl-C lets it clean up after itself, and is then said in one word instead of a traceback.
+    Ctrl-C raises KeyboardInterrupt in ``main``, which may clean up. The process then prints
+    "interrupted" instead of a traceback.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,7 +74,7 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
 
 
 def say_to_stderr(line: str) -> None:
-    """Print a line for a person, at once, where it does not mix with the output of a program."""
+    """Print a line to stderr at once; stdout is left to the output of the program."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -81,7 +82,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent process is gone; leave if it is already."""
+    """Make Linux kill this process when its parent process ends; exit if that has ended already.
+
+    Does nothing on other systems.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -89,9 +93,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def loader_ends_with_parent() -> Callable[[int], None]:
-    """Return a ``worker_init_fn`` for loaders of data that this process starts.
+    """Return a DataLoader's ``worker_init_fn`` that ends its workers when this process ends.
 
-    Without it the loaders of a killed rank live on for seconds, and tell of it in tracebacks.
+    Without it the workers of a killed rank live on for seconds and print tracebacks.
     """
     return partial(_end_loader, os.getpid())
 

@@ -1,9 +1,9 @@
-"""Low-rank adapters in checkpoints, with the weights under them or without.
+"""Low-rank adapters in checkpoints, with or without the weights under them.
 
-A checkpoint may hold adapters alone, while the frozen weights under them lie in another checkpoint
-(`FrozenBase`). These are known by the digest of their manifest, which holds the digests of all
-files, so that adapters go on only on the weights that they were trained on, wherever these lie.
-Random weights, as in tests, are known by their seed. Others raise a CheckpointError.
+A checkpoint may hold only adapters, while the frozen weights under them lie in another checkpoint
+(`FrozenBase`). The digest of that checkpoint's manifest, which lists the digests of all files,
+identifies the weights in any place. Random weights, as in tests, are identified by their seed.
+Adapters on weights that they were not trained on raise a CheckpointError.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MARK = ".lora."
 
 
 def adapters_among(names: Iterable[str]) -> list[str]:
-    """Return the names of adapter matrices, sorted; averages and optimizer state left out."""
+    """Return the sorted names of adapter matrices, without averages and optimizer state."""
     weights = (n for n in names if "optimizer." not in n and not n.startswith(PREFIX))
     return sorted(name for name in weights if MARK in name)
 
@@ -50,7 +50,10 @@ def adapters_among(names: Iterable[str]) -> list[str]:
 def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Take adapters and new branches that a checkpoint lacks out of a state, and return them."""
+    """Remove from a state, in place, the adapters and new branches that a checkpoint lacks.
+
+    Return their values by chunk and name.
+    """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
     for chunk in chunks:
@@ -80,7 +83,7 @@ def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[st
 def check_adapters(
     path: Path, state: dict[str, Any], chunks: Iterable[str], strictness: str
 ) -> None:
-    """Raise a CheckpointError where only the checkpoint or only the run has some adapter."""
+    """Raise a CheckpointError if an adapter is only in the checkpoint or only in the run."""
     if strictness in LENIENT:
         return
     entries = [entry for chunk in chunks for entry in state.get(chunk, {}).values()]
@@ -104,14 +107,16 @@ def check_adapters(
 
 
 BASE = "frozen_base"
-"""Key of the record in a checkpoint that holds adapters alone."""
+"""Key of the `FrozenBase` in the common state of a checkpoint that holds only adapters."""
 
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """The weights that lie under adapters: a checkpoint's, or random ones without a path.
+    """The frozen weights under adapters.
 
-    The identity is a digest or a seed, equal for equal weights.
+    Attributes:
+        path: folder of the checkpoint that holds them; None for random weights.
+        identity: a digest or a seed, equal for equal weights.
     """
 
     path: str | None
@@ -119,7 +124,7 @@ class FrozenBase:
 
     @classmethod
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
-        """Return the weights of an iteration's folder, or its averaged ones where it has some."""
+        """Describe the weights in an iteration's folder; ``average`` prefers its averaged ones."""
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"
@@ -128,21 +133,21 @@ class FrozenBase:
 
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:
-        """Return the newest weights in a folder of checkpoints; see `at`."""
+        """Describe the weights that ``--pretrained-checkpoint`` ``root`` loads; see `at`."""
         found = find(CheckpointConfig(pretrained_checkpoint=root))
         assert found is not None
         return cls.at(found.path, average=average)
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
-        """Return the weights under the adapters of a checkpoint, None if it is whole."""
+        """Return the weights recorded under a checkpoint's adapters; None if it holds them."""
         iteration = choose(root, step)
         assert iteration is not None
         return cls.recorded(common_state_of(standing_folder_of(root, iteration)))
 
     @classmethod
     def of_run(cls, lora: LoraConfig, seed: int) -> FrozenBase | None:
-        """Return the weights that a run draws under adapters, None where checkpoints are whole."""
+        """Return a run's random weights under adapters; None if its checkpoints hold them."""
         return cls.drawn(seed) if lora.lora_rank is not None and lora.saves_adapters_only else None
 
     @classmethod
@@ -152,7 +157,7 @@ class FrozenBase:
 
     @classmethod
     def recorded(cls, state: Mapping[str, Any]) -> FrozenBase | None:
-        """Return the weights that a checkpoint's state names, None if the checkpoint is whole."""
+        """Return the weights that a checkpoint's common state records; None if it holds them."""
         record = state.get(BASE)
         return None if record is None else cls(**record)
 
@@ -160,7 +165,10 @@ class FrozenBase:
         return dataclasses.asdict(self)
 
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
-        """Refuse adapters in a checkpoint at a path that were trained on other weights."""
+        """Raise a CheckpointError about ``flag`` if these are not the ``recorded`` weights.
+
+        The adapters in the checkpoint ``path`` were trained on the recorded ones.
+        """
         if self.identity == recorded.identity:
             return
         there = f"random ones of {recorded.identity}; leave it out"
@@ -173,13 +181,13 @@ class FrozenBase:
 
 
 def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
-    """Take all weights but adapters out of a sharded state, in place."""
+    """Remove all weights except adapters from a sharded state, in place."""
     for chunk in set(chunks) & set(state):
         state[chunk] = {name: entry for name, entry in state[chunk].items() if MARK in f".{name}"}
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
-    """Add the model's present values to loaded adapters, in place, so that nothing is missing."""
+    """Complete loaded adapters, in place, with the model's present values of other weights."""
     for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True):
         loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
 
@@ -194,8 +202,8 @@ def load_adapters(
 ) -> None:
     """Load the adapters of a network that is not the model of the run; all ranks call this.
 
-    The network has the weights of ``base`` now. ``section`` is the key of its state in the
-    checkpoint, with which its names begin.
+    The network must have the weights of ``base`` already. ``section`` is the key of its state in
+    the checkpoint, and the prefix of its names.
     """
     verify(found, context)
     common = common_state_of(found.path)

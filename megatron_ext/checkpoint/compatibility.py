@@ -1,8 +1,8 @@
-"""Checks that a checkpoint fits a run, before anything is loaded, and what the run takes from it.
+"""Checks that a checkpoint fits a run, before anything is loaded, and decides what is loaded.
 
-Shapes and names of weights tell most differences between two models. For what they do not tell,
-each flag says whether it may differ (`IfChanged`), so that none changes what a model computes
-without a word. What does not fit raises a CheckpointError.
+Names and shapes of weights reveal most differences between two models. For the others, each flag
+declares whether it may differ from the checkpoint's (`IfChanged`), so that no flag silently
+changes what a model computes. A checkpoint that does not fit raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _MODEL_AXES = ("tensor", "pipeline", "expert")
 
 
 def is_new_branch(value: object) -> bool:
-    """Return whether a parameter belongs to a branch that starts at zero and changes no output."""
+    """Return whether a tensor belongs to a new branch, which at its start changes no output."""
     return bool(getattr(value, "new_branch", False))
 
 
 def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
-    """Return whether the run that saved had the same tensor, pipeline and expert sizes."""
+    """Return whether the saving run had the same tensor, pipeline and expert parallel sizes."""
     return all(
         getattr(arguments, f"{axis}_model_parallel_size", 1)
         == getattr(layout, f"{axis}_model_parallel_size")
@@ -53,7 +53,12 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Refuse a checkpoint, saved with ``arguments``, without this rank's weights or shapes."""
+    """Raise a CheckpointError if one of this rank's weights is missing or has another shape.
+
+    Args:
+        arguments: those of the run that saved.
+        strictness: ``--dist-ckpt-strictness``; the lenient values let weights be missing.
+    """
     stored = stored_entries(path)
     for tensor in tensors_in(model_state):
         known = stored.get(tensor.key)
@@ -78,7 +83,7 @@ def check_model(
 
 
 def tensors_in(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Return the sharded tensors of a state, as they are stored."""
+    """Return the sharded tensors of a state, including those that its factories make."""
     expanded, _, _ = load_preprocess(state)
     return (value for value in nested_values(expanded) if isinstance(value, ShardedTensor))
 
@@ -92,7 +97,14 @@ def check_optimizer(
     distributed: bool,
     has_main_weights: bool = False,
 ) -> None:
-    """Refuse optimizer state that cannot be cut for this run; ``stored`` is content metadata."""
+    """Raise a CheckpointError if the stored optimizer state cannot be resharded for this run.
+
+    Args:
+        stored: the checkpoint's content metadata.
+        arguments: those of the run that saved.
+        distributed: whether this run's optimizer is distributed.
+        has_main_weights: whether this run's optimizer keeps fp32 weights beside 16-bit ones.
+    """
     kind = stored.get(SHARDING)
     if (kind is not None) != distributed:
         there, here = ("with", "without") if kind else ("without", "with")
@@ -119,7 +131,7 @@ def check_optimizer(
 _OF_A_BLOCK = re.compile(r"((?:.*\.)?(?:\w*blocks|layers))\.(\d+)\.")
 _CRITIC = f"{CRITIC}."
 _HEADS = "mtp."
-"""Begins the names of heads of multi-token prediction. A run may leave them out one by one."""
+"""Prefix of the weights of multi-token prediction; a run may have fewer of its modules."""
 
 
 def weights_in(state: dict[str, Any]) -> set[str]:
@@ -128,13 +140,15 @@ def weights_in(state: dict[str, Any]) -> set[str]:
 
 
 def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
-    """Tell which weights of a checkpoint a network leaves out, and refuse to drop whole blocks.
+    """Return a note if a network leaves out weights of a checkpoint, else an empty list.
 
-    Optimizer and random states, averages, and other networks are not compared.
+    A CheckpointError is raised if whole blocks would be left out. Optimizer and random states,
+    averages, and other networks are not compared.
 
     Args:
-        expected: names of the network's weights on all ranks, with `CRITIC` for the second network.
-        strictness: ``--dist-ckpt-strictness``; the lenient values let names differ.
+        expected: names of the network's weights on all ranks; the second network's have `CRITIC`
+            as prefix.
+        strictness: ``--dist-ckpt-strictness``; with the lenient values nothing is compared.
     """
     if strictness in LENIENT:
         return []
@@ -163,7 +177,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the numbers of blocks by the beginning of their names."""
+    """Return the numbers of the blocks among names of weights, by prefix (``decoder.layers``)."""
     found: dict[str, set[int]] = {}
     for name in names:
         match = _OF_A_BLOCK.match(name)
@@ -173,9 +187,9 @@ def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
 
 
 def check_resume(config: RunConfig) -> None:
-    """Compare a run with the checkpoint that it loads, as far as that needs no model.
+    """Check that a run fits the checkpoint that it loads, as far as this needs no model.
 
-    The ranks compare all of it again, and weights too. A rank may call this by itself.
+    This is not a collective. The ranks check all of it again later, and the weights too.
     """
     found = find(config.checkpoint)
     if found is None:
@@ -202,7 +216,7 @@ def check_resume(config: RunConfig) -> None:
 def loads_optimizer(
     found: CheckpointRef, config: CheckpointConfig, arguments: Namespace, notes: list[str]
 ) -> bool:
-    """Return whether the run asks for optimizer state and the checkpoint holds some."""
+    """Return whether the run wants optimizer state and the checkpoint holds some."""
     if found.weights_only or config.no_load_optim:
         return False
     if getattr(arguments, "no_save_optim", False):
@@ -218,7 +232,7 @@ def loads_random(
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether the run asks for random states and the checkpoint's fit its layout."""
+    """Return whether the run wants random states and the checkpoint's fit the run's layout."""
     if found.weights_only or config.no_load_rng:
         return False
     if getattr(arguments, "no_save_rng", False):
@@ -235,7 +249,7 @@ def loads_random(
 
 @dataclass(frozen=True)
 class Change:
-    """A flag whose value is not the checkpoint's."""
+    """A flag whose value differs from the checkpoint's."""
 
     name: str
     value: Any
@@ -255,7 +269,12 @@ class Change:
 def _changes(
     sections: Mapping[str, Any], given: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> Iterator[Change]:
-    """Yield the flags of a run's sections that differ from stored ones, but for those that may."""
+    """Yield the flags that differ from the stored ones, except those that may ("allow").
+
+    Args:
+        sections: the run's sections by name.
+        given: the values of their flags, by section and field; ``stored`` has the checkpoint's.
+    """
     for section, kind in sections.items():
         values, before = given[section], stored.get(section)
         if not isinstance(before, Mapping):
@@ -315,7 +334,7 @@ def check_changes(
 
 
 def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, Any]) -> None:
-    """Refuse state of another kind of optimizer, or of other groups of parameters."""
+    """Raise a CheckpointError if a flag differs that decides what state the optimizer has."""
     kind, rate, momentum = config.optimizer, config.decoupled_lr, config.sgd_momentum
     before = stored.get("sgd_momentum", momentum)
     differs = {

@@ -1,9 +1,9 @@
-"""Parts that all conversions of public weights and adapters share, whatever the model.
+"""The code that conversions of public weights and of adapters share, for any model.
 
-A conversion runs in one process, and what it imports becomes the checkpoint of iteration 0, which
-loads in any layout. Adapters are merged into weights or exported for Hugging Face's peft; a task
-says how its networks are built (`Network`), and what peft calls their layers (`PeftLayers`). All
-refusals are CheckpointErrors.
+A conversion runs in one process. Imported weights become the checkpoint of iteration 0, which loads
+in any layout. Adapters are merged into weights or exported for Hugging Face's peft. A task declares
+how its networks are built (`Network`) and what peft calls their layers (`PeftLayers`). What cannot
+be converted raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from megatron_ext.parallel.context import ParallelContext, init_groups, seed_eve
 from megatron_ext.parallel.grid import Layout
 
 PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
-"""Flags of a run whose weights have a dtype."""
+"""dtype of a run's weights -> the flags of the run."""
 
 
 @contextmanager
 def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContext]:
-    """Make the groups of a single rank, on the CPU by default, and take them down at the end."""
+    """Make the process groups of a single rank, by default on the CPU; destroy them at the end."""
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise CheckpointError(
             f"Models are converted on one rank, but {os.environ['WORLD_SIZE']} were started; start "
@@ -65,7 +65,7 @@ def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContex
 
 
 def read_settings(path: Path, advice: str) -> dict[str, Any]:
-    """Read the config.json of a model; the advice is for where it cannot be read."""
+    """Read a model's config.json; the error about an unreadable one ends with ``advice``."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -87,7 +87,7 @@ def only_dtype(tensors: TensorSource) -> str:
 
 
 def refuse_checkpoints(save: Path) -> None:
-    """Refuse to import a model into a folder that holds checkpoints."""
+    """Raise a CheckpointError if the folder to import a model into holds checkpoints."""
     if published(save):
         raise CheckpointError(f"`--save` ({save}) holds checkpoints; give a new folder.")
 
@@ -102,7 +102,7 @@ def save_imported(
 
 
 def verified_folder(root: Path, step: int | None) -> Path:
-    """Return the folder of an iteration, or of the latest, after comparing all of its checksums."""
+    """Return the folder of iteration ``step`` (None: the latest) after checking its checksums."""
     iteration = choose(root, step)
     if iteration is None:
         raise CheckpointError(f"`--load` ({root}) holds no checkpoint; give another folder.")
@@ -122,8 +122,9 @@ class Network:
     Attributes:
         build: builds a chunk of the network.
         described: changes the configuration of a run into one whose model is the network.
-        section: key of the network's state, with which its names begin; None for the run's model.
-        base: reads from a configuration where the weights under the adapters lie.
+        section: key of the network's state in a checkpoint, and prefix of its names; None for the
+            run's model.
+        base: returns the folder of the checkpoint under the adapters, given a configuration.
     """
 
     build: ModelChunk
@@ -142,14 +143,14 @@ def merge_checkpoint(
     step: int | None = None,
     base: str | None = None,
 ) -> Path:
-    """Merge adapters in one process, which holds the whole model; return the new folder.
+    """Merge adapters into the weights under them, in one process; return the new folder.
 
     The new checkpoint has the counters of the old one, and neither optimizer nor random states.
 
     Args:
-        stored: the run that saved.
-        base: checkpoints with the weights under the adapters, where these were saved alone; None
-            for where the run found them.
+        stored: the configuration of the run that saved.
+        base: folder of checkpoints with the weights under the adapters, if the adapters were saved
+            without them; None for the folder that the run used.
     """
     if root.resolve() == save.resolve():
         raise CheckpointError(f"`--save` ({save}) must be another folder than `--load`.")
@@ -203,7 +204,7 @@ def _load(
     base: FrozenBase | None,
     section: str | None,
 ) -> tuple[int, dict[str, Any]]:
-    """Load the run's model, or another network, first the weights under its adapters."""
+    """Load the run's model or the network ``section``; return the iteration and the counters."""
     if section is None:
         manager = CheckpointManager(config, context, base)
         loaded = manager.load(model=chunks)
@@ -222,18 +223,18 @@ def _load(
 
 
 Part = tuple[str, str, Tensor]
-"""Path of a layer of Hugging Face's, ``A`` or ``B``, and the values of that matrix."""
+"""Path of a layer in Hugging Face's model, ``A`` or ``B``, and the values of that LoRA matrix."""
 
 
 @dataclass(frozen=True)
 class PeftLayers:
-    """The layers of Hugging Face's model that adapters belong to.
+    """The layers of Hugging Face's model that correspond to our layers with adapters.
 
     Attributes:
-        name: matches the names of our matrices that have a place in the model.
-        parts: splits one of our matrices, given its name, into those of the model's layers.
-        target: returns what peft calls a layer, given its path.
-        task: peft's name for what the model does.
+        name: matches the names of our adapter matrices that have a counterpart in that model.
+        parts: splits one of our matrices, given its name, into the matrices of that model.
+        target: returns peft's name of a layer (``target_modules``), given its path.
+        task: peft's ``task_type``.
     """
 
     name: re.Pattern[str]
@@ -255,8 +256,8 @@ def export_adapters(
     """Write ``adapter_model.safetensors`` and ``adapter_config.json``; needs no process group.
 
     Args:
-        lora: adapters of the run that saved.
-        section: begins the names of the network, None for the model of the run.
+        lora: the adapter settings of the run that saved.
+        section: `CRITIC` for the second network, None for the model of the run.
         base_model: name or path of the Hugging Face model that the adapters belong to.
 
     Returns:

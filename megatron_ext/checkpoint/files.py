@@ -1,7 +1,7 @@
-"""The files of a folder of checkpoints: names as Megatron-LM has them, tracker, and manifests.
+"""The files of a folder of checkpoints: Megatron-LM's names, its tracker, and manifests.
 
 A manifest lists the files of one checkpoint with sizes and checksums. It is written when all of
-them are whole. What cannot be read raises a CheckpointError.
+them are complete. A file that cannot be read raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 
 def root_of(folder: Path) -> tuple[Path, int | None]:
-    """Split ``RUN/iter_0000100``; any other folder is returned as it is, with None."""
+    """Split ``RUN/iter_0000100`` into ``RUN`` and 100; return any other folder, and None."""
     found = _FOLDER.fullmatch(folder.name)
     if found is None or found[2] or not folder.is_dir():
         return folder, None
@@ -39,7 +39,7 @@ def root_of(folder: Path) -> tuple[Path, int | None]:
 
 
 def published(root: Path) -> list[int]:
-    """Return the iterations whose folders have their final name, ascending."""
+    """Return the iterations with a folder of the final name or ``.replaced``, ascending."""
     if not root.is_dir():
         return []
     found = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
@@ -61,18 +61,18 @@ def read_tracker(root: Path) -> int | None:
 
 
 def replaced_folder_of(root: Path, iteration: int) -> Path:
-    """Return where an iteration's former checkpoint lies while a new one takes its place."""
+    """Return the folder of an iteration's old checkpoint while a new one takes its place."""
     return root / f"iter_{iteration:07d}.replaced"
 
 
 def standing_folder_of(root: Path, iteration: int) -> Path:
-    """Return the folder to read: the former one if a kill came between two renames."""
+    """Return an iteration's folder, or the replaced one if a kill came between two renames."""
     final, replaced = folder_of(root, iteration), replaced_folder_of(root, iteration)
     return replaced if not final.exists() and replaced.is_dir() else final
 
 
 def announced(root: Path) -> int | None:
-    """Return the iteration whose publication stopped between its folder and the tracker."""
+    """Return the iteration that was published but did not get into the tracker, or None."""
     path = root / ANNOUNCEMENT
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return int(text) if text.isdigit() and folder_of(root, int(text)).is_dir() else None
@@ -124,12 +124,12 @@ def read_manifest(folder: Path) -> Files | None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name has no folder in it, so that the file lies beside the one read."""
+    """Return whether a name has no folder part: the file lies beside the one that names it."""
     return Path(name).name == name
 
 
 def size_fault(folder: Path, files: Files) -> str | None:
-    """Return which listed file is missing or has another size, None if all are right."""
+    """Return a clause on a listed file that is missing or of another size; None if all fit."""
     for name, known in files.items():
         path = folder / name
         if not path.is_file():
@@ -140,7 +140,7 @@ def size_fault(folder: Path, files: Files) -> str | None:
 
 
 def checksum_fault(folder: Path, files: Files, names: Iterable[str]) -> str | None:
-    """Return which of some listed files has another content, None if all are right."""
+    """Return a clause on a file among ``names`` with other content; None if all match."""
     for name in names:
         if describe_file(folder / name)["blake2b"] != files[name]["blake2b"]:
             return f"{folder / name} does not match its checksum"

@@ -40,8 +40,9 @@ class CheckpointManager:
     """Saves and loads checkpoints; all ranks call each method together.
 
     Args:
-        base: the frozen weights of the model, where checkpoints hold only its adapters.
-        section: a prefix of the weights to start from, where a checkpoint has names with it.
+        base: the model's frozen weights, if checkpoints hold only its adapters.
+        section: prefix of weights' names, used when a run only starts from a checkpoint's weights
+            and the checkpoint has the name with this prefix.
     """
 
     def __init__(
@@ -69,15 +70,15 @@ class CheckpointManager:
         best: Sequence[publish.BestCheckpoint] = (),
         superseded: Collection[int] = (),
     ) -> Path:
-        """Write a checkpoint aside, verify it, publish it, remove old ones; return its folder.
+        """Write a checkpoint to a temporary folder, verify and publish it, and remove old ones.
 
-        When one rank cannot write, all raise a CheckpointError.
+        Return its folder. If one rank cannot write, all ranks raise a CheckpointError.
 
         Args:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
-            best: the checkpoints of the lowest validation loss, lowest first, which stay.
-            superseded: iterations that are no longer among the best, and stay for no other reason.
+            best: the checkpoints with the lowest validation losses, lowest first; they are kept.
+            superseded: iterations to remove: saved only as one of the best, which they are no more.
         """
         config = self._config
         if config.save is None:
@@ -119,7 +120,7 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> dict[str, Any]:
-        """Return the state to save besides counters and configuration."""
+        """Return all state to save, except counters and configuration."""
         config = self._config
         kept = None if config.no_save_optim else optimizer
         reshardable = config.dist_ckpt_optim_fully_reshardable
@@ -152,11 +153,11 @@ class CheckpointManager:
         extra_state: ExtraState | None = None,
         run_config: RunConfig | None = None,
     ) -> LoadedCheckpoint | None:
-        """Load what ``--load`` or ``--pretrained-checkpoint`` ask for; return None for nothing.
+        """Load the checkpoint that the flags choose (`find`); return None if there is none.
 
-        The model changes only after the checkpoint has been verified and found to fit. Averaged
-        weights start from the loaded ones where the checkpoint has none, or where only weights are
-        loaded. ``run_config`` has the flags to compare; without it weights alone are compared.
+        The model changes only after the checkpoint has been verified and found to fit. Averages
+        start from the loaded weights if the checkpoint has no averages or only weights are loaded.
+        ``run_config`` has the flags to compare with the stored ones; without it none are compared.
         """
         found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
         if found is None:
@@ -210,7 +211,11 @@ class CheckpointManager:
         return LoadedCheckpoint(iteration, progress, read_json(path / RUN_CONFIG), path, notes)
 
     def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
-        """Load the weights that a checkpoint of adapters names as lying under them."""
+        """Load the frozen weights of a checkpoint of adapters, from ``--pretrained-checkpoint``.
+
+        Without that flag the model keeps its random weights. Weights other than ``recorded``,
+        those that the adapters were trained on, raise a CheckpointError.
+        """
         given, average = self._config.pretrained_checkpoint, self._config.pretrained_average
         own = self._base or adapters.FrozenBase(None, "unknown seed")
         if given is not None:
@@ -230,7 +235,10 @@ class CheckpointManager:
         common: dict[str, Any],
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Return the sharded state to fill, once it fits, and the weights that start anew."""
+        """Return the sharded state to fill, and the new weights that the checkpoint lacks.
+
+        Before that, raise a CheckpointError if the checkpoint does not fit the model.
+        """
         path, layout, arguments = found.path, self._context.layout, common.get("args", Namespace())
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
         is_of_adapters = adapters.FrozenBase.recorded(common) is not None

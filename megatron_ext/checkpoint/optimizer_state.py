@@ -3,10 +3,10 @@
 - With torch's own Adam, the distributed optimizer cannot list its state before the first update.
 - It fails on the step count that torch keeps for each parameter, or resets it.
 - It writes wrong values where a gradient buffer has padding between its buckets.
-- It cannot read what a run with another kind of expert parallelism saved, since experts have an
-  optimizer of their own only where ranks share them out.
-- Where a pipeline stage has no experts, that optimizer has no parameters. It then cannot be saved,
-  or is saved without the count of its updates.
+- It cannot load a checkpoint if only the saving or only the loading run has expert parallelism,
+  with which experts have an optimizer of their own.
+- If a pipeline stage has no experts, that optimizer has no parameters. It then cannot be saved, or
+  is saved without the count of its updates.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatron_ext.optim.builder import start_state
 from megatron_ext.optim.update import parts_of
 
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""Settings that tell the parameter groups of an optimizer apart, besides being experts."""
+"""Settings that distinguish an optimizer's parameter groups, besides ``is_expert_parallel``."""
 
 
 def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
-    """Return whether optimizer state is spread over data-parallel ranks."""
+    """Return whether optimizer state is sharded over data-parallel ranks."""
     return any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
 
 
 def has_main_weights(optimizer: MegatronOptimizer | None) -> bool:
-    """Return whether fp32 weights are updated, from which the model's are copied."""
+    """Return whether an optimizer that is not distributed keeps fp32 weights beside 16-bit ones."""
     return any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts_of(optimizer))
 
 
 def prime(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer without updates the state of step 0, which is all zeros."""
+    """Create the state of an optimizer that has made no update yet, which is all zeros."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, (torch.optim.Adam, torch.optim.SGD)):
@@ -48,9 +48,9 @@ def prime(optimizer: MegatronOptimizer) -> None:
 
 @contextmanager
 def counted(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Let an optimizer without parameters report the number of updates that its chain has made.
+    """Give optimizers without parameters the step count of their chain, within this context.
 
-    One rank saves the state that all ranks share, and it may be the rank of such an optimizer.
+    One rank saves the state that all ranks share, and its optimizer may have no parameters.
     """
     inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
     adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]
@@ -69,7 +69,7 @@ _NOTHING: Any = "no parameter"
 
 
 def leave_out_nothing(state: dict[Any, Any]) -> None:
-    """Leave out, in place, what optimizers without parameters alone save: all ranks save alike."""
+    """Remove, in place, entries of optimizers without parameters that other ranks do not save."""
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
         if isinstance(inner, dict):  # else one object, which a single layout reads whole
@@ -81,10 +81,10 @@ def leave_out_nothing(state: dict[Any, Any]) -> None:
 
 
 def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Put the right values, in place, into the fully reshardable state of padded buckets.
+    """Correct, in place, the values of fully reshardable state if buckets have padding.
 
-    megatron-core 0.16.1 joins the buckets of a buffer without the padding that follows each, and
-    then cuts out the parameters at their padded places, all shifted behind the first padding
+    megatron-core 0.16.1 concatenates the buckets of a buffer without their padding, but slices the
+    parameters at their padded offsets, so all values after the first padding are shifted
     (``sharded_param_state_fully_reshardable``). All ranks call this together.
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
@@ -119,7 +119,7 @@ def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> li
 # The shards of fp32 weights are views of parameters, into which values are copied.
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load each optimizer of a chain, even if experts were shared out in another way."""
+    """Load each optimizer of a chain, also with other expert parallelism than at the save."""
     parts = parts_of(optimizer)
     # Several optimizers may read the state of one, or one the state of several.
     numbered = len(_numbered(state))
@@ -147,17 +147,17 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 
 def is_decoupled(group: dict[str, Any]) -> bool:
-    """Return whether a group has a learning rate of its own, even if only its rates say so."""
+    """Return whether a group has a decoupled learning rate, by either of megatron-core's keys."""
     return bool(group.get("is_decoupled_lr")) or not group.get("default_config", True)
 
 
 def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the states of a chain of several optimizers, which a checkpoint numbers."""
+    """Return the states under integer keys, in order: those of a chain of several optimizers."""
     return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Make a state for each of these optimizers from the states of another number of them."""
+    """Return a state for each optimizer, from a checkpoint of another number of optimizers."""
     # The tensors are already there, since the checkpoint has them by the names of the parameters.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -194,7 +194,7 @@ def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, 
 
 
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the saved settings of parameters like a group's, whether or not they were experts."""
+    """Return the saved group with a group's `KIND_OF_GROUP`, whether or not it was of experts."""
     kind = [group.get(key) for key in KIND_OF_GROUP]
     for found in (group for each in saved for group in each["optimizer"]["param_groups"]):
         if [found.get(key) for key in KIND_OF_GROUP] == kind:

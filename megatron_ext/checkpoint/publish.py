@@ -1,8 +1,8 @@
 """Publishes a checkpoint under its final name and removes old ones; only rank 0 does this.
 
 A lock lets one run at a time write to a folder of checkpoints. It is a POSIX lock, which the kernel
-frees when rank 0 ends, however it ends, and which shared file systems know. Processes that rank 0
-forks, such as loaders of data, do not keep it, as they would keep a lock of flock or filelock.
+frees when rank 0 ends, however it ends, and which shared file systems support. Processes that rank
+0 forks, such as data loaders, do not inherit it, unlike a lock of flock or filelock.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 BEST_TRACKER = "best_checkpointed_iteration.txt"
 LOCK = ".lock"
 _VERSION = 1
-"""The format of manifests."""
+"""Version of the manifest's format."""
 _SECONDS_FOR_A_DYING_RUN = 2.0
 
 
 def prepare(root: Path, iteration: int) -> None:
-    """Make the empty folder to write to, and clear what earlier kills left."""
+    """Make the empty temporary folder of an iteration; remove what killed runs left behind."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f"iter_*{files.TEMPORARY_SUFFIX}"):
         if left.is_dir():
@@ -55,10 +55,11 @@ def temporary_folder_of(root: Path, iteration: int) -> Path:
 
 
 def publish(root: Path, iteration: int, listed: files.Files) -> None:
-    """Write the manifest, give the folder its name, and move the tracker last.
+    """Write the manifest, rename the folder to its final name, and update the tracker last.
 
-    The order survives a kill at any moment: a folder under its final name is whole; the tracker
-    names a whole folder; between the two, the announcement tells a loader what is newer.
+    This order survives a kill at any moment: a folder with its final name is complete, and so is
+    the folder that the tracker names. A loader finds a folder newer than the tracker by the
+    announcement file.
     """
     temporary, final = temporary_folder_of(root, iteration), folder_of(root, iteration)
     content = {"version": _VERSION, "files": dict(sorted(listed.items()))}
@@ -85,14 +86,14 @@ def expired(
     best: Collection[int] = (),
     superseded: Collection[int] = (),
 ) -> list[int]:
-    """Return which older checkpoints, in ascending order, go after a new one was published.
+    """Return the older checkpoints to remove after a new one was published, in ascending order.
 
     Args:
-        retain: ``--save-retain-interval``. Multiples stay; as in Megatron-LM, the checkpoint before
-            the new one is removed if it is none.
-        keep: ``--keep-last``. So many stay, the new one included.
-        best: ``--keep-best``. These stay besides, and do not count for ``keep``.
-        superseded: these were saved only for being among the best, and no longer are.
+        retain: ``--save-retain-interval``. Multiples of it stay. As in Megatron-LM, the checkpoint
+            just before the new one is removed if it is no multiple.
+        keep: ``--keep-last``. This many stay, the new one included.
+        best: the checkpoints of ``--keep-best``. They stay and do not count towards ``keep``.
+        superseded: checkpoints saved only because they were among the best, which they are no more.
     """
     gone = set(superseded) & set(older)
     if retain is not None:
@@ -110,7 +111,7 @@ def remove_old(
     best: Collection[int],
     superseded: Collection[int],
 ) -> None:
-    """Remove `expired` checkpoints but for symbolic links; a failure is only reported."""
+    """Remove `expired` checkpoints, except symbolic links; a failure is only logged."""
     older = [iteration for iteration in published(root) if iteration < newest]
     retain, keep = config.save_retain_interval, config.keep_last
     for iteration in expired(older, retain=retain, keep=keep, best=best, superseded=superseded):
@@ -142,14 +143,14 @@ class BestCheckpoint:
 def with_candidate(
     best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """Return the ``keep`` best, lowest loss and earliest first, and those that are so no longer."""
+    """Return the ``keep`` best checkpoints, lowest loss first, and those of ``best`` left out."""
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)
     return ranked[:keep], [entry for entry in ranked[keep:] if entry is not new]
 
 
 def write_best(root: Path, best: BestCheckpoint) -> None:
-    """Write the iteration and the loss of the best checkpoint in one step, where it lies here."""
+    """Write iteration and loss of the best checkpoint atomically, if its folder is in ``root``."""
     path = root / BEST_TRACKER
     if not folder_of(root, best.iteration).is_dir():
         return
@@ -161,9 +162,9 @@ def write_best(root: Path, best: BestCheckpoint) -> None:
 
 @contextmanager
 def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[None]:
-    """Keep other runs from writing to ``--save``, not from loading; all ranks call this together.
+    """Keep other runs from writing to ``--save``; they may load. All ranks call this together.
 
-    Where another run holds the folder, every rank raises a CheckpointError.
+    If another run writes to the folder, every rank raises a CheckpointError.
     """
     if save is None:
         yield
@@ -184,7 +185,7 @@ def check_save_folder(save: str | None) -> None:
 
 
 def _lock(save: Path) -> int | None:
-    """Lock the folder and return the open lock file; None where the file system knows no locks."""
+    """Lock the folder; return the lock file's descriptor, or None if it cannot be locked."""
     try:
         save.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

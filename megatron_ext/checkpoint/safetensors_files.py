@@ -1,7 +1,7 @@
-"""Reads and writes folders of safetensors files, as ``from_pretrained`` of transformers knows them.
+"""Reads and writes folders of safetensors files as ``from_pretrained`` of transformers reads them.
 
-Tensors are read one at a time, and written a file at a time. What cannot be read, or would be
-written over, raises a CheckpointError.
+Tensors are read one at a time, and written one file at a time. A file that cannot be read, and a
+folder that would be overwritten, raise a CheckpointError.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_ext.checkpoint.files import is_plain_name, make_durable, sync_fold
 from megatron_ext.errors import CheckpointError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names that safetensors has for dtypes, and torch's names of them."""
+"""safetensors' name of a dtype -> torch's name."""
 
 
 class TensorSource(Protocol):
-    """Tensors by name in a folder or file, read one at a time; dtypes by torch's names."""
+    """Tensors by name in a folder or file, read one at a time; ``dtypes`` gives torch's names."""
 
     folder: Path
 
@@ -43,7 +43,7 @@ class TensorSource(Protocol):
 
 
 def index_of(stem: str) -> str:
-    """Return the name of the file that says which file holds which tensor."""
+    """Return the name of the index, which maps each tensor to the file that holds it."""
     return f"{stem}.safetensors.index.json"
 
 
@@ -114,7 +114,7 @@ class TensorFolder:
 
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
-    """Read the index, which maps tensors to files; return nothing where one file holds all."""
+    """Read the index, which maps tensors to files; return {} if a single file holds all."""
     path, single = folder / index_of(stem), f"{stem}.safetensors"
     if path.is_file():
         try:
@@ -133,7 +133,7 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 
 
 def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
-    """Refuse a quantized tensor, whose dtype the file names ``kind``."""
+    """Raise a CheckpointError for a quantized tensor; ``kind`` is the file's name of its dtype."""
     if dtype not in DTYPES.values():
         raise CheckpointError(
             f"{place} holds `{name}` as {kind}, which is no float32, bfloat16 or float16; use the "
@@ -146,12 +146,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Converted:
-    """Our parameters as tensors of another model, converted when a file of them is written.
+    """Our parameters as tensors of another model, converted when their file is written.
 
     Args:
-        shapes: our names to whole shapes.
-        read: returns some of our parameters by name, whole.
-        convert: splits one of our parameters, given its name, into the other model's tensors.
+        shapes: the unsharded shape of each of our parameters, by name.
+        read: returns those of our parameters that are named, unsharded.
+        convert: turns one of our parameters, given its name, into the other model's tensors.
+        dtype: of the written tensors.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return some tensors, each in memory of its own, as safetensors wants them."""
+        """Return the other model's tensors ``names``, each in its own memory for safetensors."""
         asked, found = set(names), dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in asked})
         while ours:  # what was read makes place for what is written
@@ -191,7 +192,8 @@ def write_folder(
 ) -> None:
     """Write weights, config.json and copies of other files; write all of them, or nothing.
 
-    ``max_shard_size`` of one file is in bytes or text like ``"5GB"``; names begin with ``stem``.
+    ``max_shard_size`` limits each file, in bytes or as text like ``"5GB"``. The names of the files
+    of weights begin with ``stem``.
     """
     with _aside(target) as folder:
         _write_weights(folder, tensors, max_shard_size, stem)
@@ -204,14 +206,14 @@ def write_folder(
 
 
 def check_target(target: Path) -> None:
-    """Refuse to write over anything."""
+    """Raise a CheckpointError if the target is not a new or empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"`--hf` ({target}) holds something already; give a new folder.")
 
 
 @contextmanager
 def _aside(target: Path) -> Iterator[Path]:
-    """Make a folder beside the target that takes its name when all went well."""
+    """Yield a temporary folder beside the target, and rename it to the target on success."""
     check_target(target)
     folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

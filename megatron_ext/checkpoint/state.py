@@ -1,8 +1,8 @@
-"""The state of a run under Megatron-LM's keys, cut into shards by megatron-core.
+"""The state of a run under Megatron-LM's keys, sharded by megatron-core.
 
-It holds model, optimizer, schedule and random generators, and averaged weights: whole fp32 tensors
-``ema.<name>``, cut as the weights are, which load in any layout and which tools read as weights. A
-task may add state of its own (`ExtraState`), such as other networks.
+It holds model, optimizer, schedule, random generators and averaged weights. An average is an fp32
+tensor ``ema.<name>`` with the shape and the shards of the weight: it loads in any layout, and tools
+read it as a weight. A task may add state of its own (`ExtraState`), such as other networks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_ext.parallel.context import ParallelContext
 
 Chunks = list[DistributedDataParallel]
 CRITIC = "critic"
-"""Begins the names of a second network, which judges the model of the run."""
+"""Prefix of the names of a second network, which judges the model of the run."""
 EMA = "ema"
 PREFIX = f"{EMA}."
 SHARDING = "distrib_optim_sharding_type"
@@ -48,9 +48,10 @@ _SCHEDULES = (
 
 
 def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) -> dict[str, Any]:
-    """Return how the state is cut; megatron-core stores this and needs it to load.
+    """Return megatron-core's description of how the state is sharded, which a load needs.
 
-    Reshardable optimizer state loads in any layout, other state only in any data-parallel size.
+    Reshardable state of the distributed optimizer loads in any layout. Other state of it needs the
+    same tensor, pipeline and expert parallel sizes.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if optimizer_state.is_distributed(optimizer):
@@ -61,7 +62,7 @@ def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) 
 
 
 def chunk_keys(model: Chunks) -> list[str]:
-    """Return ``model``, or ``model0``, ``model1``, … with virtual stages."""
+    """Return the key of each chunk: ``model``, or ``model0``, ``model1``, … with virtual stages."""
     return ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
 
 
@@ -90,7 +91,7 @@ def sharded_state(
 
 
 def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
-    """Return the values of all sections by name, as Megatron-LM has them, and more of them."""
+    """Return the values of all sections, and ``more``, in one namespace as Megatron-LM has it."""
     sections = [section for section in run_config.values() if isinstance(section, dict)]
     flat = {name: value for section in sections for name, value in section.items()}
     return argparse.Namespace(**flat | more)
@@ -99,7 +100,7 @@ def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse
 def common_state(
     iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state that all ranks share; Megatron-LM's loader looks at its ``args``."""
+    """Return the state that all ranks share; Megatron-LM's loader reads its ``args``."""
     return {
         "args": flat_arguments(run_config, progress),
         "checkpoint_version": 3.0,
@@ -147,9 +148,10 @@ def apply_state(
 def _settle_rates(
     groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Decide between the rates of the flags and those of loaded groups.
+    """Choose, for each parameter group, between the learning rates of the flags and loaded ones.
 
-    megatron-core reads a group's own first, which would win over `--override-opt-param-scheduler`.
+    megatron-core prefers a group's own, so loaded ones would beat `--override-opt-param-scheduler`.
+    If decoupled rates differ and no flag chooses, raise a CheckpointError.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -165,9 +167,9 @@ def _settle_rates(
 
 
 def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
-    """Return the states of this rank's generators under Megatron-LM's key; all ranks call this.
+    """Return this rank's random generators' states under Megatron-LM's key; all ranks call this.
 
-    The states of all data-parallel ranks, which `every_replica` keeps, differ only after
+    ``every_replica`` keeps those of all data-parallel ranks, which differ only with
     ``--data-parallel-random-init``.
     """
     own = {
@@ -208,23 +210,24 @@ class ExtraState(Protocol):
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return sharded and common state, under keys that no run of Megatron-LM has.
 
-        The metadata tell megatron-core how to cut it; moments and schedules are optional.
+        ``metadata`` tells megatron-core how to shard it. Without ``with_optimizer`` the state of
+        optimizers and their schedules is left out.
         """
 
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Return the state that a checkpoint shall fill, if it fits; see `state_to_save`."""
+        """Check that a checkpoint fits; return the state to fill from it, as `state_to_save`."""
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Take over the state of `state_to_load`; ``notes`` gets a sentence on all that is new."""
+        """Apply the loaded state of `state_to_load`; ``notes`` gets sentences on what is new."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """The result of a load: counters and configuration of the run that saved.
 
-    The iteration is 0 with ``--finetune``; notes are sentences about what was not loaded, and why.
+    The iteration is 0 if only weights were loaded; notes say what was not loaded, and why.
     """
 
     iteration: int
@@ -239,7 +242,7 @@ def holds_averages(path: Path) -> bool:
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether a run takes a checkpoint's averages, and note where only one has some."""
+    """Return whether to load a checkpoint's averages; note if only it or only the run has any."""
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")
@@ -253,7 +256,10 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
 def take_named(
     path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
 ) -> None:
-    """Ask, in place, for weights by the first prefix with which a checkpoint has their names."""
+    """Put before the name of each weight, in place, the first prefix that gives a stored name.
+
+    A name that the checkpoint has with none of the prefixes stays.
+    """
     stored = stored_entries(path)
     for chunk in chunks:
         sharded, _ = extract_sharded_tensors_and_factories(state[chunk])
@@ -263,21 +269,21 @@ def take_named(
 
 
 def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return sharded state with the averages, in the host's memory; all ranks call this."""
+    """Return a sharded state with the averages, copied to the CPU; all ranks call this."""
     return _cut_like(weights, ((parameter, average.cpu()) for parameter, average in ema.gathered()))
 
 
 def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return sharded state to be filled with averages.
+    """Return a sharded state to load averages into, which begins with the weights in fp32.
 
-    Rows of a vocabulary that the checkpoint lacks keep the model's values, as in the weights.
+    Vocabulary rows that the checkpoint lacks (padding) keep these values.
     """
     values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
     return _cut_like(weights, zip(ema.parameters, values, strict=True))
 
 
 def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
-    """Take over the averages that were read into the state of `averages_to_load`."""
+    """Copy the averages that were read into the state of `averages_to_load` to ``ema``."""
     ema.load([loaded[key] for key in sorted(loaded, key=int)])
 
 

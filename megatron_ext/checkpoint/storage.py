@@ -2,8 +2,8 @@
 
 When a helper process of megatron-core's default writer dies (a full disk, no psutil), the job
 hangs. torch's own writer of the same format needs no helpers, and reports the failure of one rank
-on all of them, here as a CheckpointError. Each rank writes by one thread, since torch loses the
-errors of a second one.
+on all ranks, where it becomes a CheckpointError. Each rank writes with one thread, since torch
+loses the errors of further threads.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[
     """megatron-core's ``torch_dist`` format, written by torch's FileSystemWriter."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards; a failure is a CheckpointException on every rank."""
+        """Write this rank's shards; if any rank fails, all raise a CheckpointException."""
         renamed, _, _ = core._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -69,13 +69,13 @@ class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[
 
 
 class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """megatron-core's reader of ``torch_dist``, without running code that a file may hold.
+    """megatron-core's reader of ``torch_dist``, which here runs no code that a file may hold.
 
-    `load` differs from megatron-core's only in its reader and its plan.
+    `load` differs from megatron-core's only in its reader and its planner.
     """
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
-        """Fill a sharded state; a failure is a CheckpointException on every rank."""
+        """Load a sharded state's values; if any rank fails, all raise a CheckpointException."""
         tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
         renamed, flat, names = core._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = core.mcore_to_pyt_state_dict(renamed, True)
@@ -110,7 +110,7 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
 
 
 def save_strategy(config: CheckpointConfig, replicas: ProcessGroup) -> Any:
-    """Return the writer; with ``--ckpt-fully-parallel-save`` the replicas share the work."""
+    """Return the writer; with ``--ckpt-fully-parallel-save`` each replica writes a share."""
     strategy = InProcessSaveStrategy(config.ckpt_format, VERSION)
     shared = config.ckpt_fully_parallel_save
     return FullyParallelSaveStrategyWrapper(strategy, replicas) if shared else strategy
@@ -119,7 +119,8 @@ def save_strategy(config: CheckpointConfig, replicas: ProcessGroup) -> Any:
 def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
     """Write sharded and common state as `dist_checkpointing.save` does.
 
-    When one rank cannot write, all raise a CheckpointError; there rank 0 may fail alone.
+    If one rank cannot write, all raise a CheckpointError. In `dist_checkpointing.save`, rank 0 may
+    fail without the others.
     """
     sharded, common = save_preprocess(state)
     on_first_rank(lambda: torch.save(common, folder / COMMON_STATE_FNAME), COMMON_STATE_FNAME)
@@ -132,9 +133,10 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
 
 
 def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
-    """Add the readable files, and list all files with size and checksum as ranks read them back.
+    """Write the JSON files; read all files back and return the size and checksum of each.
 
-    Where a file cannot be read back or is too short, every rank raises a CheckpointError.
+    Each rank reads the files that it wrote. If one cannot be read back or is too short, every rank
+    raises a CheckpointError.
     """
     rank = torch.distributed.get_rank()
 
@@ -167,7 +169,7 @@ def _check_index(folder: Path, files: Files) -> None:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """Return the first failing rank of a collective read or write, and its error."""
+    """Return the lowest rank that failed in a collective read or write, and its error."""
     if not error.failures:
         return 0, error
     rank = min(error.failures)
@@ -182,7 +184,7 @@ def one_line(error: BaseException) -> str:
 
 
 def verify(found: CheckpointRef, context: ParallelContext) -> None:
-    """Compare the checksums of a checkpoint; each rank reads a share of the files."""
+    """Check the files of a checkpoint against their checksums; each rank reads a share of them."""
 
     def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
@@ -198,9 +200,10 @@ def read_state(
     context: ParallelContext,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Fill a sharded state and add the state that all ranks share; all ranks call this together.
+    """Return a sharded state with its values loaded, and the common state; all ranks call this.
 
-    ``notes`` gets sentences about names that differ.
+    ``notes`` gets a sentence on names that only the checkpoint has, and one on those that only the
+    run has.
     """
     strategy: Any = PlainLoadStrategy()
     if config.ckpt_fully_parallel_load:

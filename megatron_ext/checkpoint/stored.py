@@ -1,6 +1,6 @@
 """Finds the checkpoint to load, and reads the parts of it that need no model.
 
-A checkpoint that must be there and is not, or that is damaged, raises a CheckpointError.
+A checkpoint that is damaged, or required but missing, raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CheckpointRef:
 def check_files(
     found: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda listed: listed
 ) -> None:
-    """Compare the checksums of the files of a checkpoint that ``own`` chooses among all."""
+    """Check the files of a checkpoint that ``own`` selects against the manifest's checksums."""
     listed = files.read_manifest(found.path) or {}
     fault = files.checksum_fault(found.path, listed, own(listed))
     if fault is not None:
@@ -45,7 +45,7 @@ def check_files(
 
 
 def find(config: CheckpointConfig) -> CheckpointRef | None:
-    """Return the checkpoint that the flags say to load, None when the run starts anew."""
+    """Return the checkpoint that the flags choose, or None if the run starts anew."""
     for folder, step, weights_only in _candidates(config):
         root = Path(folder)
         if root.is_file():
@@ -78,7 +78,7 @@ def find(config: CheckpointConfig) -> CheckpointRef | None:
 
 
 def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Return folders to look into, in order, each with a step and whether to load only weights."""
+    """Return the folders to try, in order, with an iteration and whether to load only weights."""
     found: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
         # The same command goes on from its own checkpoints, wherever it began.
@@ -92,7 +92,7 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
 
 
 def check_weights(flag: str, folder: str | None) -> None:
-    """Check that a flag names a folder with weights, before any process group exists."""
+    """Check, before any process group exists, that the folder of a flag holds a checkpoint."""
     if folder is None:
         return
     try:
@@ -103,7 +103,7 @@ def check_weights(flag: str, folder: str | None) -> None:
 
 
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
-    """Check that the checkpoint that a run starts from is there, where it draws no weights."""
+    """Check that there is a checkpoint to load, if the run initializes no weights itself."""
     if find(config) is None and not initializes:
         raise CheckpointError(
             "`--no-initialization` leaves the weights to a checkpoint, but there is none to load; "
@@ -113,7 +113,7 @@ def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """Return why a folder is no whole checkpoint, None if it is one."""
+    """Return why a folder is no complete checkpoint, or None if it is one."""
     if not folder.is_dir():
         return f"{folder} does not exist"
     try:
@@ -139,9 +139,9 @@ def newest_whole(root: Path) -> int | None:
 
 
 def choose(root: Path, step: int | None) -> int | None:
-    """Return the iteration to load from a folder, None when it holds no checkpoint at all.
+    """Return the iteration to load from a folder, None if it holds no checkpoint at all.
 
-    The sentence about a missing or damaged one names the newest whole one.
+    The error about a missing or damaged checkpoint names the newest complete one.
     """
     iteration = step
     if iteration is None:
@@ -158,7 +158,7 @@ def choose(root: Path, step: int | None) -> int | None:
 
 
 def refusal(root: Path, iteration: int, fault: str) -> str:
-    """Return the sentence that refuses a checkpoint and offers another."""
+    """Return the error message about a checkpoint, which suggests the newest complete one."""
     others = [i for i in published(root) if i != iteration]
     whole = [i for i in others if fault_of(standing_folder_of(root, i)) is None]
     advice = "there is no other whole one, so remove `--load` to start anew"
@@ -184,7 +184,7 @@ def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a stored mapping, empty where there is no such file."""
+    """Read a mapping from a JSON file; return an empty one if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -194,7 +194,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stored_progress(path: Path, arguments: Namespace) -> dict[str, Any]:
-    """Read the counters of a checkpoint; Megatron-LM keeps them in its arguments."""
+    """Read a checkpoint's counters; Megatron-LM's checkpoints have them in ``arguments``."""
     stored = read_json(path / PROGRESS)
     if stored:
         return stored

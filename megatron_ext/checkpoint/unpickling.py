@@ -2,7 +2,7 @@
 
 An ordinary reader calls whatever a pickle names. Three parts of a checkpoint are pickles: the index
 of the shards (``.metadata``), the common state (``common.pt``), and the objects among the shards.
-The readers here know only the few classes that belong there; all else raises a CheckpointError.
+The readers here allow only the few classes that belong there; any other raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def refused(path: Path | str, name: str) -> CheckpointError:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """A reader of pickles that knows the classes of `Metadata` and torch's dtypes."""
+    """An unpickler that allows only torch's dtypes and the classes in torch's `Metadata`."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -70,20 +70,20 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _UnknownClass(pickle.UnpicklingError):
-    """The error about a class that is not in the list."""
+    """The error about a class that is not in `_ALLOWED`."""
 
 
 class MetadataReader(FileSystemReader):
-    """torch's reader of shards, whose index cannot run code or lead out of the folder.
+    """torch's reader of shards; here the index cannot run code or name files in other folders.
 
-    ``read_metadata`` takes no rank, so that torch does not look for an index of each rank, and
-    keeps what it has read.
+    ``read_metadata`` takes no rank, so that torch does not look for an index of each rank. It
+    caches what it has read.
     """
 
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """Read ``.metadata`` once, unless it is damaged, or names a foreign class or folder."""
+        """Read ``.metadata`` once; if it is damaged or not safe, raise a CheckpointError."""
         if self._known is None:
             self._known = _read_metadata(Path(self.path) / ".metadata")
             self._known.storage_meta = StorageMeta(load_id=self.load_id)
@@ -114,15 +114,15 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def stored_entries(path: Path) -> dict[str, Any]:
-    """Return the description of each stored tensor or object of a checkpoint by its name."""
+    """Return the metadata of each stored tensor or object of a checkpoint, by name."""
     entries: dict[str, Any] = MetadataReader(str(path)).read_metadata().state_dict_metadata
     return entries
 
 
 def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False) -> Any:
-    """Return what ``torch.save`` wrote: tensors, plain values and megatron-core's enumerations.
+    """Read a file of ``torch.save``: tensors, plain values and megatron-core's enumerations.
 
-    ``place`` names the file in messages; with ``mmap`` tensors stay in it until they are used.
+    ``place`` names the file in errors. With ``mmap`` a tensor is read only when it is used.
     """
     try:
         # Said outright, so that no variable of the environment changes it.
@@ -138,7 +138,7 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
 
 
 class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
-    """megatron-core's plan of a load, whose objects are read without running code."""
+    """megatron-core's load planner, which here reads objects without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -150,7 +150,7 @@ class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
 
 
 class PlainCommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """megatron-core's reader of the common state, without running code."""
+    """megatron-core's reader of the common state, which here runs no code."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
@@ -165,7 +165,7 @@ def common_state_of(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """Read whole tensors in one process; needs no process group."""
+    """Read unsharded tensors by name in one process, without a process group."""
     reader = MetadataReader(str(path))
     stored = reader.read_metadata().state_dict_metadata
     state = {}
