@@ -1,7 +1,8 @@
-"""Codecs: what one is, the built-in one without weights, and the video VAEs of diffusers.
+"""The interface of video codecs, the built-in codec without weights, and diffusers' video VAEs.
 
-Pixels are ``[b, 3, f, H, W]`` float32 in [-1, 1]; latents ``[b, c, t, h, w]``. All codecs are
-causal, ``t = (f - 1) / temporal + 1``: the first frame alone gives the first latent frame.
+Pixels are ``[b, 3, f, H, W]`` float32 in [-1, 1]; latents are ``[b, c, t, h, w]``. All codecs are
+causal: the first latent frame depends only on the first frame, and
+``t = (f - 1) / temporal + 1``.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from megatron_ext.video.data.randomness import generator
 class VideoCodec(ABC):
     """The part of a codec that preprocessing, online encoding and sampling need.
 
-    A latent cell stands for ``temporal`` frames of ``spatial²`` pixels. ``identity`` is what
-    decides the latents; it is stored with them and compared.
+    Attributes:
+        channels: latent channels, c.
+        spatial: pixels on each side of a latent pixel.
+        temporal: frames of a latent frame after the first.
+        identity: settings that decide the latents, stored with a dataset to compare with later.
     """
 
     channels: int
@@ -39,16 +43,22 @@ class VideoCodec(ABC):
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
         """Encode ``[b, 3, f, H, W]`` in [-1, 1] as ``[b, c, t, h, w]`` float32.
 
-        Where latents are random, the codec's seed, the number of the clip and the name of its piece
-        decide them, whatever was encoded before.
+        Random latents depend only on the codec's seed, the ``number`` of the clip and the name of
+        the ``piece`` of it, not on what was encoded before.
         """
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; see `check_channels`."""
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32.
+
+        Raise the error of `check_channels`.
+        """
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return ``(c, t, h, w)`` of a clip; raise ConfigError where its sizes do not divide."""
+        """Return the shape ``(c, t, h, w)`` of a clip's latents.
+
+        Raise ConfigError for a number of frames, a height or a width that the codec cannot encode.
+        """
         if num_frames < 1 or (num_frames - 1) % self.temporal:
             raise ConfigError(
                 f"The number of frames ({num_frames}) must be a multiple of the codec's temporal "
@@ -65,7 +75,7 @@ class VideoCodec(ABC):
         return self.channels, t, height // self.spatial, width // self.spatial
 
     def check_channels(self, latents: Tensor) -> None:
-        """Raise DataError where latents ``[b, c, t, h, w]`` belong to another codec."""
+        """Raise DataError if latents ``[b, c, t, h, w]`` have another codec's channels."""
         if latents.size(1) != self.channels:
             raise DataError(
                 f"The latents have {latents.size(1)} channels, but the codec has {self.channels}; "
@@ -74,13 +84,13 @@ class VideoCodec(ABC):
 
 
 def public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config.json without the versions and paths of who saved it."""
+    """Return the settings of a config.json without versions, paths and the dtype of the weights."""
     incidental = ("transformers_version", "torch_dtype", "dtype")
     return {k: v for k, v in settings.items() if k[:1] != "_" and k not in incidental}
 
 
 def compared(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return the first difference of two identities in words, empty where they agree."""
+    """Return a clause on the first difference between two identities, empty if they agree."""
     for name in sorted({*wanted, *found}):
         before, now = wanted.get(name), found.get(name)
         if before == now:
@@ -93,17 +103,17 @@ def compared(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 _ROTATION_SEED = 20250312
 _COLOURS = ((1, 1, 1), (1, 0, -1), (1, -2, 1))
-"""Brightness and two differences, orthogonal to each other."""
+"""Colour basis over red, green, blue: brightness and two differences, mutually orthogonal."""
 
 
 class PatchCodec(VideoCodec):
     """Space-time patches in a cosine basis, mixed by a fixed rotation; no weights, no training.
 
-    A latent cell holds ``temporal`` frames of ``spatial²`` pixels; the first latent frame holds one
-    frame, repeated. A patch is flattened as colour, frame, row, column, ``3 * p * q * q`` values.
-    The transform is orthogonal, so with all channels it is exactly invertible, and with fewer it is
-    the best linear one for its frequencies. It knows nothing of what videos look like: it is for
-    tests, small experiments and data without a VAE.
+    A latent pixel encodes a patch of p = ``temporal`` frames of q x q pixels, q = ``spatial``. In
+    the first latent frame these p frames are the first frame, repeated. A patch is flattened in the
+    order colour, frame, row, column to ``3 * p * q * q`` values. The transform is orthogonal: with
+    all channels it loses nothing, with fewer it keeps the lowest frequencies. It is not fitted to
+    videos, and is meant for tests, small experiments and data without a VAE.
     """
 
     def __init__(self, config: CodecConfig) -> None:
@@ -138,16 +148,16 @@ class PatchCodec(VideoCodec):
 
 
 def _cosines(n: int) -> Tensor:
-    """Return the orthonormal DCT-II (Ahmed et al., 1974), ``[n, n]`` float64, frequency by row."""
+    """Return the orthonormal DCT-II (Ahmed et al., 1974), ``[n, n]`` float64, a frequency a row."""
     k, x = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
     waves = torch.cos(math.pi * k.double() * (x.double() + 0.5) / n)
     return waves * torch.where(k == 0, math.sqrt(1 / n), math.sqrt(2 / n))
 
 
 def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Tensor:
-    """Return orthonormal rows over a patch, ``[3pqq, 3pqq]`` float64, or only those of ``kept``.
+    """Return an orthonormal basis of a patch, one vector a row, ``[3pqq, 3pqq]`` float64.
 
-    All of them would take gigabytes for large patches.
+    ``kept`` are the numbers of the rows to return, since all of them can take gigabytes.
     """
     colours = torch.tensor(_COLOURS, dtype=torch.float64)
     colours /= colours.norm(dim=1, keepdim=True)
@@ -160,7 +170,7 @@ def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Ten
 
 
 def band_order(temporal: int, spatial: int) -> Tensor:
-    """Return the rows of `cosine_basis` from low to high frequency, ``[3pqq]`` int64."""
+    """Return the row numbers of `cosine_basis` from low to high frequency, ``[3pqq]`` int64."""
     t, y, x = (torch.arange(n).double() / n for n in (temporal, spatial, spatial))
     radius = t[:, None, None] ** 2 + y[:, None] ** 2 + x**2
     return radius.expand(3, -1, -1, -1).reshape(-1).argsort(stable=True)
@@ -169,8 +179,8 @@ def band_order(temporal: int, spatial: int) -> Tensor:
 def rotation(size: int) -> Tensor:
     """Return a fixed orthogonal matrix ``[size, size]`` float64, which mixes channels.
 
-    It is the Q of a Gaussian matrix, with the signs that make it unique. Its bits come from numpy's
-    PCG64, which no release changes.
+    It is Q of the QR decomposition of a Gaussian matrix, with the signs that make it unique. The
+    random bits come from numpy's PCG64, which gives the same in every release.
     """
     uniforms = np.random.PCG64(_ROTATION_SEED).random_raw(2 * size * size)
     u, v = ((uniforms >> np.uint64(11)).astype(np.float64) + 0.5).reshape(2, size, size) / 2.0**53
@@ -183,12 +193,12 @@ def rotation(size: int) -> Tensor:
 class DiffusersCodec(VideoCodec):
     """A video VAE of diffusers (AutoencoderKLHunyuanVideo, AutoencoderKLWan, ...) from a folder.
 
-    The latents are a posterior sample, normalized as the VAE's own configuration says: ``(z - mean)
-    / std`` for each channel, times ``scaling_factor``, as diffusers' pipelines do; a VAE without
-    these numbers has ``scaling_factor * (z - shift_factor)``.
+    The latents are a posterior sample z, normalized as in diffusers' pipelines by numbers of the
+    VAE's own configuration: ``scaling_factor * (z - mean) / std`` for each channel, or without mean
+    and std ``scaling_factor * (z - shift_factor)``.
 
     Args:
-        folder: holds ``config.json`` and the weights; nothing is fetched.
+        folder: holds ``config.json`` and the weights; nothing is downloaded.
         seed: decides the posterior samples.
 
     Raises:
@@ -207,7 +217,10 @@ class DiffusersCodec(VideoCodec):
         self._mean, self._std = self._statistics()
 
     def _number(self, *names: str) -> int:
-        """Return a number of the loaded VAE, which knows the defaults of an old config.json."""
+        """Return the first of the named numbers that the loaded VAE has.
+
+        The VAE's class gives defaults for entries that an old config.json lacks.
+        """
         for name in names:
             value = self.vae.config.get(name) or getattr(self.vae, name, None)
             if value is not None:
@@ -218,7 +231,10 @@ class DiffusersCodec(VideoCodec):
         )
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of the raw latents, ``[c, 1, 1, 1]``."""
+        """Return mean and standard deviation of the raw latents, ``[c, 1, 1, 1]`` each.
+
+        The standard deviation is divided by the scaling factor.
+        """
         config = self.vae.config
         means, stds = config.get("latents_mean"), config.get("latents_std")
         if means is None or stds is None:
@@ -251,7 +267,7 @@ class DiffusersCodec(VideoCodec):
         return decoded.float()
 
     def raw(self, latents: Tensor) -> Tensor:
-        """Return latents ``[b, c, t, h, w]`` as the VAE has them, in its type and on its device."""
+        """Return latents ``[b, c, t, h, w]`` unnormalized, in the VAE's dtype and on its device."""
         raw: Tensor = latents.to(self.device).float() * self._std + self._mean
         return raw.to(self.vae.dtype)
 

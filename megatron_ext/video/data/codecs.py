@@ -1,13 +1,13 @@
 """Codecs by name or by manifest, and decoders that take a long video part by part.
 
-A codec is causal, so that pixels need no later latents, but earlier ones: how many decides whether
-a part of a video can be decoded exactly by itself.
+Codecs are causal: pixels depend on earlier latent frames, but on no later ones. Decoding by parts
+is exact only if each part gets all the earlier latent frames on which its pixels depend.
 
-- The patch codec looks at each latent frame by itself: exact.
-- Wan's VAE keeps, for every convolution, the two frames before: exact, and nothing is done twice.
-- Another VAE decodes `OVERLAP` latent frames before the part once more, which is exact only if it
-  looks no farther back. HunyuanVideo's does, and its norms take in all frames that it is given, so
-  that the pixels come close to those of a whole decoding, but are not the same.
+- The patch codec decodes each latent frame by itself, which is exact.
+- Wan's VAE caches two earlier frames for every convolution: exact, and nothing is decoded twice.
+- Any other VAE decodes the `OVERLAP` latent frames before a part again. HunyuanVideo's depends on
+  frames farther back, and its norms cover all frames of a call, so its pixels only come close to
+  those of decoding the whole video.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ext.video.data.codec import DiffusersCodec, PatchCodec, VideoCodec
 def build_codec(
     config: CodecConfig, device: torch.device | None = None, seed: int = 0
 ) -> VideoCodec:
-    """Build the codec of a configuration; ``seed`` decides posterior samples."""
+    """Build the codec of a configuration; ``seed`` decides a VAE's posterior samples."""
     if config.codec == PATCH:
         return PatchCodec(config)
     return DiffusersCodec(config.codec, device or torch.device("cpu"), seed)
@@ -41,10 +41,12 @@ def codec_from_manifest(
 ) -> VideoCodec:
     """Build the codec that made the latents of a dataset, to decode samples or encode references.
 
-    The patch codec is rebuilt from the manifest alone; ``seed`` decides posterior samples.
+    The patch codec needs only the manifest; a VAE needs its ``codec_folder``. ``seed`` decides a
+    VAE's posterior samples.
 
     Raises:
-        ConfigError: a VAE has no folder, the patch codec has one, or the folder is of no use.
+        ConfigError: a VAE without folder, the patch codec with one, or a folder without a usable
+            VAE.
         DataError: the manifest names no codec, or another VAE than the folder's.
     """
     identity = manifest.get("codec")
@@ -81,18 +83,21 @@ def codec_from_manifest(
 
 
 OVERLAP = 9
-"""Latent frames that are decoded again with the next part, where no exact way is known."""
+"""Latent frames that are decoded again with the next part, for VAEs without an exact way."""
 
 BlockDecoder = Callable[[Tensor], Tensor]
-"""A function from the next latents ``[b, c, t, h, w]`` of its videos to pixels ``[b, 3, f, H, W]``.
+"""A function from the next latents ``[b, c, t, h, w]`` of b videos to pixels ``[b, 3, f, H, W]``.
 
-``f = t * temporal``, but ``(t - 1) * temporal + 1`` at the beginning. It raises DataError where the
-latents have another number of channels.
+The first call returns f = ``(t - 1) * temporal + 1`` frames, later calls ``t * temporal``. Latents
+with another number of channels than the codec's raise DataError.
 """
 
 
 def block_decoder(codec: VideoCodec) -> BlockDecoder:
-    """Return a decoder that begins with the first frame of videos; see the top of this file."""
+    """Return a new decoder, whose first call takes the first frames of its videos.
+
+    The top of this file says which decoders are exact.
+    """
     if isinstance(codec, PatchCodec):
         # Behind another frame, so that none but the first of all is taken for an image.
         return OverlapDecoder(codec, overlap=1)
@@ -102,7 +107,10 @@ def block_decoder(codec: VideoCodec) -> BlockDecoder:
 
 
 class OverlapDecoder:
-    """Decodes each part of a video behind ``overlap`` latent frames, 1 or more, before it."""
+    """Decodes each part of a video together with ``overlap`` (at least 1) latent frames before it.
+
+    The pixels of these earlier frames are dropped.
+    """
 
     def __init__(self, codec: VideoCodec, overlap: int = OVERLAP) -> None:
         self._codec, self._overlap = codec, overlap
@@ -119,9 +127,9 @@ class OverlapDecoder:
 
 
 class FeatureCacheDecoder:
-    """Decodes latent frame by latent frame through the feature cache of diffusers' Wan VAE.
+    """Decodes frame by frame with the feature cache of diffusers' Wan VAE.
 
-    The cache belongs to this object, so that other use of the VAE in between does no harm.
+    The cache belongs to this object, so the VAE may be used otherwise between two calls.
     """
 
     def __init__(self, codec: DiffusersCodec) -> None:

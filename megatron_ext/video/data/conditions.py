@@ -1,12 +1,13 @@
 """Reference frames and captions as conditions: which clips get them, and what the loss leaves out.
 
-A mode is drawn for each clip (Open-Sora 2.0, ``condition_config``): nothing is given (t2v), the
-first, the last or both frames (i2v), or a longer piece at one end (v2v). References are encoded by
-themselves, so that no later frame leaks into them through the VAE, and reach the model only as its
-condition: the clip to be denoised is noised on all frames alike.
+A mode is drawn for each clip (Open-Sora 2.0, ``condition_config``). The model is given no frame
+(t2v), the first, the last or both frames (i2v), or a longer piece at one end (v2v). References are
+encoded by themselves, so that no later frame leaks into them through the VAE. They reach the model
+only as its condition: the clip to be denoised has noise on all frames.
 
-Captions are replaced by the empty one at times, so that sampling can guide away from it
-(classifier-free guidance, arXiv:2207.12598); rows and pooled embedding independently.
+Some captions are replaced by the empty one, so that sampling can guide away from it
+(classifier-free guidance, arXiv:2207.12598). Token embeddings and pooled embedding are replaced
+independently.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from megatron_ext.video.config.run import MODES, ConditionConfig
 
 @dataclass(frozen=True)
 class Section:
-    """A run of reference frames of a clip; latent frames, counted from 0."""
+    """Consecutive reference frames of a clip, in latent frames counted from 0."""
 
     start: int
     length: int
 
 
 def _min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return the latent frames that a clip needs; v2v modes need one beyond the references."""
+    """Return how many latent frames a clip needs for a mode; v2v needs one besides references."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -39,9 +40,9 @@ def _min_frames(mode: str, config: ConditionConfig) -> int:
 
 
 def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Section, ...]:
-    """Return the reference frames of one of `MODES`, each section to be encoded by itself.
+    """Return the reference frames of one of `MODES`; each section is encoded by itself.
 
-    An unknown mode, or a clip that is too short for it, raises DataError.
+    An unknown mode, or too few latent frames for the mode, raises DataError.
     """
     if mode not in MODES:
         raise DataError(
@@ -63,10 +64,10 @@ def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Secti
 
 
 def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Tensor:
-    """Return the modes of clips, indices into `MODES`, ``[b]`` int64, from ``[b]`` in [0, 1).
+    """Return the modes of b clips as indices into `MODES`, ``[b]`` int64.
 
-    Images get t2v. Where none of the modes with a weight fits clips of so many latent frames,
-    ConfigError is raised.
+    ``uniforms`` are random numbers in [0, 1), ``[b]``. Images get t2v. If no mode with a weight
+    above 0 fits clips of ``num_frames`` latent frames, ConfigError is raised.
     """
     weights = [float(mode == "t2v") for mode in MODES]
     if num_frames > 1:
@@ -97,9 +98,10 @@ def place_references(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the references of one clip at their places, zeros elsewhere, ``[c, t, h, w]``.
+    """Return latents of ``shape`` ``[c, t, h, w]`` with the references in place, zero elsewhere.
 
-    ``pieces`` are sections with their latents ``[c, k, h, w]``; another shape raises DataError.
+    ``pieces`` are sections with their latents ``[c, k, h, w]``; a piece that does not fit its
+    section raises DataError.
     """
     placed = torch.zeros(*shape, dtype=dtype, device=device)
     for section, latents in pieces:
@@ -115,9 +117,9 @@ def place_references(
 
 
 def condition(references: Tensor, masks: Tensor) -> Tensor:
-    """Return the condition that the model is given: the mask, then the latents where it is True.
+    """Return the model's condition ``[b, 1 + c, t, h, w]``: a mask channel, then the references.
 
-    References ``[b, c, t, h, w]`` and masks ``[b, t]`` become ``[b, 1 + c, t, h, w]``.
+    The references ``[b, c, t, h, w]`` are set to zero where the masks ``[b, t]`` are False.
     """
     b, _, t, h, w = references.shape
     given = masks.to(references.device)[:, None, :, None, None]
@@ -126,10 +128,11 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 
 
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
-    """Return which tokens count in the loss, where ``masks`` are the reference frames ``[b, t]``.
+    """Return 1 for tokens that count in the loss, else 0, ``[b, t * tokens_per_frame]`` float32.
 
-    They are ``[b, t * tokens_per_frame]`` float32 of 0 and 1. A clip of which every frame is a
-    reference, such as two frames in i2v_loop, has no token that counts.
+    ``masks`` ``[b, t]`` are True at reference frames, and `ConditionConfig` explains
+    ``reference_loss``. If every frame of a clip is a reference and left out, such as two frames in
+    i2v_loop, no token of the clip counts.
     """
     left_out = masks
     if reference_loss == "all":
@@ -141,17 +144,17 @@ def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tens
 
 @dataclass(frozen=True)
 class Text:
-    """Encoded captions: rows for their tokens, ``[b, l, d]``, and one pooled vector, ``[b, e]``."""
+    """Encoded captions: token embeddings ``[b, l, d]`` and pooled embeddings ``[b, e]``."""
 
     sequence: Tensor
     pooled: Tensor
 
 
 def null_like(null: Text, text: Text) -> Text:
-    """Return the empty caption, ``[1, k, d]`` and ``[1, e]``, in shape and type of captions.
+    """Return the empty caption, ``[1, k, d]`` and ``[1, e]``, in the shape and dtype of ``text``.
 
-    Its last token is repeated until it is as long as the captions, ``[b, l, d]`` and ``[b, e]``;
-    k > l raises DataError.
+    Its last token is repeated until it is as long as the captions ``text``, ``[b, l, d]`` and
+    ``[b, e]``; k > l raises DataError.
     """
     length, known = text.sequence.size(1), null.sequence.size(1)
     if length < known:
@@ -168,7 +171,10 @@ def null_like(null: Text, text: Text) -> Text:
 
 
 def drop_text(text: Text, null: Text, drop_sequence: Tensor, drop_pooled: Tensor) -> Text:
-    """Replace dropped captions by the empty one, see `null_like`, where the masks ``[b]`` say."""
+    """Replace embeddings by the empty caption's where the masks ``[b]`` are True; see `null_like`.
+
+    Both parts have a mask of their own.
+    """
     empty = null_like(null, text)
     sequence_at = drop_sequence.to(text.sequence.device)[:, None, None]
     pooled_at = drop_pooled.to(text.pooled.device)[:, None]

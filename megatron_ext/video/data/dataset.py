@@ -1,4 +1,4 @@
-"""Clips as a map-style dataset, read from shards or encoded when asked for, in micro-batches."""
+"""Map-style datasets of clips, read from shards or encoded on access, and their micro-batches."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class VideoClips(Dataset[VideoSample], ABC):
     """The clips of a training run, wherever their latents come from.
 
     Attributes:
-        manifest: what decides the latents and embeddings; see `manifest.make_manifest`.
-        plan: micro-batch sizes of this run; None takes those of the manifest.
-        null_text: the encoded empty caption, ``[l, d]`` and ``[e]``.
-        of_buckets: numbers of the clips of each bucket that has some.
+        manifest: how latents and embeddings were made; see `manifest.make_manifest`.
+        plan: gives the micro-batch sizes of this run; None takes those of the manifest.
+        null_text: the encoded empty caption: token embeddings ``[l, d]`` and pooled ``[e]``.
+        of_buckets: numbers of the clips of each bucket; buckets without clips are left out.
     """
 
     manifest: dict[str, Any]
@@ -72,12 +72,13 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     @abstractmethod
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
-        """Return (c, t, h, w) of the latents of a clip."""
+        """Return the shape (c, t, h, w) of the latents of clip ``number``."""
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """Return the clips of each bucket; ``--micro-batch-size`` is for buckets without their own.
+        """Return the clips and the micro-batch size of each bucket.
 
-        A clip whose bucket is not in the plan, or not in the manifest, raises DataError.
+        Buckets without a size of their own take the default. DataError is raised if the data has
+        clips of a bucket that the plan lacks.
         """
         return {
             bucket: Members(clips, self._micro_batch_size(bucket) or default_micro_batch_size)
@@ -98,7 +99,10 @@ class VideoClips(Dataset[VideoSample], ABC):
 
 
 class ShardedVideos(VideoClips):
-    """Clips of a folder that tools/preprocess_video.py wrote; DataError where it is not whole."""
+    """Clips of a folder that tools/preprocess_video.py wrote.
+
+    A missing or damaged file raises DataError.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], plan: BucketPlan | None = None) -> None:
         folder = Path(folder)
@@ -118,7 +122,7 @@ class ShardedVideos(VideoClips):
         return int(self._begins[-1])
 
     def _place(self, number: int) -> tuple[Shard, int]:
-        """Return the shard that holds a clip, and its row there."""
+        """Return the shard that holds the clip ``number``, and the clip's row in it."""
         shard = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self._shards[shard], number - int(self._begins[shard])
 
@@ -132,12 +136,12 @@ class ShardedVideos(VideoClips):
 
 
 class OnlineVideos(VideoClips):
-    """Clips that are decoded and encoded when the loader asks for them; nothing is stored.
+    """Clips that are decoded and encoded on each access; nothing is stored.
 
-    A clip has the same crop each time. If its frames turn out to be damaged, which headers do not
-    show, the next clip of its bucket takes its place, with a warning: days of training do not end
-    at one bad file. In a loader with processes, give the patch codec and hashed words, or models on
-    the CPU: processes cannot share a GPU's models.
+    A clip has the same crop each time. If its frames cannot be decoded, although its header could
+    be read, the next clip of its bucket replaces it, with a warning, so that one bad file does not
+    end days of training. A loader with worker processes needs the patch codec and hashed words, or
+    models on the CPU, since processes cannot share models on a GPU.
     """
 
     def __init__(
@@ -181,13 +185,13 @@ class OnlineVideos(VideoClips):
 
 @dataclass(frozen=True)
 class VideoBatch:
-    """Clips of one micro-batch.
+    """The b clips of one micro-batch.
 
     Attributes:
         latents: ``[b, c, t, h, w]``.
-        text: ``[b, l, d]``, l with rows appended so that text and image tokens divide.
-        pooled: ``[b, e]``.
-        references: ``[b, c, k, h, w]`` by name; see `encode.reference_name`.
+        text: token embeddings ``[b, l, d]``, whose length l includes the rows of `pad_text`.
+        pooled: pooled text embeddings ``[b, e]``.
+        references: latents ``[b, c, k, h, w]`` by name; see `encode.reference_name`.
     """
 
     latents: Tensor
@@ -202,12 +206,12 @@ class VideoBatch:
         return {**own, **{f"references/{name}": piece for name, piece in references.items()}}
 
     def pin_memory(self) -> VideoBatch:
-        """Return a copy in memory that a GPU fetches by itself, as torch's loader asks for it."""
+        """Return a copy in pinned memory; torch's DataLoader calls this."""
         return self.from_tensors({k: t.pin_memory() for k, t in self.tensors().items()})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
-        """Invert `tensors`."""
+        """Build a batch from what `tensors` returned."""
         prefix = "references/"
         references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
@@ -215,17 +219,24 @@ class VideoBatch:
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeat the last row of text ``[..., l, d]`` until text and image tokens together divide."""
+    """Repeat the last row of text ``[..., l, d]``.
+
+    The number of text and image tokens together becomes a multiple of ``multiple``.
+    """
     missing = -(text.size(-2) + image_tokens) % multiple
     last = text[..., -1:, :]
     return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)
 
 
 def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
-    """Stack clips of one bucket; text and image tokens together become a multiple of ``multiple``.
+    """Stack clips of one bucket into a micro-batch.
 
-    ``patch`` counts the latent cells of a token on each side. Clips that differ in shape,
-    references or text encoder, or whose sides do not divide by the patch, raise DataError.
+    Clips that differ in shape, references or the shape of the embeddings, or whose sides are not
+    multiples of ``patch``, raise DataError.
+
+    Args:
+        patch: side of a token's square patch, in latent pixels.
+        multiple: number that must divide the text and image tokens together; see `pad_text`.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:
@@ -265,9 +276,10 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 
 
 def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
-    """Look at every clip of a list, and plan and encode them as preprocessing would.
+    """Open a list of clips that are encoded on access, planned as preprocessing would plan them.
 
-    Nothing is written; ``tell`` prints which clips are left out.
+    The header of every clip is read, and nothing is written. ``tell`` prints how many clips are
+    left out, and why.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)

@@ -1,8 +1,8 @@
 """Sizes of clips, the plan of buckets that a run uses, and the bucket of each clip.
 
-The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels; each aspect
-ratio gives the height and width, multiples of 16, that come closest to it. Every draw depends on
-seed and clip alone, so that any process, in any order, finds the same bucket.
+The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels, and for each
+aspect ratio the height and width are multiples of 16 whose product is close to it. Random draws
+depend only on the seed and the clip, so every process finds the same bucket in any order.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megatron_ext.errors import ConfigError
 
 MULTIPLE = 16
 ASPECT_RATIOS = (1.0, 4 / 3, 3 / 2, 8 / 5, 16 / 9, 1.85, 1.89, 2.0, 2.39)
-"""Width over height, landscape; portrait clips take the transposes."""
+"""Width over height of landscape frames; portrait frames have height and width swapped."""
 
 _NAME = re.compile(r"(\d+)(px|p)")
 
 
 def pixel_budget(resolution: str) -> int:
-    """Return the pixels of one frame: the square of ``256px``, and a 16:9 frame of height ``720p``.
+    """Return the number of pixels of a frame: 256² for ``256px``, 1280 × 720 for ``720p``.
 
-    Another form, or a name too small for a frame of 16 × 16, raises ConfigError.
+    A name of another form, or with a number below 16, raises ConfigError.
     """
     match = _NAME.fullmatch(resolution)
     side = int(match[1]) if match else 0
@@ -44,7 +44,7 @@ def pixel_budget(resolution: str) -> int:
 
 @lru_cache
 def sizes(resolution: str) -> tuple[tuple[int, int], ...]:
-    """Return heights and widths of a resolution, each once, landscape before their transposes."""
+    """Return the distinct (height, width) of a resolution, landscape before portrait."""
     budget = pixel_budget(resolution)
     found = [_size(budget, ratio) for ratio in ASPECT_RATIOS]
     found += [(width, height) for height, width in found]
@@ -52,7 +52,11 @@ def sizes(resolution: str) -> tuple[tuple[int, int], ...]:
 
 
 def _size(budget: int, ratio: float) -> tuple[int, int]:
-    """Round both sides down, then add or take 16 on one where this comes closer to the budget."""
+    """Return the (height, width) for a number of pixels and an aspect ratio.
+
+    Both sides are rounded down to multiples of 16; then one side is changed by 16 if the number of
+    pixels comes closer to the budget.
+    """
     width = max(MULTIPLE, math.floor(math.sqrt(budget * ratio) / MULTIPLE) * MULTIPLE)
     height = max(MULTIPLE, budget // width // MULTIPLE * MULTIPLE)
     candidates = [(height, width)]
@@ -84,10 +88,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketRule:
-    """The chance that a clip that fits enters a bucket, and the clips of a micro-batch on one rank.
+    """How many of the clips that fit a bucket enter it, and how many make a micro-batch.
 
-    A micro-batch size of None is ``--micro-batch-size`` of the run. A probability outside [0, 1]
-    and a batch size below 1 raise ConfigError.
+    A value out of range raises ConfigError.
+
+    Attributes:
+        probability: chance that a clip that fits enters the bucket, in [0, 1].
+        micro_batch_size: clips of a micro-batch on one rank; None takes ``--micro-batch-size``.
     """
 
     probability: float
@@ -108,10 +115,10 @@ class BucketRule:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Rules by resolution and number of frames, into whose buckets clips are put.
+    """The rules of all buckets, by resolution and number of frames.
 
-    ConfigError is raised where no clip could enter a bucket, a resolution has an unknown form, or a
-    length is below 1.
+    ConfigError is raised if all probabilities are 0, a resolution has an unknown form, or a number
+    of frames is below 1.
     """
 
     rules: Mapping[str, Mapping[int, BucketRule]]
@@ -132,7 +139,7 @@ class BucketPlan:
             )
 
     def as_dict(self) -> dict[str, dict[str, list[float | None]]]:
-        """Return the plan as `parse_plan` takes it."""
+        """Return the plan in the form that `parse_plan` reads."""
         return {
             resolution: {str(n): [x.probability, x.micro_batch_size] for n, x in lengths.items()}
             for resolution, lengths in self.rules.items()
@@ -143,10 +150,11 @@ class BucketPlan:
 
 
 def parse_plan(given: Any) -> BucketPlan:
-    """Return a plan from JSON, parsed or as text; raise ConfigError where it has another form.
+    """Return a plan from JSON, as text or parsed; raise ConfigError if it has another form.
 
-    ``{"256px": {"17": [probability, micro_batch_size]}}``; the micro-batch size may be null or left
-    out, and a probability may stand by itself: ``{"256px": {"17": 1.0}}``.
+    The form is ``{"256px": {"17": [probability, micro_batch_size]}}``, where 17 is the number of
+    frames. The micro-batch size may be null or left out, and ``{"256px": {"17": 1.0}}`` gives a
+    probability only.
     """
     try:
         tree = json.loads(given, parse_constant=_refuse) if isinstance(given, str) else given
@@ -173,7 +181,7 @@ def _rule(given: Any) -> BucketRule:
 
 
 def _whole(value: Any) -> int:
-    """Return an int, also from text of one, as the keys of JSON are."""
+    """Return a whole number as int, also from text, since JSON has text as keys."""
     number = int(value)
     if isinstance(value, bool) or (not isinstance(value, str) and number != value):
         raise ValueError(f"{value!r} is no whole number")
@@ -185,7 +193,7 @@ def _refuse(name: str) -> Any:
 
 
 SMALLEST_SHARE = 0.8
-"""A clip may have this share of the pixels of a resolution, and is then enlarged."""
+"""Smallest share of a resolution's pixels with which a clip may enter it, and be enlarged."""
 
 
 class Drop(str, Enum):
@@ -200,7 +208,7 @@ class Drop(str, Enum):
 
 @dataclass(frozen=True)
 class ClipShape:
-    """The shape of a clip as its file tells it; an image has 1 frame, and 0 frames per second."""
+    """The shape of a clip as read from its file; an image has 1 frame, and 0 frames per second."""
 
     num_frames: int
     height: int
@@ -209,17 +217,17 @@ class ClipShape:
 
 
 def subsampling(fps: float, fps_cap: int) -> tuple[int, int]:
-    """Return the interval between the frames that are kept, and the whole frame rate that results.
+    """Return n, where every n-th frame of a clip is kept, and the resulting integer frame rate.
 
-    Open-Sora's rule: ``ceil(fps / cap)`` and ``floor(fps / interval)``. An image, of 0 frames per
-    second, gives ``(1, 0)``.
+    The rule is Open-Sora's: n is ``ceil(fps / fps_cap)``, the rate ``floor(fps / n)``. For an
+    image, with 0 frames per second, the result is ``(1, 0)``.
     """
     interval = max(1, math.ceil(fps / fps_cap))
     return interval, math.floor(fps / interval)
 
 
 def available_frames(clip: ClipShape, fps_cap: int) -> int:
-    """Return the frames left after subsampling, the first included."""
+    """Return the number of frames that `subsampling` keeps; the first frame is always kept."""
     return -(-clip.num_frames // subsampling(clip.fps, fps_cap)[0])
 
 
@@ -228,9 +236,10 @@ def assign(
 ) -> Bucket | Drop:
     """Return the bucket of a clip, or why it has none.
 
-    Resolutions are tried from large to small. Within one, a video takes the longest bucket that it
-    fills, an image the one of a single frame; where the draw against its probability fails, the
-    next resolution is tried. Seed and the clip's number in its list decide the draws.
+    Resolutions are tried from large to small. In each, a video fits the longest bucket that it has
+    enough frames for, and an image the bucket of one frame. The clip enters the bucket with its
+    probability; otherwise the next resolution is tried. ``seed`` and ``number``, the clip's number
+    in its list, decide the draws.
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap)
@@ -252,7 +261,7 @@ def assign(
 
 
 def first_frame(clip: ClipShape, num_frames: int, number: int, *, seed: int, fps_cap: int) -> int:
-    """Return the frame of the file at which a random crop of a bucket's length begins."""
+    """Return the number of the file's frame at which a random crop of ``num_frames`` begins."""
     interval = subsampling(clip.fps, fps_cap)[0]
     spare = available_frames(clip, fps_cap) - num_frames
     draws = np.random.Generator(np.random.PCG64((seed, 0, number, 1)))

@@ -2,10 +2,10 @@
 
 Each decision comes from a counter-based generator (Philox, SC11 "Parallel random numbers: as easy
 as 1, 2, 3") whose key is a hash of the seed, the number of the sample in the run and the purpose.
-Ranks of one replica therefore decide alike without speaking, replicas decide differently, another
-layout decides the same, and a resumed run needs no state of generators. numpy's Philox takes 128
-bits of key; torch's generator on the CPU takes 32, so that of 100,000 samples some would share
-their noise.
+Ranks of one replica therefore decide alike without communication, and replicas decide differently.
+Another layout makes the same decisions, and a resumed run needs no generator state. The keys of
+numpy's Philox have 128 bits. Seeds of torch's CPU generator have 32 bits, too few for 100,000
+samples: two of them would probably share their noise.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Randomness:
 
     Attributes:
         noise: x1 of the whole clips, ``[b, c, t, h, w]`` float32, standard normal.
-        normals: u, of which timesteps are made, ``[b]`` float32, standard normal.
-        modes: indices into `MODES`, ``[b]`` int64.
-        drop_text, drop_pooled: the text embeddings, the pooled one are replaced, ``[b]`` bool.
+        normals: u, from which timesteps are computed, ``[b]`` float32, standard normal.
+        modes: condition modes as indices into `MODES`, ``[b]`` int64.
+        drop_text: True replaces the token embeddings by the empty caption's, ``[b]`` bool.
+        drop_pooled: True replaces the pooled embedding by the empty caption's, ``[b]`` bool.
     """
 
     noise: Tensor
@@ -41,7 +42,7 @@ class Randomness:
 
 
 def generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
-    """Return the generator that decides one thing, the purpose, about one sample of the run."""
+    """Return the generator for one purpose, such as "noise", and one sample of the run."""
     digest = hashlib.blake2b(f"{seed} {sample} {purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
@@ -49,10 +50,11 @@ def generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
 def sample_numbers(
     consumed_samples: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """Return the numbers in the run of a micro-batch's samples, as the samplers deal them out.
+    """Return the numbers of a micro-batch's samples, which count through the whole run.
 
-    ``consumed_samples`` counts those of all training steps before, over all replicas, and
-    ``microbatch`` from the beginning of the step.
+    Args:
+        consumed_samples: samples of all earlier training steps, over all replicas.
+        microbatch: index of the micro-batch in its step.
     """
     first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
@@ -63,7 +65,7 @@ def draw_normals(
 ) -> Tensor:
     """Return a standard normal number for each sample, ``[b]`` float32.
 
-    With ``count`` they are ``[b, count]``, of which it is the first.
+    With ``count``, return ``[b, count]``, whose first column is the result without it.
     """
     drawn = [generator(seed, sample, purpose).standard_normal(count or 1) for sample in samples]
     numbers = torch.from_numpy(np.stack(drawn)).float()
@@ -73,7 +75,7 @@ def draw_normals(
 def draw_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], purpose: str = "noise"
 ) -> Tensor:
-    """Return standard normal numbers, ``[b, *shape]`` float32."""
+    """Return standard normal numbers for each sample, ``[b, *shape]`` float32."""
     draws = (generator(seed, sample, purpose) for sample in samples)
     drawn = [draw.standard_normal(tuple(shape), dtype=np.float32) for draw in draws]
     return torch.from_numpy(np.stack(drawn))
@@ -94,7 +96,7 @@ def draw_microbatch(
 ) -> Randomness:
     """Return all random decisions about a micro-batch of latents of shape (c, t, h, w).
 
-    ``samples`` are the numbers of its clips in the run; errors are those of `draw_modes`.
+    ``samples`` are the numbers of its clips in the run. Raise the errors of `draw_modes`.
     """
     return Randomness(
         noise=draw_noise(seed, samples, shape),

@@ -1,8 +1,8 @@
-"""The clips of a run, step by step: which ones a rank computes, and sequences of which length.
+"""Which clips each rank computes in each step of a run, and how long their sequences are.
 
-Pipeline stages exchange tensors of fixed shape and data-parallel ranks wait for one another, so
-all ranks and micro-batches of a step have one bucket, and with it one shape. Everything is a
-function of ``(seed, epoch, step)``: a run resumes from its number of steps, with no state.
+Pipeline stages exchange tensors of fixed shape and data-parallel ranks wait for one another.
+Therefore all ranks and micro-batches of a step normally have clips of one bucket, all of one shape.
+The order is a function of ``(seed, epoch, step)``: to resume, a run needs only its step.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ class Members:
 
 @dataclass
 class BucketSteps:
-    """Micro-batches of each rank, step by step through epochs.
+    """The micro-batches of each rank in each step.
 
-    Each epoch shuffles the clips of each bucket, cuts them into units and shuffles these. A unit is
-    a whole step, or, with ``mixed``, one micro-batch, of which ranks take one each in turn, so that
-    shapes differ in a step; the rest that fills no unit is left out, another one in each epoch. A
-    seed of None keeps the order of the data.
+    Each epoch shuffles the clips of every bucket, cuts them into units, and shuffles the units. A
+    unit is the clips of a whole step. With ``mixed`` it is one micro-batch; ranks then take units
+    in turn, so shapes differ within a step. The clips of a bucket that fill no unit are left out,
+    different ones in each epoch. A seed of None keeps the order of the data.
 
-    ``mixed`` with pipeline stages raises ConfigError, and DataError buckets that fill no step.
+    Raises:
+        ConfigError: ``mixed`` with pipeline stages.
+        DataError: the clips fill no step.
     """
 
     buckets: Mapping[Bucket, Members]
@@ -66,16 +68,19 @@ class BucketSteps:
         self._epoch, self._order = -1, list[tuple[Bucket, list[int]]]()
 
     def _unit(self, members: Members) -> int:
-        """Return the clips of a unit."""
+        """Return the number of clips of a unit."""
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
     @property
     def left_out(self) -> dict[Bucket, int]:
-        """Return the clips of each bucket that an epoch leaves out because they fill no unit."""
+        """Return how many clips of each bucket an epoch leaves out because they fill no unit."""
         return {b: len(m.clips) % self._unit(m) for b, m in self.buckets.items()}
 
     def microbatches(self, step: int, rank: int) -> list[tuple[Bucket, list[int]]]:
-        """Return bucket and clips of a rank's micro-batches in a step, counted from the first."""
+        """Return the bucket and the clip numbers of each micro-batch of a data-parallel rank.
+
+        ``step`` counts from the beginning of the first epoch.
+        """
         epoch, step = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._order, self._epoch = self._shuffled_units(epoch), epoch
@@ -88,7 +93,7 @@ class BucketSteps:
         return [(bucket, clips[start : start + size]) for start in starts]
 
     def num_samples(self, step: int) -> int:
-        """Return the clips of a step on all ranks together."""
+        """Return the number of clips of a step, over all ranks."""
         ranks = (self.microbatches(step, rank) for rank in range(self.num_ranks))
         return sum(len(clips) for of_rank in ranks for _, clips in of_rank)
 
@@ -109,9 +114,12 @@ class BucketSteps:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sequence of a clip of a bucket, whose latents have ``shape`` (c, t, h, w).
+    """The size of the token sequence that each clip of a bucket makes.
 
-    Text tokens include padding.
+    Attributes:
+        shape: (c, t, h, w) of its latents.
+        num_text: text tokens, padding included.
+        num_image: image tokens.
     """
 
     shape: tuple[int, int, int, int]
@@ -120,7 +128,7 @@ class Geometry:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of the whole sequence."""
+        """Return the number of tokens of the whole sequence."""
         return self.num_text + self.num_image
 
 
@@ -128,7 +136,9 @@ class VideoPlan:
     """The micro-batches of each step, counted from the beginning of the run.
 
     Args:
-        identity: hash of all that decides which clips a step sees; a layout does not.
+        geometries: the size of the sequences of each bucket.
+        identity: hash of everything that decides which clips a step has; the parallel layout does
+            not belong to it.
     """
 
     def __init__(
@@ -138,15 +148,16 @@ class VideoPlan:
         self.steps_per_epoch = steps.steps_per_epoch
 
     def num_microbatches(self, step: int) -> int:
-        """Return the micro-batches of each data-parallel rank, the same in all steps."""
+        """Return the number of micro-batches of each data-parallel rank, the same in all steps."""
         return self.steps.num_microbatches
 
     def microbatches(
         self, step: int, rank: int, first_sample: int
     ) -> list[tuple[list[int], range]]:
-        """Return the clips of each micro-batch of a rank, by number in the dataset and in the run.
+        """Return the clips of each micro-batch of a rank.
 
-        ``first_sample`` is the number in the run of the first clip of the step, over all ranks.
+        A micro-batch has the numbers of its clips in the dataset, and their sample numbers, which
+        count through the run. ``first_sample`` is the first sample number of the step.
         """
         ranks = [self.steps.microbatches(step, other) for other in range(self.steps.num_ranks)]
         planned, first = [], first_sample
@@ -159,7 +170,7 @@ class VideoPlan:
         return planned
 
     def sequences(self, step: int) -> list[Geometry]:
-        """Return the sequence of every clip of a step, on all ranks."""
+        """Return the `Geometry` of every clip of a step, over all ranks."""
         return [
             self.geometries[bucket]
             for rank in range(self.steps.num_ranks)

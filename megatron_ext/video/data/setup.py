@@ -1,6 +1,6 @@
 """The data of a video run: opened, planned and checked before it starts, and read step by step.
 
-The first tensor-parallel rank reads the clips of a micro-batch, for all of them.
+The first tensor-parallel rank reads the clips of a micro-batch and sends them to the others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def open_videos(config: RunConfig, path: str) -> VideoClips:
 
 @lru_cache(maxsize=4)
 def _opened(path: str, buckets: str | None, encoding: tuple[Any, ...] | None) -> VideoClips:
-    """Open clips, checked and planned once, for the ranks that are forked later too."""
+    """Open, check and plan clips once; the cached result serves ranks that are forked later too."""
     plan = None if buckets is None else parse_plan(buckets)
     if encoding is None:
         return ShardedVideos(path, plan)
@@ -74,14 +74,14 @@ def _is_first_rank() -> bool:
 
 
 def manifest_of(config: RunConfig) -> dict[str, Any]:
-    """Return the manifest of the training data; clips that are encoded already are not opened."""
+    """Return the manifest of the training data, without opening the shards of encoded clips."""
     path = str(config.section(VideoConfig).video_data_path)
     online = config.section(VideoConfig).online_encoding
     return open_videos(config, path).manifest if online else read_manifest(Path(path))
 
 
 def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
+    """Return the embeddings of the empty caption, ``[l, d]`` and ``[e]``, from the training data."""
     path = str(config.section(VideoConfig).video_data_path)
     online = config.section(VideoConfig).online_encoding
     return open_videos(config, path).null_text if online else read_null(Path(path), manifest)
@@ -89,7 +89,7 @@ def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class VideoSplit:
-    """One split, and the order of its clips."""
+    """The clips of one split of the data, at ``path``, and the plan of their order."""
 
     path: str
     clips: VideoClips
@@ -97,7 +97,11 @@ class VideoSplit:
 
 
 def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
-    """Open a folder and plan its steps; errors are those of `open_videos` and `BucketSteps`."""
+    """Open the clips at ``folder`` and plan their steps, shuffled by the seed with ``shuffle``.
+
+    Raise the errors of `open_videos` and `BucketSteps`, and those of clips that do not fit the
+    network.
+    """
     clips = open_videos(config, folder)
     micro_batch_size, batch = config.training.batch_sizes
     replicas = config.parallel.data_parallel_size
@@ -131,7 +135,10 @@ def build_video_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Open the splits; every rank needs the plan, some read the clips; see `Task.datasets`."""
+    """Open the splits on every rank: all need the plans, only some read clips.
+
+    See `Task.datasets`.
+    """
     video = config.section(VideoConfig)
     train = open_split(config, str(video.video_data_path), shuffle=True)
     path = video.video_valid_path
@@ -140,9 +147,10 @@ def build_video_datasets(
 
 
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
-    """Open the data, check that it fits the run, and fill in what it decides; see `Task.preflight`.
+    """Open the data, check that it fits the run, and fill in the settings that follow from it.
 
-    Data that is not whole or does not fit the flags raises ConfigError or DataError.
+    See `Task.preflight`. Data that is damaged or does not fit the flags raises ConfigError or
+    DataError.
     """
     video = config.section(VideoConfig)
     manifest = open_videos(config, str(video.video_data_path)).manifest
@@ -177,7 +185,10 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the optimizer's flags with a shorter warm-up where the run has no room for it."""
+    """Return the optimizer's flags, with a shorter warm-up if the usual one does not fit the run.
+
+    Flags that do not fit the number of steps raise ConfigError.
+    """
     optimizer = with_warmup(given, training)
     if optimizer != given and _is_first_rank():
         for note in optimizer.warmup_notes():
@@ -210,7 +221,7 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
 
 
 def planned_clips(config: RunConfig) -> list[Clip]:
-    """Return the buckets of the training data that fill steps; see `Task.clips`."""
+    """Return the training data's buckets, without those that fill no step; see `Task.clips`."""
     path = str(config.section(VideoConfig).video_data_path)
     plan, patch = open_split(config, path, shuffle=False).plan, network_of(config).patch_size
     sizes = {bucket: held.micro_batch_size for bucket, held in plan.steps.buckets.items()}
@@ -232,7 +243,7 @@ def planned_clips(config: RunConfig) -> list[Clip]:
 
 
 def bucket_table(split: VideoSplit) -> str:
-    """Return the buckets of a split, one a line, with the clips that an epoch leaves out."""
+    """Return a text with a line for each bucket of a split, and its clips that an epoch skips."""
     steps = split.plan.steps
     lines = [
         f"  {bucket!s:28} {len(members.clips):8d} clips, micro-batches of "
@@ -244,14 +255,14 @@ def bucket_table(split: VideoSplit) -> str:
 
 
 def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the clips of a data-parallel rank's micro-batches, from a step on, without end."""
+    """Yield the clip numbers of each micro-batch of a data-parallel rank from a step on, forever."""
     for step in itertools.count(first_step):
         for _, clips in steps.microbatches(step, dp_rank):
             yield clips
 
 
 def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) -> VideoBatch:
-    """Return on the device the batch that the first tensor-parallel rank has."""
+    """Broadcast the batch of a tensor-parallel group's first rank; return it on the device."""
     tensors = {} if batch is None else batch.tensors()
     tensors = {name: to_device(tensor, device) for name, tensor in tensors.items()}
     if group.size() == 1:
@@ -272,11 +283,11 @@ EVALUATION_SEED = 1 << 32
 
 
 class VideoSource(BatchSource):
-    """The steps of one split on this rank; see `Task.source`.
+    """The batches of one split on this rank, grouped by step; see `Task.source`.
 
-    Random decisions are numbered by the clips of all steps before. Training goes on at the run's
-    step and draws anew in each pass; validation, in full epochs, begins anew and makes the same
-    decisions about a clip in every pass.
+    Training starts at the run's step. It numbers its random decisions by the samples consumed, so
+    a clip gets new ones in each epoch. Validation (``full_epoch``) starts at the first step. It
+    numbers them by the clips, so a clip gets the same ones in every pass.
     """
 
     def __init__(
@@ -309,7 +320,7 @@ class VideoSource(BatchSource):
 
     @property
     def coming(self) -> int:
-        """Return the step that comes next, counted from the beginning of the run."""
+        """Return the index of the next step, which counts from the beginning of the run."""
         return self._coming
 
     def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:
@@ -328,7 +339,10 @@ class VideoSource(BatchSource):
 
 
 def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return clips, tokens and operations of the coming step; see `Task.step_stats`."""
+    """Return the clips, tokens and floating-point operations of the coming step on all ranks.
+
+    See `Task.step_stats`.
+    """
     source = run.train_source
     assert isinstance(source, VideoSource)
     network, sequences = network_of(run.config), source.video_plan.sequences(source.coming)

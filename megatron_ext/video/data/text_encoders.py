@@ -27,8 +27,11 @@ from megatron_ext.video.data.codec import compared, public
 class TextEncoder(Protocol):
     """The part of a text encoder that preprocessing, online encoding and sampling need.
 
-    A caption becomes ``length`` rows of ``width`` features, and ``pooled_width`` pooled ones, or 0.
-    ``identity`` is what decides the embeddings; it is stored with them and compared.
+    Attributes:
+        length: rows of an encoded caption, l: embeddings of its tokens or words, then padding.
+        width: features of a row, d.
+        pooled_width: features of the pooled embedding, e; 0 if there is none.
+        identity: settings that decide the embeddings, stored with a dataset to compare with later.
     """
 
     length: int
@@ -37,7 +40,7 @@ class TextEncoder(Protocol):
     identity: dict[str, Any]
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return embeddings ``[n, l, d]`` and pooled ``[n, e]`` float32; "" is the null text."""
+        """Return the embeddings of n captions, ``[n, l, d]`` and pooled ``[n, e]``, in float32."""
         ...
 
 
@@ -45,11 +48,11 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 class HashedWords:
-    """Every word is a fixed random vector: no weights, no training, and no idea of meaning.
+    """A text encoder with a fixed random vector for every word: no weights, and no meaning.
 
-    Row i holds the vector of word i, rows after the last word are zero; the pooled vector is the
-    sum over the words, in other vectors, divided by the root of their number. The empty caption is
-    all zeros. Lower case; digits and letters only, so "a cat." and "a Cat" are the same.
+    Row i holds the vector of word i; rows after the last word are zero. The pooled vector is the
+    sum of a second vector of each word, divided by the square root of the number of words. The
+    empty caption is all zeros. Case and punctuation are ignored: "a cat." and "a Cat" are the same.
     """
 
     def __init__(self, config: TextEncoderConfig) -> None:
@@ -73,7 +76,7 @@ class HashedWords:
 
 @lru_cache(maxsize=1 << 16)
 def _word_vector(salt: str, word: str, width: int) -> Tensor:
-    """Return signs ``[width]`` of variance 1, from the word's hash, the same on every machine."""
+    """Return a vector ``[width]`` of 1 and -1 from the word's hash, the same on every machine."""
     digest = hashlib.blake2b(f"{salt}\0{word}".encode(), digest_size=16).digest()
     raw = np.random.PCG64(int.from_bytes(digest, "big")).random_raw(width)
     return torch.from_numpy((raw >> np.uint64(63)).astype(np.float32) * 2 - 1)
@@ -87,10 +90,19 @@ def load_model(
     types: Sequence[str],
     tokenizer_path: str,
 ) -> tuple[Any, Any]:
-    """Load a model of a class of transformers with its tokenizer, none of its weights made up.
+    """Load a model and its tokenizer with transformers, which must be in local folders.
 
-    The option ``name`` gives the path, whose ``model_type`` must be one of the types. ConfigError
-    is raised without transformers, and for a folder without such a model, whole with its tokenizer.
+    Args:
+        text_encoder: value of ``--text-encoder``, for messages.
+        model_class: name of the model's class in transformers.
+        name: option that gives ``path``, for messages.
+        path: folder of the model.
+        types: values of ``model_type`` in its config.json that are accepted.
+        tokenizer_path: folder of the tokenizer.
+
+    Raises:
+        ConfigError: transformers is missing, the model has another type or lacks weights, or a
+            folder cannot be loaded.
     """
     try:
         import transformers
@@ -128,7 +140,7 @@ def load_model(
 
 
 def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
-    """Return ``input_ids`` and ``attention_mask``, ``[n, length]`` each, cut and padded."""
+    """Return ``input_ids`` and ``attention_mask``, each cut or padded to ``[n, length]``."""
     return tokenizer(
         list(captions), max_length=length, padding="max_length", truncation=True,
         return_attention_mask=True, return_tensors="pt",
@@ -136,7 +148,7 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def read_settings(name: str, path: str) -> dict[str, Any]:
-    """Read the config.json of a folder, which the option ``name`` gives, or raise ConfigError."""
+    """Return the config.json in the folder ``path`` of option ``name``, or raise ConfigError."""
     try:
         return dict(json.loads((Path(path) / "config.json").read_bytes()))
     except FileNotFoundError:
@@ -153,7 +165,8 @@ def read_settings(name: str, path: str) -> dict[str, Any]:
 class T5AndClip:
     """T5's last hidden states, padded and without attention mask, and CLIP's pooled text vector.
 
-    As Open-Sora 2.0 uses them: pad tokens take part in attention, here and in the denoiser.
+    This is Open-Sora 2.0's use of them: pad tokens take part in attention, here and in the
+    denoiser.
     """
 
     def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
@@ -185,11 +198,11 @@ class T5AndClip:
 class UMT5:
     """UMT5's last hidden states of the tokens; rows of pad tokens are zero. Nothing is pooled.
 
-    As `diffusers.WanPipeline` does it: the encoder masks pad tokens, the denoiser attends to their
-    zero rows. Captions are cleaned as there without the package ftfy, which would mend text in a
-    wrong encoding: character references such as ``&amp;`` are resolved, twice, and runs of white
-    space become one space. So embeddings do not depend on what is installed. The tokenizer lies in
-    the folder of the model, or, as in the folder of a pipeline of diffusers, in ``../tokenizer``.
+    As in `diffusers.WanPipeline`, the encoder masks pad tokens, and the denoiser attends to their
+    zero rows. Captions are cleaned as that pipeline does without the optional package ftfy:
+    character references such as ``&amp;`` are resolved twice, and runs of white space become one
+    space. Embeddings therefore do not depend on whether ftfy is installed. The tokenizer lies in
+    the model's folder or, as in a folder of a diffusers pipeline, in ``../tokenizer``.
     """
 
     pooled_width = 0
@@ -219,7 +232,7 @@ class UMT5:
 def build_text_encoder(
     config: TextEncoderConfig, device: torch.device | None = None
 ) -> TextEncoder:
-    """Build the text encoder of a configuration; errors are those of `load_model`."""
+    """Build the text encoder of a configuration; raise the errors of `load_model`."""
     if config.text_encoder == HASHED:
         return HashedWords(config)
     kind = T5AndClip if config.text_encoder == T5_CLIP else UMT5
@@ -227,9 +240,9 @@ def build_text_encoder(
 
 
 def width_of(config: TextEncoderConfig) -> int:
-    """Return the features of a row of the embeddings, without loading a model.
+    """Return the number of features of a row of the embeddings, without loading a model.
 
-    A folder without a configuration of T5 or UMT5 raises ConfigError.
+    A folder without a config.json of T5 or UMT5 raises ConfigError.
     """
     if config.text_encoder == HASHED:
         return config.text_width
@@ -252,7 +265,8 @@ def text_encoder_from_manifest(
     """Build the text encoder that made the embeddings of a dataset, to encode new captions.
 
     Raises:
-        ConfigError: a folder is missing, of no use, or given for hashed words.
+        ConfigError: a folder is missing, cannot be loaded, or is given although the encoder has
+            none.
         DataError: the manifest names no text encoder, or other models than the folders'.
     """
     config = check_text_encoder(manifest, t5_path, clip_path)
@@ -270,9 +284,9 @@ def text_encoder_from_manifest(
 def check_text_encoder(
     manifest: Mapping[str, Any], t5_path: str | None, clip_path: str | None
 ) -> TextEncoderConfig:
-    """Return which text encoder made the embeddings of a dataset, without loading its models.
+    """Return the configuration of the text encoder that made a dataset's embeddings.
 
-    Errors are those of `text_encoder_from_manifest`, but models are not compared.
+    No model is loaded or compared; otherwise the errors are those of `text_encoder_from_manifest`.
     """
     identity = manifest.get("text_encoder")
     advice = "make the data again with tools/preprocess_video.py."
