@@ -1,4 +1,4 @@
-"""Lists of clips with captions, and the pixels of clips: video files, images, image folders."""
+"""Reads lists of clips with captions, and the pixels of video files, images and image folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ except ImportError:
 Picture = np.ndarray[Any, Any]
 IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp"))
 FOLDER_FPS = 24.0
-"""Frame rate of an image folder whose row names none."""
+"""Frame rate of an image folder whose row in the list gives none."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Clip:
     Attributes:
         path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
             images, which are its frames in the order of their names, 10 after 9.
-        caption: without suffix; may be empty.
-        fps: frame rate that the row gives; decides for image folders, and over the file's own.
+        caption: without the suffix of `with_suffix`; may be empty.
+        fps: frame rate that the row gives, used in place of the file's own and `FOLDER_FPS`.
+        motion: motion score that the row gives, for the suffix.
     """
 
     path: str
@@ -55,9 +56,10 @@ class Clip:
 
 
 def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> str:
-    """Return the caption that the text encoder gets, in training as in sampling.
+    """Return the caption with the suffix that the text encoder gets in training and sampling.
 
-    ``fps`` counts frames per second after subsampling, None or 0 for images.
+    ``fps`` are the frames per second after subsampling, None or 0 for images. ``motion`` is a
+    motion score.
     """
     parts = [f"{fps} FPS"] if fps else []
     if motion is not None:
@@ -66,11 +68,11 @@ def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> s
 
 
 def read_list(path: str | os.PathLike[str]) -> list[Clip]:
-    """Read a jsonl or csv of clips, or a folder of clips each beside its caption in ``.txt``.
+    """Read a jsonl or csv of clips, or a folder of clips, each with a ``.txt`` of its caption.
 
     Rows have ``path`` (relative to the list), ``text`` or ``caption``, and may have ``fps`` and
-    ``motion`` (or ``motion_score``). Where a row cannot be read, or there is none, DataError is
-    raised.
+    ``motion`` (or ``motion_score``). DataError is raised for a row that cannot be read, and for a
+    list without rows.
     """
     source = Path(path)
     try:
@@ -167,9 +169,9 @@ def _bad_row(source: Path, line: int, what: str) -> DataError:
 
 
 def probe(clip: Clip) -> ClipShape:
-    """Return what a clip offers, from its first frame and the packets of its file.
+    """Return the shape of a clip, from its first frame and the packets of its file.
 
-    A clip that cannot be read raises DataError, a package that is missing ConfigError.
+    A clip that cannot be read raises DataError; a missing package raises ConfigError.
     """
     path, fps = Path(clip.path), clip.fps or FOLDER_FPS
     with _reading(path):
@@ -195,8 +197,8 @@ def probe(clip: Clip) -> ClipShape:
 def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, int]) -> Tensor:
     """Return frames of a clip as `fit` makes them, ``[3, count, H, W]`` float32 in [-1, 1].
 
-    Of the file's frames, ``first`` and then each after another ``interval`` are taken. A file that
-    cannot be read or ends too early raises DataError, a package that is missing ConfigError.
+    They are the file's frames ``first``, ``first + interval`` and so on. A file that cannot be read
+    or ends too early raises DataError; a missing package raises ConfigError.
     """
     wanted = range(first, first + interval * (count - 1) + 1, interval)
     path = Path(clip.path)
@@ -214,7 +216,7 @@ def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, i
 
 
 def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Scale frames until they cover a size of height and width, and cut them at the middle.
+    """Scale frames until they cover ``size`` (height, width), and cut out their centre.
 
     ``[f, H0, W0, 3]`` uint8 becomes ``[3, f, H, W]`` float32 in [-1, 1].
     """
@@ -247,13 +249,13 @@ def _frames(path: Path, wanted: range) -> Iterator[Picture]:
 
 
 def _upright(frame: Any) -> Picture:
-    """Return the pixels ``[H, W, 3]`` of a frame, turned as players show it: phones film lying."""
+    """Return the pixels ``[H, W, 3]`` of a frame, rotated as its metadata says."""
     turns = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
 
 
 def _images_of(folder: Path) -> list[Path]:
-    """Return a folder's images by name, with numbers in names by value, so that 10 follows 9."""
+    """Return a folder's images, sorted by name with numbers by value, so that 10 follows 9."""
 
     def natural(path: Path) -> tuple[list[tuple[int, int, str]], str]:
         parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
@@ -281,7 +283,7 @@ def _read_image(path: Path) -> Picture:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise whatever a decoder makes of a bad file as a `DataError`."""
+    """Turn any exception of a decoder into a `DataError`; a missing package is a ConfigError."""
     for package, module in (("av", av), ("pillow", Image)):
         if module is None:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""Clips planned and encoded, in one way for preprocessing and for encoding in the data loader.
+"""Plans and encodes clips, the same way in preprocessing and in the data loader.
 
-`plan_clips` looks at every clip once, before anything is encoded: its bucket, or why it has none.
-`ClipEncoder` then makes its sample: decoded, encoded, with its references and its caption.
+`plan_clips` reads the header of every clip before anything is encoded, and finds its bucket, or why
+it has none. `ClipEncoder` then turns each planned clip into a sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_ext.video.data.text_encoders import TextEncoder
 
 @dataclass(frozen=True)
 class PlannedClip:
-    """A clip with its number in its list, what its file offers, and the bucket that takes it."""
+    """A clip with its number in its list, the shape of its file, and its bucket."""
 
     number: int
     clip: Clip
@@ -47,11 +47,11 @@ class VideoSample:
     Attributes:
         latents: ``[c, t, h, w]``.
         text, pooled: embeddings of the caption's tokens, ``[l, d]``, and of all of it, ``[e]``.
-        references: latents of pieces that were encoded by themselves, ``[c, k, h, w]``, by
-            `reference_name`; pieces that a clip is too short for are missing.
-        fps: frames per second; 0 for an image.
+        references: latents ``[c, k, h, w]`` of pieces that were encoded by themselves, by
+            `reference_name`; a piece that is not shorter than the clip is missing.
+        fps: frames per second after subsampling; 0 for an image.
         number: number of the clip in its list.
-        caption: the caption as the text encoder got it.
+        caption: the caption that the text encoder got, suffix included.
     """
 
     latents: Tensor
@@ -69,13 +69,13 @@ def reference_name(side: str, num_frames: int) -> str:
 
 
 class ClipEncoder:
-    """Codec and text encoder that turn planned clips into samples."""
+    """A codec and a text encoder that turn planned clips into samples."""
 
     def __init__(self, config: EncodeConfig, codec: VideoCodec, text_encoder: TextEncoder) -> None:
         self.config, self.codec, self.text_encoder = config, codec, text_encoder
 
     def sample(self, planned: PlannedClip) -> VideoSample:
-        """Read, encode and describe one clip; raise DataError where its file cannot be read."""
+        """Read and encode one clip and its caption; raise DataError if its file cannot be read."""
         config, clip, count = self.config, planned.clip, planned.bucket.num_frames
         seed, cap = config.clip_seed, config.fps_cap
         interval, fps = subsampling(planned.shape.fps, cap)
@@ -112,13 +112,13 @@ class ClipEncoder:
 
 
 def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of all references of a configuration."""
+    """Return the names of all references of these lengths, in latent frames."""
     return tuple(reference_name(side, n) for n in lengths for side in ("head", "tail"))
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A clip that is left out; the detail is what the reader said of a file it could not read."""
+    """A clip that is left out; ``detail`` is the error message for a file that cannot be read."""
 
     number: int
     path: str
@@ -127,10 +127,10 @@ class Dropped:
 
 
 def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
-    """Ask the codec for the latent shape of every bucket that the plan can give.
+    """Check that the codec can encode every bucket of a plan, and that references fit a bucket.
 
-    A reference length of 1, which images never have, is always allowed. A length or a side that
-    does not divide, or references longer than any bucket, raise ConfigError.
+    ConfigError is raised for frames, heights or widths that the codec cannot encode, and for
+    references of more than one latent frame that are not shorter than the longest bucket.
     """
     longest = 1
     for resolution, lengths in plan.rules.items():
@@ -156,8 +156,8 @@ def plan_clips(
 ) -> tuple[list[PlannedClip], list[Dropped]]:
     """Assign each clip to a bucket by its header; return the planned and the dropped clips.
 
-    ``workers`` headers are read at a time. ``tick`` is told how many clips have been looked at. If
-    no clip has a bucket, a DataError gives the reasons.
+    ``workers`` headers are read at a time. ``tick`` is called with the number of clips read so far.
+    If no clip has a bucket, a DataError gives the reasons.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
@@ -191,7 +191,10 @@ def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return how many clips each reason cost, most frequent first, with the first file of each."""
+    """Return a line for each reason: the number of clips dropped and the first of them.
+
+    The most frequent reason comes first.
+    """
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why]}"

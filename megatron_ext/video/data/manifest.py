@@ -1,4 +1,4 @@
-"""The options of preprocessing, the manifest of its dataset, and what an interrupted run leaves."""
+"""The options of preprocessing, the manifest of its dataset, and shards of interrupted runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def make_manifest(
     codec: VideoCodec,
     text_encoder: TextEncoder,
 ) -> dict[str, Any]:
-    """Return all of the manifest that is known before encoding."""
+    """Return the entries of the manifest that are known before encoding.
+
+    The fingerprint is a hash of these entries, and of size and time of clips and model files.
+    """
     rules = options.plan.rules
     buckets = [
         {"shape": asdict(b), "micro_batch_size": rules[b.resolution][b.num_frames].micro_batch_size}
@@ -106,7 +109,7 @@ def make_manifest(
 
 
 def buckets_of(manifest: Mapping[str, Any]) -> list[Bucket]:
-    """Return the buckets by their numbers."""
+    """Return the buckets of a manifest; a bucket's number is its index."""
     return [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
 
 
@@ -119,7 +122,7 @@ def _stamp(path: str | Path) -> list[int]:
 
 
 def refuse_other_data(folder: Path, fingerprint: str) -> None:
-    """Raise DataError where other data would replace a dataset, or a killed run's shards."""
+    """Raise DataError if the folder holds a dataset or shards with another fingerprint."""
     for path in [folder / "manifest.json", *sorted(folder.glob("shard_*.json"))]:
         if path.exists() and shards.read_json(path).get("fingerprint") != fingerprint:
             raise DataError(
@@ -131,7 +134,7 @@ def refuse_other_data(folder: Path, fingerprint: str) -> None:
 def finished(
     folder: Path, name: str, num_clips: int, manifest: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the marker of a shard that an earlier try of the same run finished, or None."""
+    """Return the marker of a shard that an earlier run of the same command finished, or None."""
     path = folder / f"{name}.json"
     if not path.exists():
         return None
@@ -173,7 +176,7 @@ _ENTRIES = {
     "fps": _SIZE,
     "fingerprint": _TEXT,
 }
-"""Entries of a manifest: tables, lists of one kind of entry, or a kind in words and its test."""
+"""Entries that a manifest must have: a table, a list of one kind, or (kind in words, test)."""
 _SIZES = {
     ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
     ("codec", PATCH): {
@@ -181,11 +184,11 @@ _SIZES = {
         **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
     },
 }
-"""More entries of a codec or text encoder that has no folder with its sizes."""
+"""Further entries of the codec or text encoder that has no model folder with its sizes."""
 
 
 def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the entries that are missing, and what is wrong with those that are there."""
+    """Yield name and fault of each wrong entry; the fault of a missing entry is None."""
     if not isinstance(wanted, dict | list):
         if not wanted[1](value):
             yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {wanted[0]}"
@@ -207,7 +210,7 @@ def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | Non
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read ``manifest.json``, which says what the shards of a folder hold.
 
-    Where it is missing, damaged, of another format, or lacks a part, DataError is raised.
+    DataError is raised if it is missing, of another format, lacks an entry, or has a wrong one.
     """
     path = folder / "manifest.json"
     manifest = shards.read_json(path)

@@ -1,6 +1,6 @@
-"""Clips and captions to shards: planned, encoded by worker processes, published at the end.
+"""Turns clips and captions into shards: plans them, encodes in worker processes, and publishes.
 
-A killed run keeps its finished shards: the same command goes on after them.
+A killed run keeps its finished shards, and the same command resumes after them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Part:
-    """The clips of one shard, and the number of each one's bucket."""
+    """The clips of one shard, and the number of each clip's bucket in the manifest."""
 
     name: str
     clips: list[PlannedClip]
@@ -61,7 +61,7 @@ class _Part:
 
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
-    """Encode a list of clips into a dataset; after an error finished shards are kept."""
+    """Encode a list of clips into a dataset; an error leaves the finished shards in place."""
     start = time.monotonic()
     folder, device = Path(options.output), torch.device(options.device)
     codec = build_codec(options.codec, device, options.encode.clip_seed)
@@ -109,7 +109,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
 
 
 def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
-    """Return a function that says how far a run is, every five seconds at most."""
+    """Return a function of the clips done so far that reports them, every 5 seconds at most."""
     start = last = time.monotonic()
 
     def tick(done: int) -> None:
@@ -139,7 +139,10 @@ def _encode_parts(
     manifest: dict[str, Any],
     say: Say,
 ) -> dict[str, dict[str, Any]]:
-    """Return the markers of all shards by name, those of an earlier try first."""
+    """Encode the shards that are not finished yet; return the markers of all shards by name.
+
+    A marker is the content of a shard's ``.json``; see `write_shard`.
+    """
     found = {
         part.name: finished(Path(options.output), part.name, len(part.clips), manifest)
         for part in parts
@@ -163,7 +166,10 @@ def _markers(
     todo: Sequence[_Part],
     fingerprint: str,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the markers of finished shards, made by the first encoder or by worker processes."""
+    """Encode shards, in this process or in workers; yield the marker of each when it is finished.
+
+    For workers, which build their own encoders, the list ``encoders`` is emptied.
+    """
     if options.workers == 1 or len(todo) <= 1:
         for part in todo:
             yield write_shard(encoders[0], options, part, fingerprint)
@@ -211,7 +217,7 @@ def _work(part: _Part, fingerprint: str) -> dict[str, Any]:
 def write_shard(
     encoder: ClipEncoder, options: VideoPreprocessOptions, part: _Part, fingerprint: str
 ) -> dict[str, Any]:
-    """Encode the clips of one shard; its marker names those that cannot be decoded."""
+    """Encode and publish one shard; return its marker, which lists clips that cannot be decoded."""
     folder = Path(options.output)
     names = reference_names(options.encode.reference_lengths)
     bad: list[list[Any]] = []
@@ -238,7 +244,10 @@ def _publish(
     markers: dict[str, dict[str, Any]],
     dropped: list[Dropped],
 ) -> None:
-    """Write the list of dropped clips, to which those of the shards are added, and the manifest."""
+    """Write the manifest and the list of dropped clips, which gets those of the markers too.
+
+    DataError is raised if no clip could be decoded.
+    """
     damaged = [
         Dropped(number, path, Drop.UNREADABLE, detail)
         for marker in markers.values()
@@ -299,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
-    """Turn a command line into options; raise ConfigError where a flag cannot be honoured."""
+    """Turn a command line into options; raise ConfigError for a flag that is wrong."""
     values = vars(_parser().parse_args(list(argv)))
     given = values.pop("buckets")
     if not given.lstrip().startswith("{"):

@@ -81,7 +81,7 @@ def manifest_of(config: RunConfig) -> dict[str, Any]:
 
 
 def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the embeddings of the empty caption, ``[l, d]`` and ``[e]``, from the training data."""
+    """Return the embeddings of the empty caption from the training data, ``[l, d]`` and ``[e]``."""
     path = str(config.section(VideoConfig).video_data_path)
     online = config.section(VideoConfig).online_encoding
     return open_videos(config, path).null_text if online else read_null(Path(path), manifest)
@@ -255,7 +255,7 @@ def bucket_table(split: VideoSplit) -> str:
 
 
 def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the clip numbers of each micro-batch of a data-parallel rank from a step on, forever."""
+    """Yield the clip numbers of each micro-batch of a data-parallel rank, without end."""
     for step in itertools.count(first_step):
         for _, clips in steps.microbatches(step, dp_rank):
             yield clips

@@ -1,9 +1,10 @@
 """Encoded clips on disk: shards of Megatron indexed datasets, one for each field, and a manifest.
 
-``FOLDER/shard_00003_latents.bin/.idx`` and so on hold one document for each clip, ``geometry``
-five int32 numbers ``bucket, t, h, w, fps`` and the number of the clip, ``caption`` UTF-8 bytes.
-``shard_00003.json`` is written after them and makes the shard count; ``manifest.json`` is written
-last and makes the folder a dataset. ``null_text`` and ``null_pooled`` hold the empty caption.
+Each field of a shard, such as ``FOLDER/shard_00003_latents.bin`` with its ``.idx``, holds one
+document for each clip. In ``geometry`` it is six int32 numbers: ``bucket, t, h, w, fps`` and the
+number of the clip. In ``caption`` it is UTF-8 bytes. ``shard_00003.json`` marks a shard as
+finished, and ``manifest.json``, written last, makes the folder a dataset. ``null_text`` and
+``null_pooled`` hold the empty caption.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def shard_name(number: int) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Publish a JSON file by renaming."""
+    """Write a JSON file under a temporary name, and rename it to publish it."""
     temporary = path.with_name(f"{path.name}.writing.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as stream:
         json.dump(content, stream, indent=1)
@@ -47,7 +48,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a manifest or a shard's marker; raise DataError where it is of no use."""
+    """Read a manifest or a shard's marker.
+
+    DataError is raised if it is missing, unreadable, or of another format.
+    """
     try:
         content = json.loads(path.read_bytes())
         found = content["format"]
@@ -61,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
-    """Return flat values as they are stored: float32, or the bits of bfloat16 as int16."""
+    """Return a tensor's values flat, as stored: float32, or the bits of bfloat16 as int16."""
     flat = tensor.detach().reshape(-1)
     if storage == "bfloat16":
         return flat.bfloat16().view(torch.int16).numpy()
@@ -69,15 +73,16 @@ def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
 
 
 def dtype_of(field: str, storage: str) -> np.dtype[Any]:
-    """Return the type of one field in its files."""
+    """Return the dtype of one field in its files."""
     numbers = np.int16 if storage == "bfloat16" else np.float32
     return np.dtype({"geometry": np.int32, "caption": np.uint8}.get(field, numbers))
 
 
 class ShardWriter:
-    """Writes one shard, clip by clip; leaving the context publishes it, an exception nothing.
+    """Writes the fields of one shard, clip by clip.
 
-    ``references`` are the names that clips may have.
+    Leaving the context publishes the files; after an exception none are published.
+    ``references`` are the names of all references that clips may have.
     """
 
     def __init__(self, folder: Path, name: str, references: Sequence[str], storage: str) -> None:
@@ -99,7 +104,7 @@ class ShardWriter:
         self._stack.__exit__(*error)
 
     def add(self, sample: VideoSample, bucket: int) -> None:
-        """Append one clip of the bucket of this number."""
+        """Append one clip; ``bucket`` is the number of its bucket in the manifest."""
         tensors = {"latents": sample.latents, "text": sample.text, "pooled": sample.pooled}
         tensors |= {name: sample.references.get(name, torch.zeros(0)) for name in self._references}
         values = {name: to_storage(tensor, self._storage) for name, tensor in tensors.items()}
@@ -113,8 +118,8 @@ class ShardWriter:
 class Field:
     """One field of one shard.
 
-    Every read opens the file: kept mappings of thousands of shards would use up the open files that
-    a process may have.
+    Every read opens the file, since memory maps of thousands of shards would exceed the number of
+    files that a process may have open.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
@@ -138,9 +143,9 @@ class Field:
         return len(self.begins) - 1
 
     def read(self, first: int, last: int) -> NDArray[Any]:
-        """Return the values of the clips from ``first`` to before ``last``, flat.
+        """Return the values of the clips ``first`` to ``last - 1``, flat.
 
-        A file that was cut or removed since it was opened raises DataError.
+        A file that has been cut or removed raises DataError.
         """
         begin, end = int(self.begins[first]), int(self.begins[last])
         path = bin_path(self.prefix)
@@ -157,9 +162,9 @@ class Field:
         return self.read(row, row + 1)
 
     def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
-        """Return one clip's values as they are stored, in a shape, of which one side may be -1.
+        """Return one clip's values, in the dtype of the storage, in a shape that may contain one -1.
 
-        Another number of values raises DataError.
+        A number of values that does not fit the shape raises DataError.
         """
         values = self[row]
         tensor = torch.from_numpy(values)
@@ -175,9 +180,9 @@ class Field:
 
 
 class Shard:
-    """One shard of a dataset; clips are numbered from 0.
+    """One shard of a dataset; its clips are numbered by row, from 0.
 
-    A file that is missing, damaged, or does not belong to the others raises DataError.
+    A file that is missing, damaged, or does not fit the manifest raises DataError.
     """
 
     def __init__(self, folder: Path, name: str, manifest: dict[str, Any], clips: int) -> None:
@@ -203,7 +208,7 @@ class Shard:
         return len(self.fields["geometry"])
 
     def buckets(self) -> NDArray[np.int64]:
-        """Return the number of each clip's bucket, ``[n]``; all must be in the manifest."""
+        """Return the bucket number of each clip, ``[n]``; raise DataError if one is unknown."""
         geometry = self.fields["geometry"]
         numbers = geometry.read(0, len(self)).reshape(-1, _GEOMETRY)[:, 0].astype(np.int64)
         known = len(self._manifest["buckets"])
@@ -215,12 +220,12 @@ class Shard:
         return numbers
 
     def latent_shape(self, row: int) -> tuple[int, int, int, int]:
-        """Return (c, t, h, w) of the latents of one clip."""
+        """Return the shape (c, t, h, w) of the latents of one clip."""
         _, t, h, w, *_ = (int(value) for value in self.fields["geometry"][row])
         return self._manifest["latent_channels"], t, h, w
 
     def sample(self, row: int) -> VideoSample:
-        """Read one clip; raise DataError where a file has changed or its numbers do not fit."""
+        """Read one clip; raise DataError if a file has changed or does not fit the others."""
         manifest, storage, fields = self._manifest, self._manifest["storage"], self.fields
         _, t, h, w, fps, number = (int(value) for value in fields["geometry"][row])
         channels = manifest["latent_channels"]
@@ -241,7 +246,7 @@ class Shard:
 
 
 def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None:
-    """Publish the encoded empty caption, ``[l, d]`` and ``[e]``."""
+    """Write and publish the encoded empty caption, ``[l, d]`` and ``[e]``."""
     for field, tensor in (("text", text), ("pooled", pooled)):
         values = to_storage(tensor.cpu(), storage)
         with IndexedWriter(folder / f"null_{field}", dtype_of(field, storage)) as writer:
@@ -249,7 +254,7 @@ def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None
 
 
 def read_null(folder: Path, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Read the encoded empty caption, ``[l, d]`` and ``[e]``; raise DataError where it is bad."""
+    """Read the encoded empty caption, ``[l, d]`` and ``[e]``; raise DataError if it is damaged."""
     storage = manifest["storage"]
 
     def read(name: str, *sizes: str) -> Tensor:
