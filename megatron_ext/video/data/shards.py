@@ -162,7 +162,7 @@ class Field:
         return self.read(row, row + 1)
 
     def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
-        """Return one clip's values, in the dtype of the storage, in a shape that may contain one -1.
+        """Return one clip's values in the stored dtype, in a shape that may contain one -1.
 
         A number of values that does not fit the shape raises DataError.
         """
