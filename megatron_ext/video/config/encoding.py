@@ -1,4 +1,4 @@
-"""From clips to what a video model is trained on: codec, text encoder, and how clips are cut."""
+"""Flags of encoding clips for training: codec, text encoder, and how clips are cut."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ HASHED = "hashed"
 T5_CLIP = "t5-clip"
 UMT5 = "umt5"
 FOLDERS = {HASHED: (), T5_CLIP: ("t5_path", "clip_path"), UMT5: ("t5_path",)}
-"""Text encoders, and the folders that each needs."""
+"""Text encoders, and the options of the folders that each needs."""
 
 HASHED_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class CodecConfig:
-    """Which codec, and the sizes of the built-in one.
+    """The choice of a codec, and the sizes of the built-in patch codec.
 
-    A size below 1, more channels than there are, a scale or shift of no use, and sizes of the patch
-    codec given for a VAE raise ConfigError.
+    ConfigError is raised for a value out of range, for more channels than a patch has numbers, and
+    for sizes of the patch codec that are given with a VAE.
     """
 
     codec: str = flag(PATCH, f"{PATCH}, or the folder of a diffusers video VAE")
@@ -67,10 +67,10 @@ class CodecConfig:
 
 @dataclass(frozen=True)
 class TextEncoderConfig:
-    """Which text encoder, and its sizes.
+    """The choice of a text encoder, its folders and its sizes.
 
-    An unknown name, folders that do not go with it, a size below 1, and sizes of hashed words given
-    for models raise ConfigError.
+    ConfigError is raised for an unknown name, folders that are missing or not its own, a size below
+    1, and sizes of hashed words that are given with a model.
     """
 
     text_encoder: str = flag(HASHED, "encoder of the captions", choices=tuple(FOLDERS))
@@ -110,7 +110,7 @@ class TextEncoderConfig:
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """How clips become samples; a value out of range raises ConfigError."""
+    """How clips are cut into samples; a value out of range raises ConfigError."""
 
     fps_cap: int = flag(
         24,

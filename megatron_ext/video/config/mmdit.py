@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
 
 TIMESTEP_WIDTH = 256
-"""Width of the sinusoid of a timestep, half cosines and half sines."""
+"""Features of the sinusoidal timestep embedding, half cosines and half sines."""
 
 EPSILON = 1e-6
 """Epsilon of every norm."""
 
 
 class Sizes:
-    """The sizes that all video networks have; h must be divisible by the number of heads."""
+    """The sizes that all video networks have: hidden size h, heads, channels C, patch size p."""
 
     hidden_size: int
     num_heads: int
@@ -30,7 +30,7 @@ class Sizes:
     patch_size: int
 
     def check_heads(self) -> None:
-        """Raise ConfigError where heads cannot share h."""
+        """Raise ConfigError if h is not divisible by the number of heads."""
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"`hidden_size` ({self.hidden_size}) must be divisible by `num_heads` "
@@ -39,12 +39,12 @@ class Sizes:
 
     @property
     def head_dim(self) -> int:
-        """Return the features of a head, d."""
+        """Return the number of features of a head, d."""
         return self.hidden_size // self.num_heads
 
     @property
     def token_width(self) -> int:
-        """Return the features of an image token, C * p * p."""
+        """Return the number of features of an image token, C * p * p."""
         return self.channels * self.patch_size**2
 
     def fields_of(self, num_blocks: int, ffn_size: int) -> dict[str, Any]:
@@ -63,23 +63,23 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MMDiTSizes(Sizes):
-    """Everything that decides the shapes of an MMDiT's parameters.
+    """All sizes that decide the shapes of an MMDiT's parameters.
 
     Sizes that do not fit together raise ConfigError.
 
     Attributes:
         hidden_size, num_heads: h and n; the size of a head d is h / n.
-        axes_dim: parts of d that rotate with the latent frame, row and column of a token.
+        axes_dim: parts of d that RoPE rotates by the latent frame, row and column of a token.
         num_double_blocks: blocks with weights of their own for text and image.
         num_single_blocks: blocks on the joint sequence.
         channels: C of the latents.
-        patch_size: p; a token holds p x p pixels of a latent frame, C * p * p numbers.
+        patch_size: p; a token holds p x p latent pixels of one frame, C * p * p numbers.
         text_width: features of a text token (4096 for T5-XXL).
         pooled_width: features of the pooled text vector (768 for CLIP-L).
-        mlp_ratio: width of the MLPs over h.
+        mlp_ratio: width of the MLPs divided by h.
         rope_theta: base of the rotary frequencies.
         qkv_bias: the projections to queries, keys and values have biases.
-        guidance_embed: the model takes a guidance strength, for distilled models.
+        guidance_embed: the model takes a guidance strength as input, as distilled models do.
         cond_embed: the model takes condition latents (image to video).
     """
 
@@ -127,23 +127,22 @@ class MMDiTSizes(Sizes):
 
     @property
     def cond_width(self) -> int:
-        """Return the features of a condition token, (C + 1) * p * p; the mask is a channel."""
+        """Return the number of features of a condition token, (C + 1) * p * p, mask included."""
         return (self.channels + 1) * self.patch_size**2
 
     def transformer_fields(self) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that follow from the sizes.
 
         With ``qk_layernorm`` core sums the gradients of parameters named ``q_layernorm`` and
-        ``k_layernorm`` over the tensor-parallel ranks, which each see only their own heads.
+        ``k_layernorm`` over the tensor-parallel ranks, each of which has only its own heads.
         """
         return {**self.fields_of(self.num_blocks, self.mlp_size), "qk_layernorm": True}
 
 
 def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """Return the model's section as it follows from a network's ``transformer_fields``.
+    """Return the model section filled in from a network's ``transformer_fields``.
 
-    The sequence has no length of its own: that of the longest clip is filled in once the data is
-    known.
+    The sequence length stays unset; that of the longest clip is filled in once the data is open.
     """
     own: dict[str, Any] = {**fields, "norm_epsilon": fields["layernorm_epsilon"]}
     del own["layernorm_epsilon"]
@@ -159,8 +158,8 @@ SIZES = {
     "3b": MMDiTSizes(2048, 16, (16, 56, 56), 12, 24),
     "11b": MMDiTSizes(3072, 24, (16, 56, 56), 19, 38),
 }
-"""Named sizes; ``11b`` is Open-Sora 2.0 (text to video; its image-to-video stages add
-``cond_embed``)."""
+"""Named sizes; ``11b`` is Open-Sora 2.0 for text to video. Its image-to-video stages add
+``cond_embed``."""
 
 
 _OF_SIZES = (
@@ -170,11 +169,12 @@ _OF_SIZES = (
 
 @dataclass(frozen=True)
 class MMDiTConfig(Changeable):
-    """The flags of the MMDiT: a named size, what differs from it, and how it is computed.
+    """The flags of the MMDiT: a named size, changes to it, and how the network is computed.
 
     Attributes:
-        channels, caption_width, pooled_caption_width: of the data, which decides them.
-        cond_embed: the model is given references, since some condition mode has them.
+        channels, caption_width, pooled_caption_width: latent channels and text features of the
+            data.
+        cond_embed: the model takes reference frames, since some condition mode gives them.
     """
 
     SECTION: ClassVar[str] = "mmdit"
@@ -223,7 +223,7 @@ class MMDiTConfig(Changeable):
     cond_embed: bool = derived(False)
 
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
-        """Return the sizes with the changes of the flags and the widths of the data."""
+        """Return the named size, changed by the flags and by the widths of the data."""
         given = {
             **{name: getattr(self, name) for name in _OF_SIZES},
             "text_width": self.caption_width,

@@ -1,6 +1,6 @@
-"""Rules of video runs: the engine's flags that they leave out, and what goes together.
+"""Rules of video runs: defaults, the engine's flags that they lack, and flags that exclude others.
 
-What a run would ignore is refused by name.
+A flag that a run would ignore is refused by name.
 """
 
 from __future__ import annotations
@@ -50,15 +50,14 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
     "usual_save_interval": 1000,
 }
 """Defaults of pretrain_video.py that differ from Megatron-LM's: linear warm-up to a constant rate,
-and an epsilon that is meant to be that small: with normed queries and keys it is stable
-(arXiv:2403.03206)."""
+and a very small epsilon, which is stable with normed queries and keys (arXiv:2403.03206)."""
 
 VIDEO_DIT_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,
     **dict.fromkeys(("i2v_head_weight", "i2v_tail_weight", "i2v_loop_weight"), 0.0),
     "text_dropout": 0.1,
 }
-"""The same with a video DiT, which is given text alone: a tenth of the clips has none."""
+"""Defaults with a video DiT, whose only condition is the text; a tenth of the clips get none."""
 
 STREAMING_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,
@@ -71,7 +70,7 @@ STREAMING_DEFAULTS: Mapping[str, Any] = {
     "ema_decay": 0.99,
     "eval_iters": 0,
 }
-"""The same with ``--task streaming``, as LongLive trains (arXiv:2509.22622)."""
+"""Defaults with ``--task streaming``, which are LongLive's (arXiv:2509.22622)."""
 
 _FOLLOWED = ("hidden_size", "num_attention_heads", "perform_initialization",
              "gradient_accumulation_fusion", "compile")  # fmt: skip
@@ -109,7 +108,7 @@ LEFT_OUT: LeftOut = {
         "account_for_loss_in_pipeline_split": _COST,
     },
 }
-"""Flags of the engine that no video run has a use for, and why."""
+"""Flags of the engine that are of no use to any video run, by section, with the reasons."""
 
 FLOW_LEFT_OUT: LeftOut = {**LEFT_OUT, "lora": {"*": f"{_ON}its layers take no adapters"}}
 
@@ -122,14 +121,14 @@ _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_leng
 _SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
 _QK_NORMS = "the norms of its queries and keys never decay; leave it out"
 _OF_DIT = {"zero_head", "recompute_blocks"}
-"""Flags of streaming that a video DiT follows, besides those of its window."""
+"""Flags of streaming that also apply to a video DiT of flow matching, besides its window's."""
 
 STREAMING_START = 200
-"""The first averaged step of streaming, as LongLive has it."""
+"""Default of ``--ema-start`` in streaming, as in LongLive: the first step that is averaged."""
 
 
 def resolve_mmdit(config: RunConfig) -> RunConfig:
-    """Return the configuration with the model's section as size and flags of the MMDiT decide it.
+    """Return the configuration with its model section filled in from the MMDiT's size and flags.
 
     Sizes that do not fit together raise ConfigError.
     """
@@ -138,13 +137,16 @@ def resolve_mmdit(config: RunConfig) -> RunConfig:
 
 
 def resolve_dit(config: RunConfig) -> RunConfig:
-    """Return the configuration with the model's section as the named size decides it."""
+    """Return the configuration with its model section filled in from ``--video-dit-size``."""
     fields = config.section(VideoDiTConfig).sizes.transformer_fields()
     return dataclasses.replace(config, model=model_of(fields, config.model))
 
 
 def resolve_streaming(config: RunConfig) -> RunConfig:
-    """Return the configuration with what the flags of streaming decide of the engine's sections."""
+    """Return the configuration with engine settings filled in from the flags of streaming.
+
+    These are the model section, the adapters, the averages and the checkpoint section.
+    """
     streaming, lora, ema = config.section(StreamingConfig), config.lora, config.ema
     if lora.lora_rank is not None:
         targets = lora.lora_target_modules
@@ -161,7 +163,7 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
 
 
 def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for everything that no task can do."""
+    """Return a sentence for each fault in flags that flow matching and streaming share."""
     found = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
@@ -185,12 +187,12 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 
 def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
-    """Return whether clips are sampled, while training or, without training, at once."""
+    """Return whether the run samples clips: at intervals, or with ``--skip-train`` at once."""
     return sample.sample_interval is not None or training.skip_train
 
 
 def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for everything that streaming cannot do; see `TaskFlags`."""
+    """Return a sentence for each fault in the flags of a streaming run; see `TaskFlags`."""
     streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
     found = [
         *_shared_errors(config, resolved),
@@ -210,7 +212,7 @@ def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 
 def _left_out_of_streaming(config: RunConfig) -> list[str]:
-    """Return a sentence for each flag that streaming would ignore or cannot follow."""
+    """Return a sentence for each flag that streaming would ignore or does not support."""
     sections = config.by_name()
     described = config.section(StreamingConfig).described(config.model)
     found = [
@@ -261,7 +263,7 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
 
 
 def mmdit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for everything that flow matching with an MMDiT cannot do."""
+    """Return a sentence for each fault in the flags of flow matching with an MMDiT."""
     dit = "`--video-model video-dit` or causal-video-dit"
     found = [
         f"`{spelled}` has an effect only with {kind}; leave it out."
@@ -277,7 +279,7 @@ def mmdit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 
 def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for everything that flow matching with a video DiT cannot do."""
+    """Return a sentence for each fault in the flags of flow matching with a video DiT."""
     sections, video = config.by_name(), config.section(VideoConfig)
     shared = {*_OF_DIT, "t2v_weight", *(WINDOW if video.is_causal else ())}
     model = f"`--video-model {video.video_model}`"
@@ -320,7 +322,7 @@ def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 
 def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for everything that flow matching cannot do with any network."""
+    """Return a sentence for each fault in the flags of flow matching, whatever the network."""
     sections, video = config.by_name(), config.section(VideoConfig)
     modes = set(config.section(ConditionConfig).modes)
     evaluates = video.video_valid_path is not None or config.training.eval_iters == 0

@@ -27,7 +27,11 @@ from megatron_ext.video.config.wan import CAUSAL, VIDEO_MODELS
 
 @dataclass(frozen=True)
 class VideoConfig:
-    """The data of pretrain_video.py; ``video`` tells its runs from those of other programs."""
+    """The task, network and data of pretrain_video.py.
+
+    Attributes:
+        video: marks a stored configuration as that of a video run.
+    """
 
     task: str = flag(
         "flow",
@@ -61,16 +65,16 @@ class VideoConfig:
 
     @property
     def streams(self) -> bool:
-        """Return whether the run is streaming long-tuning, whose data is prompts."""
+        """Return whether the task is streaming long-tuning, whose data is prompts."""
         return self.task == "streaming"
 
     @property
     def is_causal(self) -> bool:
-        """Return whether the run trains a video DiT that sees no later frames."""
+        """Return whether the run trains a causal video DiT by flow matching."""
         return self.task == "flow" and self.video_model == CAUSAL
 
     def own_errors(self) -> list[str]:
-        """Return a sentence for what flow matching lacks."""
+        """Return a sentence for a missing flag that flow matching needs."""
         if self.video_data_path is None:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
@@ -125,7 +129,7 @@ class SampleConfig(Changeable):
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
     def own_errors(self, save: str | None) -> list[str]:
-        """Return a sentence for everything that cannot be sampled."""
+        """Return a sentence for each fault in the flags of sampling; ``save`` is ``--save``."""
         found = []
         if self.sample_prompts is not None and self.sample_texts is not None:
             found.append(
@@ -150,17 +154,18 @@ class SampleConfig(Changeable):
 MODES = tuple(
     "t2v i2v_head i2v_tail i2v_loop v2v_head v2v_tail v2v_head_easy v2v_tail_easy".split()
 )
-"""Names of the modes; tensors of modes hold their indices."""
+"""Names of the condition modes; tensors of modes hold indices into it."""
 
 REFERENCE_LOSSES = ("masked", "all", "trimmed")
 
 
 @dataclass(frozen=True)
 class ConditionConfig:
-    """How often a condition mode is drawn, and whether reference frames count in the loss.
+    """How often each condition mode is drawn, and whether reference frames count in the loss.
 
-    The defaults of the lengths are 33 and 65 frames of a causal VAE of temporal stride 4. A weight
-    out of range, no weight at all and an unknown ``reference_loss`` raise ConfigError.
+    The default lengths of v2v, 9 and 17 latent frames, are 33 and 65 frames of a VAE with temporal
+    stride 4. ConfigError is raised for a value out of range, for weights that are all 0, and for an
+    unknown ``reference_loss``.
     """
 
     SECTION: ClassVar[str] = "conditions"
@@ -221,15 +226,15 @@ class ConditionConfig:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Return the modes that are ever drawn for videos."""
+        """Return the modes with a weight above 0."""
         return tuple(mode for mode in MODES if self.weight(mode) > 0)
 
 
 @dataclass(frozen=True)
 class TextDropoutConfig:
-    """Probabilities of training on the empty caption; by default both parts in a tenth of clips.
+    """Probabilities of training on the empty caption.
 
-    A value outside [0, 1] raises ConfigError.
+    By default a tenth of the clips drop both embeddings. A value outside [0, 1] raises ConfigError.
     """
 
     text_dropout: float = flag(
@@ -252,11 +257,11 @@ NORMALIZATIONS = ("per_token", "per_sample")
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Rectified flow with logit-normal times, ``t = shift(sigmoid(mean + std * u))``.
+    """Rectified flow with logit-normal times, ``t = shift(sigmoid(mean + std * u))``, u normal.
 
-    The shift of a clip is ``shift_base`` where a latent frame has ``shift_base_tokens`` tokens,
-    ``shift_max`` where it has ``shift_max_tokens``, and linear in between and beyond. A value out
-    of its range raises ConfigError.
+    The shift is linear in the number of tokens of a latent frame, also beyond these two points:
+    ``shift_base`` for ``shift_base_tokens``, and ``shift_max`` for ``shift_max_tokens``. A value
+    out of range raises ConfigError.
     """
 
     sigma_min: float = flag(1e-5, "noise that is left at t = 0", BELOW_ONE)

@@ -1,4 +1,4 @@
-"""Parts of a stored video configuration that ``--use-checkpoint-args`` takes."""
+"""The parts of a checkpoint's video configuration that ``--use-checkpoint-args`` takes over."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _NAMES = {
     _STREAMING: "the networks of `--task streaming`",
 }
 _NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels", *WINDOW)
-"""Flags that decide the networks of streaming, besides codec, text encoder and adapters."""
+"""Flags of streaming that decide its networks, besides codec, text encoder and adapters."""
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
-    """Return what of a stored configuration describes the weights; see `TaskFlags.stored_model`.
+    """Return the entries of a stored configuration that describe the weights.
 
-    A run that builds another kind of model raises ConfigError.
+    See `TaskFlags.stored_model`. A checkpoint from which the run cannot build its own kind of
+    model raises ConfigError.
     """
     video = config.section(VideoConfig)
     builds = _STREAMING if video.streams else video.video_model
@@ -55,7 +56,7 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[
 
 
 def _kind(video: Mapping[str, Any]) -> str:
-    """Return what a run built, by its stored section ``video``."""
+    """Return the kind of model that a run built, a key of `_NAMES`, from its section ``video``."""
     if not video.get("video"):
         return _OTHER
     if video.get("task") == "streaming":

@@ -13,7 +13,7 @@ from megatron_ext.video.config.mmdit import Sizes
 
 @dataclass(frozen=True)
 class VideoDiTSizes(Sizes):
-    """Everything that decides the shapes of the parameters, causal or not.
+    """All sizes that decide the shapes of a video DiT's parameters, whether causal or not.
 
     Sizes that do not fit together raise ConfigError.
 
@@ -22,7 +22,7 @@ class VideoDiTSizes(Sizes):
         ffn_size: width of the feed-forward layers.
         num_blocks: transformer blocks.
         channels: c of the latents.
-        patch_size: p; a token holds p x p pixels of a latent frame, c * p * p numbers.
+        patch_size: p; a token holds p x p latent pixels of one frame, c * p * p numbers.
         text_width: features of a text token (4096 for umT5-XXL).
         rope_theta: base of the rotary frequencies.
     """
@@ -49,7 +49,7 @@ class VideoDiTSizes(Sizes):
 
     @property
     def axes_dim(self) -> tuple[int, int, int]:
-        """Return how many features of a head rotate with frame, row and column."""
+        """Return how many features of a head RoPE rotates by frame, by row and by column."""
         space = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * space, space, space
 
@@ -68,13 +68,13 @@ SIZES = {
     "1.3b": VideoDiTSizes(1536, 12, 8960, 30),
     "14b": VideoDiTSizes(5120, 40, 13824, 40),
 }
-"""Named sizes; ``1.3b`` and ``14b`` are Wan 2.1 text to video (arXiv:2503.20314)."""
+"""Named sizes; ``1.3b`` and ``14b`` are those of Wan 2.1 text to video (arXiv:2503.20314)."""
 
 
 CAUSAL = "causal-video-dit"
 VIDEO_MODELS = ("mmdit", "video-dit", CAUSAL)
 WINDOW = ("frame_block", "window_frames", "sink_frames")
-"""Flags of streaming that say which frames a causal model sees."""
+"""Flags of `WanConfig` that say which frames a causal model attends to."""
 
 
 _FRAMES = "latent frames"
@@ -82,7 +82,7 @@ _FRAMES = "latent frames"
 
 @dataclass(frozen=True)
 class WanConfig:
-    """The flags that every network of Wan follows; a part of `StreamingConfig`."""
+    """The flags that apply to every Wan network; `StreamingConfig` inherits them."""
 
     zero_head: bool = flag(
         True, "the last layers of new networks start at zero", if_changed="allow"
@@ -97,12 +97,12 @@ class WanConfig:
 
 @dataclass(frozen=True)
 class VideoDiTConfig(Changeable):
-    """The video DiT that ``--task flow`` trains, for streaming to start from.
+    """The flags of a video DiT that ``--task flow`` trains; streaming can start from it.
 
-    What it shares with the networks of streaming lies in `WanConfig`.
+    The flags that it shares with the networks of streaming are in `WanConfig`.
 
     Attributes:
-        dit_channels, dit_text_width: of the data, which decides them.
+        dit_channels, dit_text_width: latent channels and text features of the data.
     """
 
     SECTION: ClassVar[str] = "video_dit"
@@ -118,7 +118,7 @@ class VideoDiTConfig(Changeable):
 
     @property
     def sizes(self) -> VideoDiTSizes:
-        """Return the named size with the widths of the data."""
+        """Return the named size with the channels and text width of the data."""
         named = SIZES[self.video_dit_size]
         return dataclasses.replace(
             named,
