@@ -75,8 +75,8 @@ def make_manifest(
 ) -> dict[str, Any]:
     """Return the entries of the manifest that are known before encoding.
 
-    The fingerprint is a hash of these entries, the clips per shard, and the list, sizes and times of
-    clips and model files.
+    The fingerprint is a hash of these entries, the clips per shard, and the list, sizes and times
+    of clips and model files.
     """
     rules = options.plan.rules
     buckets = [
