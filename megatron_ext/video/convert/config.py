@@ -25,7 +25,7 @@ CLASSES = {
     "WanModel": Naming.ORIGINAL,
     "CausalWanModel": Naming.ORIGINAL,
 }
-"""Models that can be converted; Self-Forcing and LongLive make the last from the second."""
+"""Classes that can be converted; Self-Forcing and LongLive derive CausalWanModel from WanModel."""
 _PATCH = (1, 2, 2)
 _USUAL_HEAD = 128
 _FREE: dict[Naming, dict[str, int]] = {
@@ -38,7 +38,7 @@ _FREE: dict[Naming, dict[str, int]] = {
         "text_dim": 4096,
     },
 }  # fmt: skip
-"""Entries that decide the sizes, with the defaults of the classes."""
+"""Entries of config.json that decide the sizes, with the defaults of the classes."""
 _SETTLED: dict[Naming, dict[str, Any]] = {
     Naming.DIFFUSERS: {
         "patch_size": _PATCH,
@@ -59,7 +59,7 @@ _SETTLED: dict[Naming, dict[str, Any]] = {
         "eps": EPSILON,
     },
 }
-"""Entries for which the video DiT has one value only, the default of the classes."""
+"""Entries whose only value that the video DiT supports is the default of the classes."""
 _OUTPUT = {
     Naming.DIFFUSERS: ("in_channels", "out_channels"),
     Naming.ORIGINAL: ("in_dim", "out_dim"),
@@ -70,7 +70,7 @@ _OUTPUT = {
 class WanModel:
     """A model of the named ``size``, before its tensors are read.
 
-    ``sizes`` have the model's own width of the text, and ``naming`` says whose names tensors have.
+    ``sizes`` is that named size with the model's own text width.
     """
 
     size: str
@@ -87,9 +87,10 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
-    """Return the model that the content of the config.json at ``path`` describes.
+    """Return the model that ``raw`` describes, the content of the config.json at ``path``.
 
-    Another class, a part that the video DiT lacks, and sizes without a name raise CheckpointError.
+    A class that cannot be converted, an entry that the video DiT does not support, and sizes
+    without a name raise CheckpointError.
     """
     naming = CLASSES.get(str(raw.get(CLASS)))
     if naming is None:
@@ -122,9 +123,9 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
 
 
 def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path: Path) -> WanModel:
-    """Return the model at ``path`` that the shapes of its tensors, by name, describe.
+    """Return the model at ``path``, inferred from the shapes of its tensors by name.
 
-    No shape shows the number of heads, which is taken from the named sizes of the same width.
+    No shape shows the number of heads; it is taken from a named size of the same hidden size.
     Tensors that are not Wan's, or have sizes without a name, raise CheckpointError.
     """
 
@@ -150,9 +151,9 @@ _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_
 
 
 def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
-    """Return the named size of a model; the width of the text is free, since it is the encoder's.
+    """Return the model of these sizes, with its named size; the text width may be any.
 
-    For sizes without a name, a CheckpointError tells the nearest named size.
+    If no named size fits, a CheckpointError gives the nearest one.
     """
     h, heads, ffn, blocks, channels, text = values
     try:
@@ -165,7 +166,7 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
             return WanModel(name, sizes, naming)
 
     def distance(name: str) -> float:
-        """Return how far a size is from the model, as the logarithm of a factor."""
+        """Return the distance of a named size from the model: the sum of absolute log ratios."""
         pairs = ((getattr(same[name], x), getattr(found, x)) for x in _COMPARED)
         return sum(abs(math.log(x / y)) for x, y in pairs)
 
@@ -182,7 +183,7 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
 
 
 def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
-    """Return the config.json of a model, which `understand` reads."""
+    """Return the content of a model's config.json, as `understand` reads it."""
     width = sizes.head_dim if naming is Naming.DIFFUSERS else sizes.hidden_size
     x = sizes
     free = (x.num_heads, width, x.ffn_size, x.num_blocks, x.channels, x.text_width)

@@ -1,7 +1,7 @@
 """Exports a checkpoint of the video DiT as public weights of Wan 2.1.
 
-Tensors are read from the checkpoint when they are written, so that only those of one file are in
-memory.
+Each output file's tensors are read from the checkpoint just before the file is written, so memory
+holds only the tensors of one file.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megatron_ext.video.streaming.config import StreamingConfig
 _PARTS = ("embedder.", "blocks.", "head.")
 """Beginnings of the names of a video DiT's parameters."""
 NETWORKS = {"generator": "", "critic": "critic."}
-"""Networks that a checkpoint of a streaming run holds, with the prefix of their names."""
+"""Networks in a checkpoint of a streaming run, with the prefix of their parameters' names."""
 
 
 def is_streaming(stored: Mapping[str, Any]) -> bool:
-    """Return whether a streaming run, or an import of Wan's weights, stored a configuration."""
+    """Return whether a configuration was stored by a streaming run or by `import_wan`."""
     return (stored.get("video") or {}).get("task") == "streaming"
 
 
@@ -55,7 +55,7 @@ def export_wan(
     ema: bool = False,
     naming: Naming = Naming.DIFFUSERS,
 ) -> None:
-    """Write one network of a checkpoint as Wan's weights.
+    """Write one network of a streaming run's checkpoint as weights of Wan.
 
     Args:
         load: folder of checkpoints.
@@ -65,11 +65,11 @@ def export_wan(
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
         network: a key of `NETWORKS`.
         ema: write the generator's averaged weights (``--ema-decay``) in place of the last ones.
-        naming: whose names tensors and config.json have.
+        naming: code whose names the tensors and entries of config.json get.
 
     Raises:
-        CheckpointError: weights that are missing, have another shape, or have no place in Wan; or
-            a folder that cannot be read or written.
+        CheckpointError: a weight is missing, has another shape, or does not exist in Wan; or a
+            folder cannot be read or written.
     """
     run = RunConfig.from_dict(read_run_config(load, step), SECTIONS)
     if ema and network != "generator":
@@ -98,7 +98,7 @@ def export_wan(
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
-    """Check that a checkpoint holds the parameters of a network, all of them and no others."""
+    """Check that a checkpoint holds all parameters of a network, and no others of it."""
     held = {
         name.removeprefix(prefix): tuple(entry.size)
         for name, entry in stored_entries(path).items()

@@ -3,12 +3,13 @@
 Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) and
 ``models/transformers/transformer_wan.py`` of diffusers. Four things differ beside the names:
 
-- ``linear_qkv`` and ``linear_kv`` are fused: of each head the rows of the query, of the key, of the
-  value, ``[n, 3, d, h]`` seen as ``[3 h, h]``, so that a contiguous part is whole heads.
-- ``patch_in`` is linear over the numbers of a patch in the order channel, row, column, where Wan
-  convolves: ``[h, c, 1, p, p]``.
-- The head gives the numbers of a patch in that order too, where Wan has row, column, channel.
-- Tables of modulation have no leading axis: ``[6, h]`` where Wan has ``[1, 6, h]``.
+- ``linear_qkv`` and ``linear_kv`` are fused, head by head: each head's rows of query, key and value
+  follow one another, ``[n, 3, d, h]`` flattened to ``[3 h, h]``, so a contiguous part of the rows
+  is whole heads.
+- ``patch_in`` is a linear layer over the numbers of a patch, in the order channel, row, column. Wan
+  has a convolution: ``[h, c, 1, p, p]``.
+- The head outputs the numbers of a patch in the same order; Wan's is row, column, channel.
+- Modulation tables have no leading axis: ``[6, h]``, in Wan ``[1, 6, h]``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_ext.video.config.wan import VideoDiTSizes
 
 
 class Naming(Enum):
-    """The code whose names tensors have."""
+    """The code whose names the tensors have."""
 
     DIFFUSERS = "diffusers"
     ORIGINAL = "original"
@@ -44,7 +45,7 @@ MODULES = {
     "embedder.time_projection": ("condition_embedder.time_proj", "time_projection.1"),
     _HEAD: ("proj_out", "head.head"),
 }
-"""Modules outside of the blocks: our names to diffusers' and to the original's."""
+"""Modules outside of the blocks: our names to (diffusers' name, the original's name)."""
 BLOCK_MODULES = {
     "self_attention.linear_qkv": ("attn1.to_{q,k,v}", "self_attn.{q,k,v}"),
     "self_attention.q_norm": ("attn1.norm_q", "self_attn.norm_q"),
@@ -59,7 +60,7 @@ BLOCK_MODULES = {
     "linear_fc1": ("ffn.net.0.proj", "ffn.0"),
     "linear_fc2": ("ffn.net.2", "ffn.2"),
 }
-"""Modules of a block in their order; fused ones with the names of their parts in braces."""
+"""Modules of a block in order, like `MODULES`; the parts of fused ones are in braces."""
 _TABLE = "modulation.weight"
 _NAMES = {
     f"blocks.{_TABLE}": ("scale_shift_table", "modulation"),
@@ -70,11 +71,11 @@ _NAMES = {
     for ours, (diffusers, original) in modules.items()
     for kind in ("weight", "bias")
 }
-"""Parameters to Wan's names; those of blocks have no number."""
+"""Our parameters to Wan's two names; names of blocks are given without the block's number."""
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
-    """Return names and whole shapes of all parameters of a video DiT, in the order of its modules.
+    """Return the full shapes of all parameters of a video DiT by name, in the order of its modules.
 
     The norms of queries and keys have no biases.
     """
@@ -111,7 +112,7 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
 
 
 def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
-    """Return the names of Wan's tensors in one of our parameters, in the order of `from_wan`."""
+    """Return the names of Wan's tensors that make up our parameter ``name``, for `from_wan`."""
     prefix, key = "", name
     if name.startswith("blocks."):
         blocks, number, inner = name.split(".", 2)
@@ -122,7 +123,7 @@ def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
 
 
 def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tensor:
-    """Join Wan's tensors, in the order of `wan_names`, to one of our parameters."""
+    """Return our parameter ``name``, joined from Wan's tensors in the order of `wan_names`."""
     if len(tensors) > 1:
         heads = [torch.unflatten(x, 0, (sizes.num_heads, 1, sizes.head_dim)) for x in tensors]
         return torch.cat(heads, dim=1).flatten(0, 2)
@@ -137,7 +138,7 @@ def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tens
 
 
 def to_wan(name: str, tensor: Tensor, sizes: VideoDiTSizes) -> tuple[Tensor, ...]:
-    """Split one of our parameters into Wan's tensors; the inverse of `from_wan`."""
+    """Return Wan's tensors, split from our parameter ``name``; the inverse of `from_wan`."""
     if (number := len(wan_names(name, Naming.ORIGINAL))) > 1:
         heads = torch.unflatten(tensor, 0, (sizes.num_heads, number, sizes.head_dim))
         return tuple(part.flatten(0, 1) for part in heads.unbind(1))
@@ -161,7 +162,7 @@ _ADAPTER = re.compile(
 def wan_adapters(head_dim: int) -> PeftLayers:
     """Return the layers of diffusers' WanTransformer3DModel that adapters belong to.
 
-    Its ``load_lora_adapter`` finds scale and layers in the file by ``prefix="base_model.model"``.
+    Its ``load_lora_adapter`` needs ``prefix="base_model.model"`` to read the file's adapters.
     """
     # A layer is called alike in all blocks, such as ``attn1.to_q``.
     parts = partial(_wan_parts, head_dim=head_dim)
@@ -169,10 +170,10 @@ def wan_adapters(head_dim: int) -> PeftLayers:
 
 
 def _wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[Part]:
-    """Yield the matrices of Wan's layers; see `PeftLayers.parts`.
+    """Yield the adapter matrices of Wan's layers, split from one of ours; see `PeftLayers.parts`.
 
-    The rows of a fused layer go through its projections head by head, ``[n, p, d]``: the rows of a
-    whole B, ``[out, r]``, are dealt to Wan's layers, which all get the same A, ``[r, in]``.
+    A fused layer of p projections has its rows head by head, ``[n, p, d]``. The rows of its B,
+    ``[out, r]``, are divided among Wan's p layers, which all get the same A, ``[r, in]``.
     """
     match = _ADAPTER.match(name)
     assert match is not None

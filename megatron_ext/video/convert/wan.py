@@ -1,7 +1,7 @@
 """Imports weights of Wan 2.1 as a checkpoint of the video DiT.
 
-They lie in a folder of safetensors, or in a file of torch.save. One copy of the weights is in
-memory, and one parameter's tensors beside it.
+The weights lie in a folder of safetensors, or in a file of torch.save. Memory holds one copy of
+them, and the tensors of one parameter besides.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ STEM = "diffusion_pytorch_model"
 """Beginning of the names of the safetensors files, in both namings."""
 SUFFIXES = (".pt", ".pth", ".bin")
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
-"""Parts of names that torch's wrappers add; averages are saved with them."""
+"""Parts that torch's wrappers add to names; files of averaged weights may have them."""
 _PREFIX = "model."
-"""Name of the network in the wrapper that Self-Forcing has for it."""
+"""Prefix that Self-Forcing's wrapper of the network adds to names."""
 
 
 def is_wan(source: Path) -> bool:
-    """Return whether a model to import is of Wan's kind, rather than of transformers'."""
+    """Return whether the model at ``source`` looks like Wan's rather than one of transformers."""
     if source.is_file():
         return source.suffix in SUFFIXES
     is_pipeline = (source / "model_index.json").is_file()
@@ -73,7 +73,7 @@ def is_wan(source: Path) -> bool:
 
 @contextmanager
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
-    """Open a model and its tensors; see `import_wan`."""
+    """Open a model and its tensors; see `import_wan` for the arguments."""
     if source.is_file():
         tensors = TensorFile(source, entry)
         diffusers = any(name.startswith("condition_embedder.") for name in tensors.names)
@@ -93,8 +93,8 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
 class TensorFile:
     """The tensors of one entry of a file of torch.save, mapped into memory; see `TensorSource`.
 
-    Without an entry, such as ``"generator_ema"``, the only one with tensors is taken. A file that
-    cannot be read, or has several entries to choose from, raises CheckpointError.
+    An entry is a key of the file such as ``"generator_ema"``; None takes the only one with tensors.
+    A file that cannot be read, or has several entries to choose from, raises CheckpointError.
     """
 
     def __init__(self, path: Path, entry: str | None) -> None:
@@ -105,11 +105,11 @@ class TensorFile:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of all tensors, without the parts that wrappers added."""
+        """Return the names of all tensors, without the parts that wrappers add."""
         return set(self._tensors)
 
     def dtypes(self) -> dict[str, str]:
-        """Return torch's name of the dtype of each tensor; refuse quantized ones."""
+        """Return the dtype of each tensor, as torch names it; raise for quantized tensors."""
         found = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
         for name, kind in found.items():
             check_dtype(self.folder, name, kind, kind)
@@ -119,12 +119,12 @@ class TensorFile:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that there is, as `check_tensors` has found."""
+        """Return the tensor ``name``, which `check_tensors` has found to exist."""
         return self._tensors[name]
 
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors of an entry; the whole file may be one."""
+    """Return the tensors of an entry, or of the whole file if it has no entries."""
     # No code that the file may hold is run. One from before torch 1.6 is no archive, and cannot be
     # mapped.
     content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
@@ -154,16 +154,16 @@ def _holds_tensors(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
 def import_wan(
     source: Path, save: Path, dtype: str | None = None, entry: str | None = None
 ) -> tuple[str, str]:
-    """Write weights as the checkpoint of iteration 0, for any layout.
+    """Write Wan's weights as a checkpoint of iteration 0, which loads in any parallel layout.
 
     Args:
         source: folder with config.json and safetensors, or a file of torch.save.
         save: folder for the checkpoint.
         dtype: dtype of the checkpoint; None keeps the source's.
-        entry: key of a file of torch.save; None takes the only one.
+        entry: key of a file of torch.save; None takes the only one with tensors.
 
     Returns:
-        Named size of the model, and dtype of the weights such as ``"bfloat16"``.
+        The named size of the model, and the dtype of the checkpoint, such as ``"bfloat16"``.
 
     Raises:
         CheckpointError: the model cannot be converted, or a folder cannot be read or written.
@@ -191,7 +191,7 @@ def import_wan(
 
 
 def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
-    """Return the configuration to store, as a streaming run stores it."""
+    """Return the configuration to store, in the form of a streaming run's."""
     streaming = StreamingConfig(generator_size=model.size, text_features=model.sizes.text_width)
     flags = {word.removeprefix("--"): True for word in PRECISIONS[dtype]}
     config = RunConfig(sections=tuple(kind() for kind in SECTIONS))
@@ -214,9 +214,9 @@ def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
 
 
 def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -> None:
-    """Check that no tensor is missing, that none would be lost, and that all fit.
+    """Check that the tensors are exactly those of the model, in number and shape.
 
-    A CheckpointError names the first tensor that is at fault.
+    A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
     """
     found, expected = tensors.shapes(), dict[str, tuple[int, ...]]()
     for name, shape in shapes(sizes).items():

@@ -1,4 +1,4 @@
-"""The clips of a bucket as a plan sees them, and the formulas that both networks share."""
+"""The clips of a bucket as a plan needs them, and the formulas that both networks share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Clip:
     """The clips of the bucket ``name``.
 
     Attributes:
-        frames, rows, columns: tokens of a clip along each side, t × rows × columns.
-        num_text: text tokens of its sequence, padding included.
-        micro_batch_size: clips at a time.
-        share: share of the steps of an epoch.
+        frames, rows, columns: tokens of a clip in time, height and width.
+        num_text: text tokens of a clip, padding included.
+        micro_batch_size: clips of a micro-batch on one rank.
+        share: fraction of an epoch's micro-batches that are of this bucket.
     """
 
     name: str
@@ -40,10 +40,11 @@ class Clip:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of the tensors of a transformer block of hidden size h on one rank.
+    """Bytes of the tensors of a transformer block on one rank.
 
     Attributes:
-        rows: rows ``s * b`` that attention and MLPs see: those of a context-parallel rank.
+        h: hidden size.
+        rows: tokens ``s * b`` of all samples that a context-parallel rank holds.
     """
 
     ranks: Ranks
@@ -52,33 +53,36 @@ class BlockBytes:
 
     @property
     def stream(self) -> int:
-        """Return the residual stream between the parallel layers, ``[s, b, h]``."""
+        """Return the bytes of the residual stream, cut by sequence parallelism, ``[s, b, h]``."""
         return self.rows // self.ranks.sequence_size * self.h * self.ranks.width
 
     @property
     def whole(self) -> int:
-        """Return the stream as the parallel layers see it, also under sequence parallelism."""
+        """Return the bytes of the stream inside the parallel layers, where s is never cut."""
         return self.rows * self.h * self.ranks.width
 
     def cut(self, width: int) -> int:
-        """Return a rank's part of a tensor of ``width`` features that the ranks share."""
+        """Return a rank's bytes of ``width`` features that tensor-parallel ranks divide."""
         return self.rows * width // self.ranks.tp * self.ranks.width
 
     def matrix(self, rows: int, columns: int) -> int:
-        """Return the gradient of a matrix that the tensor-parallel ranks share."""
+        """Return a rank's bytes of the gradient of a matrix that tensor-parallel ranks divide."""
         return rows * columns // self.ranks.tp * self.ranks.width
 
     def gradients(self, width: int) -> int:
-        """Return the gradients of ``width`` features of attention, or of the matrix before them."""
+        """Return the most bytes of gradients at a time around ``width`` features of attention.
+
+        They are two of such features, or those of the projection before: its weight and input.
+        """
         return max(self.matrix(width, self.h) + self.whole, 2 * self.cut(width))
 
     @property
     def statistics(self) -> int:
-        """Return the statistics of a LayerNorm of the stream."""
+        """Return the bytes of mean and deviation that a LayerNorm of the stream keeps."""
         return 2 * (self.rows // self.ranks.sequence_size) * FP32
 
     def exchanged(self, trades_heads: bool) -> int:
-        """Return what context parallelism adds to queries, keys, values and output."""
+        """Return the bytes by which context parallelism adds to what attention keeps."""
         if self.ranks.cp == 1:
             return 0
         return self.cut(self.h) if trades_heads else 2 * (self.ranks.cp - 1) * self.cut(self.h)
@@ -86,7 +90,7 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class ClipNetwork(Network):
-    """A video network, whose sizes are ``model``, on the clips of one bucket; see `Network`."""
+    """A video network on the clips of one bucket; ``model`` are its sizes. See `Network`."""
 
     config: RunConfig
     sizes: Ranks
@@ -96,15 +100,15 @@ class ClipNetwork(Network):
     @property
     @abstractmethod
     def block_bytes(self) -> BlockBytes:
-        """Return the tensors of a block."""
+        """Return the byte counts of a block's tensors."""
 
     @abstractmethod
     def sample_flops(self) -> float:
-        """Return the operations of a clip, forward and backward, as the log counts them."""
+        """Return the operations of a clip, forward and backward, by the formula of the log."""
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of text and image."""
+        """Return the number of text and image tokens of a clip."""
         return self.clip.num_text + self.clip.num_image
 
     @property
@@ -114,7 +118,7 @@ class ClipNetwork(Network):
 
     @abstractmethod
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Return the numbers of the blocks of each pipeline stage, virtual ones included."""
+        """Return the range of blocks of each pipeline stage, virtual stages included."""
 
     def stages(self) -> list[Stage]:
         """See `Network.stages`."""
@@ -134,16 +138,16 @@ class ClipNetwork(Network):
 
     @property
     def trades_heads(self) -> bool:
-        """Return whether context parallelism trades heads for tokens."""
+        """Return whether context parallelism trades heads for tokens by all-to-all."""
         return self.config.parallel.cp_comm_type[0] == "a2a"
 
     def context_bytes(self) -> float:
-        """Return what the self-attention of one block sends between context ranks, forward."""
+        """Return the bytes that a rank sends for context parallelism in a block's forward pass."""
         x, head = self.sizes, self.block_bytes.cut(self.block_bytes.h)
         return 4 * ring(x.cp) * head if self.trades_heads else 2.0 * (x.cp - 1) * head
 
     def mlp(self, inner: int) -> LayerBytes:
-        """Return fc1's output, GELU and fc2's input, of width ``inner``, and their gradients."""
+        """Return the memory of an MLP of width ``inner``; outputs of fc1 and GELU are kept."""
         width, x = self.block_bytes, self.sizes
         tensor, weight = width.cut(inner), width.matrix(inner, width.h)
         emulated = self.config.fp8.fp8_format is not None and not x.gpu
@@ -152,12 +156,11 @@ class ClipNetwork(Network):
         return LayerBytes(2 * tensor, max(tensor + weight, weight + width.whole - tensor) + more)
 
     def kept_in_8_bits(self, block: LayerBytes, *, alone: int, shared: int) -> LayerBytes:
-        """Return a block whose linear layers keep their inputs in 8 bits, where the run asks so.
+        """Return the memory of a block whose linear layers keep 8-bit inputs with ``--fp8-wgrad``.
 
         Args:
-            alone: bytes of inputs that one linear layer keeps and nothing else.
-            shared: bytes of inputs that something else keeps too, so that their 8-bit copy comes on
-                top.
+            alone: bytes of inputs that only one linear layer keeps.
+            shared: bytes of inputs that another operation keeps too, so their 8-bit copy is extra.
         """
         fp8, width = self.config.fp8, self.sizes.width
         if fp8.fp8_format is None or not fp8.fp8_wgrad:
@@ -166,7 +169,7 @@ class ClipNetwork(Network):
         return LayerBytes(block.kept - saved, block.transient)
 
     def in_8_bits(self, block: Flops) -> Flops:
-        """Return a block with its products with weights in 8 bits, where the run asks for it."""
+        """Return a block's operations, in an fp8 run with those of weights counted as 8-bit."""
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
             return block
@@ -176,7 +179,10 @@ class ClipNetwork(Network):
         )
 
     def velocity_loss(self, rows: int) -> LayerBytes:
-        """Return velocity and error of image tokens, ``[b, n, d]``: one in fp32 is kept."""
+        """Return the memory of the loss on ``rows`` image tokens: velocities and errors.
+
+        One of these tensors is kept in fp32, and in 16-bit precision another one in 16 bits.
+        """
         error = rows * self.model.token_width * FP32
         half = rows * self.model.token_width * self.sizes.width if self.sizes.half else 0
         return LayerBytes(error + half, 3 * error)

@@ -1,7 +1,7 @@
 """Floating-point operations of the video networks, as the log counts them.
 
-Only matrix products count. Attention counts in full where it is bidirectional, and else the keys
-that each query sees; recomputation does not count.
+Only matrix products count. Bidirectional attention counts all pairs of tokens, causal attention
+only the keys that each query attends to. Recomputation does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ext.video.model.wan.model import VideoDiT
 
 
 def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
-    """Return the operations of one clip, of so many tokens, through an MMDiT in both directions."""
+    """Return the operations of one clip of these tokens through an MMDiT, forward and backward."""
     h, m = sizes.hidden_size, sizes.mlp_size
     tokens = num_text + num_image
     # Queries, keys, values and projection, both MLP matrices, scores and their product with
@@ -47,7 +47,7 @@ def flops_of_frames(
 ) -> float:
     """Return the operations of one clip through a video DiT, forward and backward.
 
-    With a window, which says what frames see, the latent frames are whole blocks.
+    With a window attention is causal, and the latent frames must be whole blocks of the window.
     """
     frames = range(num_frames)
     seen = [
@@ -69,8 +69,8 @@ def flops_of_pass(
 ) -> float:
     """Return the operations of a pass without gradient on all model-parallel ranks together.
 
-    What the cache knows of the text is not computed again, and not counted. ``model`` may be any
-    rank's part; its inputs are those of `VideoDiT.forward`.
+    Keys and values of the text are not counted if the cache holds them. ``model`` may be any rank's
+    part; the other arguments are those of `VideoDiT.forward`.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2
@@ -90,7 +90,7 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Return for each block how many frames attend, and how many present frames they see."""
+    """Return for each frame block how many frames attend, and to how many present frames."""
     if window is None:
         return [(len(new), len(new))]
     return [
@@ -110,9 +110,9 @@ def flops_of_sample(
     """Return the operations of one sample through a video DiT in a pass without gradient.
 
     Args:
-        attended: tokens that attend and tokens that they see, for each stretch of frames.
-        num_times: timesteps: one, or one for each frame.
-        embeds_text: keys and values of the text are computed.
+        attended: for each run of consecutive frames, how many tokens attend and to how many.
+        num_times: number of timesteps: 1, or one for each frame.
+        embeds_text: the embedding of the text, and its keys and values, are computed.
     """
     h, pairs = sizes.hidden_size, list(attended)
     tokens = sum(queries for queries, _ in pairs)

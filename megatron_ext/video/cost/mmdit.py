@@ -34,37 +34,37 @@ from megatron_ext.video.model.mmdit.blocks import stage_blocks
 class MMDiTNetwork(ClipNetwork):
     """An MMDiT on the clips of one bucket.
 
-    The ranks of context parallelism hold unequal shares of text and image, but equal numbers of
-    tokens, which cost the same.
+    Context-parallel ranks hold different shares of text and image, but equally many tokens, and
+    text and image tokens cost the same.
     """
 
     model: MMDiTSizes
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
-        """Return the network of a resolved run on a bucket of its data."""
+        """Return the network of a resolved run, on the clips of one bucket of its data."""
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)
 
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Deal the blocks by cost; double blocks come first."""
+        """Return the range of blocks of each stage, dealt by cost; double blocks come first."""
         cost = self.config.section(MMDiTConfig).double_block_cost
         return stage_blocks(self.model, num_stages, cost)
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
-        """Return the tensors of a block, whose rows are text and image."""
+        """Return the byte counts of a block's tensors, whose rows are text and image tokens."""
         x = self.sizes
         return BlockBytes(x, self.model.hidden_size, self.tokens // x.cp * x.b)
 
     @property
     def boundary(self) -> int:
-        """Return hidden states and the embedding of the timesteps, ``[s + 1, b, h]``."""
+        """Return the bytes between stages: hidden states and timesteps, ``[s + 1, b, h]``."""
         return self.block_bytes.stream + self._vector
 
     @property
     def _vector(self) -> int:
-        """Return one vector for each clip, ``[b, h]``."""
+        """Return the bytes of one vector for each clip, ``[b, h]``."""
         return self.sizes.b * self.model.hidden_size * self.sizes.width
 
     def _is_double(self, number: int) -> bool:
@@ -104,7 +104,7 @@ class MMDiTNetwork(ClipNetwork):
         return found
 
     def _layers(self, name: str, *, double: bool) -> list[Weight]:
-        """Return one stream of a double block, or a single block."""
+        """Return the parameters of one stream of a double block, or of a single block."""
         x, tp, lora = self.model, self.sizes.tp, self.config.lora
         h, m = x.hidden_size, x.mlp_size
         qkv = Linear(f"{name}.linear_qkv", 3 * h, h, rows=tp, bias=x.qkv_bias).weights(lora)
@@ -131,12 +131,12 @@ class MMDiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
-        """Return a block of the more frequent kind."""
+        """Return the memory of a block of the more frequent kind."""
         singles = self.model.num_single_blocks > self.model.num_double_blocks
         return self._single_block() if singles else self._double()
 
     def _recomputed(self, stage: Stage) -> tuple[int, int]:
-        """Return how many double blocks, and single ones, the backward pass runs again."""
+        """Return how many double and how many single blocks the backward pass runs again."""
         flags, first = self.config.section(MMDiTConfig), min(stage.layers)
         doubles = sum(map(self._is_double, stage.layers))
         # Blocks count along the whole model: those of the stages before come first.
@@ -151,7 +151,7 @@ class MMDiTNetwork(ClipNetwork):
         )
 
     def _entering(self) -> LayerBytes:
-        """Return the embedders, which keep their inputs, in 16 bits a copy of them."""
+        """Return the memory of the embedders, which keep a copy of their inputs if in 16 bits."""
         x, model = self.sizes, self.model
         share = x.cp * x.sequence_size
         features = self.clip.num_image * (model.token_width + model.cond_embed * model.cond_width)
@@ -161,13 +161,16 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(copies + 6 * self._vector, weight * x.width + self.block_bytes.stream)
 
     def _modulation(self, parts: int) -> LayerBytes:
-        """Return ``Linear(SiLU(vec))``, whose weight's gradient is the last of the block."""
+        """Return the memory of ``Linear(SiLU(vec))`` to ``parts`` vectors.
+
+        The gradient of its weight is the last that a block computes.
+        """
         weight = parts * self.model.hidden_size**2 * self.sizes.width
         scales = parts // 3
         return LayerBytes((1 + parts + scales) * self._vector, weight + self.block_bytes.stream)
 
     def _attended(self, *, joins: bool) -> int:
-        """Return queries, keys, values, their norms and output; ``joins`` copies two streams."""
+        """Return the bytes that attention keeps; ``joins`` adds the copy that joins two streams."""
         width, h = self.block_bytes, self.model.hidden_size
         rows = width.rows * self.model.num_heads // self.sizes.tp
         kept = width.cut(3 * h) + 2 * rms_norm(self.sizes, rows, self.model.head_dim)
@@ -209,7 +212,7 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(3 * width.stream + width.statistics + output, 2 * width.stream + weight)
 
     def _block_flops(self) -> Flops:
-        """Return a block of either kind without its modulation; see `flops_of_clip`."""
+        """Return the operations of a block of either kind, without its modulation."""
         h, m = self.model.hidden_size, self.model.mlp_size
         rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp
         linear = rows * (4 * h * h + 2 * h * m)
@@ -230,9 +233,10 @@ class MMDiTNetwork(ClipNetwork):
         return flops_of_clip(self.model, self.clip.num_text, self.clip.num_image)
 
     def traffic(self, stage: Stage) -> Volume:
-        """Return the messages of a stage.
+        """Return the bytes that a rank of a stage sends.
 
-        Each half of a double block, and a single block, enters and leaves the ranks once.
+        Attention and MLP of a double block, and a single block as a whole, each need one gather and
+        one reduce-scatter (or one all-reduce) over the tensor-parallel ranks.
         """
         halves = sum(2 if self._is_double(number) else 1 for number in stage.layers)
         # A gather and a reduce-scatter, or one all-reduce; in each direction.

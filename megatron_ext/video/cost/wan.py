@@ -1,4 +1,4 @@
-"""Formulas of the video DiT (`video.model.wan`): parameters, activations, operations, messages."""
+"""Formulas of the video DiT (`video.model.wan`): parameters, activations, operations, traffic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_ext.video.model.wan.attention import AttentionPlan, stage_blocks, 
 
 
 def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
-    """Return the parameters of a stage on one of ``tp`` ranks, in the order of the module."""
+    """Return the parameters of a stage on one of ``tp`` ranks, in the order of its module."""
     held = [f"blocks.{number}." for number in stage.layers]
     held += ["embedder."] * stage.embedding + ["head."] * stage.head
     found = list[Weight]()
@@ -52,8 +52,8 @@ class DiTNetwork(ClipNetwork):
     """A video DiT on clips of one shape.
 
     Attributes:
-        plan: which frames see which; past frames are those of a cache.
-        num_times: timesteps of a clip: one, or one for each frame.
+        plan: which frames attend to which; past frames are those of a cache.
+        num_times: number of timesteps of a clip, f: 1, or one for each frame.
     """
 
     model: VideoDiTSizes
@@ -62,7 +62,7 @@ class DiTNetwork(ClipNetwork):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
-        """Return the network of a resolved run of flow matching on a bucket of its data."""
+        """Return the network of a resolved flow-matching run, on one bucket of its data."""
         plan, dit = AttentionPlan.bidirectional(clip.frames), config.section(VideoDiTConfig)
         if config.section(VideoConfig).is_causal:
             window = window_of(config.section(WanConfig))
@@ -72,7 +72,7 @@ class DiTNetwork(ClipNetwork):
         return cls(config, ranks, dit.sizes, clip, plan, times)
 
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Deal the blocks evenly."""
+        """Return the range of blocks of each stage, dealt evenly."""
         return stage_blocks(self.model.num_blocks, num_stages)
 
     def weights(self, stage: Stage) -> list[Weight]:
@@ -81,7 +81,7 @@ class DiTNetwork(ClipNetwork):
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
-        """Return the tensors of a block, whose rows are image tokens."""
+        """Return the byte counts of a block's tensors, whose rows are image tokens."""
         x = self.sizes
         return BlockBytes(x, self.model.hidden_size, self.clip.num_image // x.cp * x.b)
 
@@ -91,13 +91,13 @@ class DiTNetwork(ClipNetwork):
 
     @property
     def boundary(self) -> int:
-        """Return hidden states, timesteps and text, ``[s + 7 f + l, b, h]``."""
+        """Return the bytes between stages: hidden states, timesteps, text, ``[s + 7 f + l, b, h]``."""
         rows = 7 * self.num_times * self.sizes.b + self._text_rows
         return self.block_bytes.stream + rows * self.model.hidden_size * self.sizes.width
 
     @property
     def _vector(self) -> int:
-        """Return one part of the modulation, ``[f, b, h]``."""
+        """Return the bytes of one of the six parts of the modulation, ``[f, b, h]``."""
         rows = self.num_times * self.sizes.b
         return rows * self.model.hidden_size * self.sizes.width
 
@@ -113,7 +113,7 @@ class DiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def _entering(self) -> LayerBytes:
-        """Return packed latents, the text's MLP, and the modulation of all blocks."""
+        """Return the memory of the embedder: packed latents, the text's MLP, and the timesteps."""
         x, model, h = self.sizes, self.model, self.model.hidden_size
         held = self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
         text = self._text_rows * 3 * h * x.width
@@ -124,14 +124,20 @@ class DiTNetwork(ClipNetwork):
         )
 
     def _selected(self) -> int:
-        """Return the frames whose keys and values are copied: cached ones, or apart from others."""
+        """Return how many frames' keys and values are copied to be contiguous.
+
+        A block copies what it sees in several slices; new frames are copied behind cached ones.
+        """
         frames = sum(_count(seen) for _, seen in self.plan.blocks if len(seen) > 1)
         if self.plan.past:
             frames += len(self.plan.past) + self.clip.frames
         return frames
 
     def _self_attention(self) -> int:
-        """Return projection, both norms, rotated queries and keys, outputs by block and joined."""
+        """Return the bytes that self-attention keeps.
+
+        They are projection, norms, rotated queries and keys, and outputs by block and joined.
+        """
         x, width, h = self.sizes, self.block_bytes, self.model.hidden_size
         wide = 2 * width.rows * h // x.tp * FP32 if x.half else 0
         rows = width.rows * self.model.num_heads // x.tp
@@ -145,7 +151,7 @@ class DiTNetwork(ClipNetwork):
         return kept + width.exchanged(self.trades_heads)
 
     def _cross_attention(self) -> int:
-        """Return queries of the tokens, keys and values of the text, and their norms."""
+        """Return the bytes that cross-attention keeps: queries, keys, values and norms."""
         x, width, h = self.sizes, self.block_bytes, self.model.hidden_size
         of_text = self._text_rows * h // x.tp
         wide = (width.rows * h // x.tp + of_text) * FP32 if x.half else 0
@@ -155,11 +161,11 @@ class DiTNetwork(ClipNetwork):
 
     @property
     def _trains(self) -> bool:
-        """Return whether all weights are trained, norms and modulations among them."""
+        """Return whether all weights are trained, rather than only adapters."""
         return self.config.lora.lora_rank is None
 
     def _adapters(self) -> int:
-        """Return the narrow tensors of the adapters of a block, `A x` scaled."""
+        """Return the bytes of ``A x`` of a block's adapters, ``lora_rank`` features a token."""
         lora, width = self.config.lora, self.block_bytes
         rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
         targets = lora.lora_target_modules or []
@@ -168,7 +174,7 @@ class DiTNetwork(ClipNetwork):
         return tokens * (lora.lora_rank or 0) * self.sizes.width
 
     def layer(self) -> LayerBytes:
-        """Return one block."""
+        """Return the memory of one block."""
         width, h = self.block_bytes, self.model.hidden_size
         vectors = LayerBytes(8 * self._vector, width.stream + 6 * self._vector)
         modulation = LayerBytes(vectors.kept + self._adapters(), vectors.transient)
@@ -195,7 +201,7 @@ class DiTNetwork(ClipNetwork):
         return self.kept_in_8_bits(block, alone=alone, shared=width.cut(h))
 
     def without_gradient(self) -> int:
-        """Return the most that a pass without gradient holds: a block's widest tensors."""
+        """Return the most bytes of activations that a pass without gradient holds at a time."""
         width, h = self.block_bytes, self.model.hidden_size
         wide = 2 * width.cut(3 * h) if self.sizes.half else 0
         past = 2 * self._selected() * width.cut(h) // self.clip.frames
@@ -209,7 +215,7 @@ class DiTNetwork(ClipNetwork):
         return LayerBytes(kept, 2 * width.stream)
 
     def _attended(self) -> list[tuple[int, int]]:
-        """Return how many tokens attend and how many they see, for each stretch of frames."""
+        """Return, for each run of consecutive frames, how many tokens attend and to how many."""
         per_frame = self.clip.rows * self.clip.columns
         return [
             ((own.stop - own.start) * per_frame, _count(seen) * per_frame)
@@ -217,7 +223,7 @@ class DiTNetwork(ClipNetwork):
         ]
 
     def _block_flops(self) -> Flops:
-        """Return a block on one rank; see `flops_of_sample`."""
+        """Return the operations of a block on one rank; see `flops_of_sample`."""
         h, x, text = self.model.hidden_size, self.sizes, self.clip.num_text
         tokens = self.clip.num_image / x.cp
         linear = tokens * (6 * h * h + 2 * h * self.model.ffn_size) + 2 * text * h * h
@@ -245,9 +251,10 @@ class DiTNetwork(ClipNetwork):
         )
 
     def traffic(self, stage: Stage) -> Volume:
-        """Return the messages of a stage.
+        """Return the bytes that a rank of a stage sends.
 
-        Three times in a block tokens are gathered, or copied, and sums are shared out.
+        Both attentions and the feed-forward layers each need one gather and one reduce-scatter (or
+        one all-reduce) over the tensor-parallel ranks.
         """
         x, count = self.sizes, len(stage.layers)
         gathers = 6 * ring(x.tp) * self.block_bytes.whole
