@@ -161,10 +161,7 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(copies + 6 * self._vector, weight * x.width + self.block_bytes.stream)
 
     def _modulation(self, parts: int) -> LayerBytes:
-        """Return the memory of ``Linear(SiLU(vec))`` to ``parts`` vectors.
-
-        The gradient of its weight is the last that a block computes.
-        """
+        """Return the memory of a block's modulation, ``Linear(SiLU(vec))`` to ``parts`` vectors."""
         weight = parts * self.model.hidden_size**2 * self.sizes.width
         scales = parts // 3
         return LayerBytes((1 + parts + scales) * self._vector, weight + self.block_bytes.stream)

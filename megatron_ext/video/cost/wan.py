@@ -91,7 +91,7 @@ class DiTNetwork(ClipNetwork):
 
     @property
     def boundary(self) -> int:
-        """Return the bytes between stages: hidden states, timesteps, text, ``[s + 7 f + l, b, h]``."""
+        """Return the bytes of hidden states, timesteps and text, ``[s + 7 f + l, b, h]``."""
         rows = 7 * self.num_times * self.sizes.b + self._text_rows
         return self.block_bytes.stream + rows * self.model.hidden_size * self.sizes.width
 
@@ -124,20 +124,14 @@ class DiTNetwork(ClipNetwork):
         )
 
     def _selected(self) -> int:
-        """Return how many frames' keys and values are copied to be contiguous.
-
-        A block copies what it sees in several slices; new frames are copied behind cached ones.
-        """
+        """Return how many frames' keys and values are copied, to join slices or cached frames."""
         frames = sum(_count(seen) for _, seen in self.plan.blocks if len(seen) > 1)
         if self.plan.past:
             frames += len(self.plan.past) + self.clip.frames
         return frames
 
     def _self_attention(self) -> int:
-        """Return the bytes that self-attention keeps.
-
-        They are projection, norms, rotated queries and keys, and outputs by block and joined.
-        """
+        """Return the bytes that self-attention keeps, from its projection to its joined output."""
         x, width, h = self.sizes, self.block_bytes, self.model.hidden_size
         wide = 2 * width.rows * h // x.tp * FP32 if x.half else 0
         rows = width.rows * self.model.num_heads // x.tp

@@ -49,10 +49,7 @@ class VideoCodec(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32.
-
-        Raise the error of `check_channels`.
-        """
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; calls `check_channels`."""
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return the shape ``(c, t, h, w)`` of a clip's latents.

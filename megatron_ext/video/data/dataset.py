@@ -219,10 +219,7 @@ class VideoBatch:
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeat the last row of text ``[..., l, d]``.
-
-    The number of text and image tokens together becomes a multiple of ``multiple``.
-    """
+    """Repeat the last row of text ``[..., l, d]`` until ``multiple`` divides all the tokens."""
     missing = -(text.size(-2) + image_tokens) % multiple
     last = text[..., -1:, :]
     return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)

@@ -191,10 +191,7 @@ def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return a line for each reason: the number of clips dropped and the first of them.
-
-    The most frequent reason comes first.
-    """
+    """Return a line for each reason, by frequency: how many clips are dropped, and the first."""
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why]}"

@@ -135,10 +135,7 @@ def build_video_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Open the splits on every rank: all need the plans, only some read clips.
-
-    See `Task.datasets`.
-    """
+    """Open the splits on every rank, since all need the plans of steps; see `Task.datasets`."""
     video = config.section(VideoConfig)
     train = open_split(config, str(video.video_data_path), shuffle=True)
     path = video.video_valid_path
@@ -339,10 +336,7 @@ class VideoSource(BatchSource):
 
 
 def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return the clips, tokens and floating-point operations of the coming step on all ranks.
-
-    See `Task.step_stats`.
-    """
+    """Return clips, tokens and FLOPs of the coming step on all ranks; see `Task.step_stats`."""
     source = run.train_source
     assert isinstance(source, VideoSource)
     network, sequences = network_of(run.config), source.video_plan.sequences(source.coming)

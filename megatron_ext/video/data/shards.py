@@ -48,10 +48,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a manifest or a shard's marker.
-
-    DataError is raised if it is missing, unreadable, or of another format.
-    """
+    """Read a manifest or a shard's marker; raise DataError if it is missing or unusable."""
     try:
         content = json.loads(path.read_bytes())
         found = content["format"]

@@ -92,17 +92,9 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer with transformers, which must be in local folders.
 
-    Args:
-        text_encoder: value of ``--text-encoder``, for messages.
-        model_class: name of the model's class in transformers.
-        name: option that gives ``path``, for messages.
-        path: folder of the model.
-        types: values of ``model_type`` in its config.json that are accepted.
-        tokenizer_path: folder of the tokenizer.
-
-    Raises:
-        ConfigError: transformers is missing, the model has another type or lacks weights, or a
-            folder cannot be loaded.
+    Errors name the value of ``text_encoder`` and the option ``name`` of the path. ConfigError is
+    raised if transformers is missing, the model's type is not one of ``types``, it lacks weights,
+    or a folder cannot be loaded.
     """
     try:
         import transformers
