@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
 
 Role = Literal["generator", "critic", "teacher"]
-"""One of the networks."""
+"""One of the three networks of a streaming run."""
 
 _frames = partial(flag, unit="latent frames", bounds=SIZE)
 _named_size = partial(flag, choices=tuple(SIZES), if_changed="allow")
@@ -33,14 +33,14 @@ _named_size = partial(flag, choices=tuple(SIZES), if_changed="allow")
 
 @dataclass(frozen=True)
 class StreamingConfig(WanConfig):
-    """The three networks of ``--task streaming``, and what they are trained on.
+    """The three networks of ``--task streaming``, and the data and losses that train them.
 
-    `video.streaming.rules` checks how they fit together.
+    `video.streaming.rules` checks that they fit together.
 
     Attributes:
-        text_features: width of the text encoder's rows, which decides that of the networks.
-        switches: there are prompts after the switch.
-        given_frames: that sequences begin with, a block or none.
+        text_features: width of the text encoder's output, the text width of all networks.
+        switches: whether the files of prompts have prompts after a switch.
+        given_frames: number of latent frames that sequences are given at the start: a block or 0.
     """
 
     generator_size: str = _named_size("tiny", "named size of the generator")
@@ -190,23 +190,23 @@ class StreamingConfig(WanConfig):
 
     @property
     def starts_others(self) -> bool:
-        """Return whether critic or teacher take the weights of a checkpoint."""
+        """Return whether critic or teacher start from the weights of a checkpoint."""
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
     def sizes(self, role: Role = "generator") -> VideoDiTSizes:
-        """Return the sizes of a network; without a size of its own they are the generator's."""
+        """Return the sizes of a network; one without a named size has the generator's."""
         named = SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or SIZES[self.generator_size].channels
         width = self.text_features or named.text_width
         return dataclasses.replace(named, channels=channels, text_width=width)
 
     def described(self, model: ModelConfig, role: Role = "generator") -> ModelConfig:
-        """Return the model's section for one of the networks."""
+        """Return ``model`` changed to describe one of the networks."""
         return model_of(self.sizes(role).transformer_fields(), model)
 
 
 DEFAULT_FPS = 16
-"""Values of Wan 2.1 and LongLive."""
+"""Frames per second of the videos of Wan 2.1 and LongLive."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class StreamingSampleConfig:
     """Length and prompt switches of sampled videos, with ``--task streaming``.
 
     Attributes:
-        only_samples: this is no training, but a run of tools/sample_video.py.
+        only_samples: whether this is a run of tools/sample_video.py, which does not train.
     """
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
@@ -234,13 +234,13 @@ class StreamingSampleConfig:
     only_samples: bool = derived(False)
 
     def num_frames(self, streaming: StreamingConfig) -> int:
-        """Return the latent frames of each video, whole blocks unless the flag says otherwise."""
+        """Return the number of latent frames of each video; the default is whole blocks."""
         block = max(1, streaming.frame_block)
         longest = max(streaming.sequence_lengths, default=block)
         return self.sample_latent_frames or longest // block * block
 
     def switch_frame(self, streaming: StreamingConfig) -> int:
-        """Return the latent frame from which on the second captions hold."""
+        """Return the latent frame at which the second captions take effect."""
         block = max(1, streaming.frame_block)
         middle = -(-self.num_frames(streaming) // (2 * block)) * block
         return middle if self.sample_switch_frame is None else self.sample_switch_frame

@@ -1,8 +1,8 @@
 """Noise levels of distribution matching on videos.
 
 The path is ``x_t = (1 - sigma) * x0 + sigma * noise``. Networks predict the flow ``v = noise - x0``
-and are told the timestep ``t``, 0 to 1000. A table with a shift towards the noise gives the sigma
-of a timestep (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622).
+and take the timestep ``t``, 0 to 1000, as an input. A table, shifted towards the noise, maps a
+timestep to its sigma (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megatron_ext.video.loss import shift, spread
 from megatron_ext.video.streaming.config import StreamingConfig
 
 NUM_TIMESTEPS = 1000
-"""Entries of the table, and the timestep of pure noise."""
+"""Number of entries of the table, and the timestep of pure noise."""
 
 
 class NoiseSchedule:
     """A table of noise levels, and the levels that a streaming run uses for each purpose.
 
     Args:
-        streaming: its ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s). Its
-            ``denoising_steps`` count thousandths of the way from data to noise, and are shifted
-            as the table is with ``warp_denoising_steps``; else they are timesteps.
+        streaming: ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s), with s the level
+            before the shift. With ``warp_denoising_steps``, ``denoising_steps`` are 1000 * s and
+            are shifted like the table; otherwise they are timesteps already.
 
     Attributes:
         sigmas: the table, falling from 1, ``[1000]`` float64 on the CPU.
@@ -42,9 +42,9 @@ class NoiseSchedule:
         self.denoising_timesteps: tuple[float, ...] = tuple(steps.tolist())
 
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """Return the noise at the entries of the table that lie nearest to timesteps, in float64.
+        """Return the sigma of the table's entry nearest to each timestep, float64.
 
-        It is never 0, since the table ends before it.
+        It is never 0, since the last entry of the table is above 0.
         """
         table = self._timesteps.to(timesteps.device)
         t = timesteps.double()
@@ -53,26 +53,27 @@ class NoiseSchedule:
         return torch.where(t - low < high - t, low, high) / NUM_TIMESTEPS
 
     def context_sigma(self, *, recached: bool = False) -> float:
-        """Return the noise of frames that the generator sees as its past.
+        """Return the sigma of the past frames that the generator sees.
 
-        With ``context_noise_from_table`` the table decides, which at timestep 0 gives 0.5% of
-        noise; frames ``recached`` at a prompt switch then have none, as in LongLive. Otherwise
-        sigma is 0 at timestep 0, and all frames of the past are noised alike.
+        With ``context_noise_from_table`` it comes from the table, which with the default shift
+        gives 0.5% at timestep 0; frames ``recached`` at a prompt switch then have sigma 0, as in
+        LongLive. Otherwise sigma is 0 at timestep 0, and the same for all past frames.
         """
         noise, from_table = self.streaming.context_noise, self.streaming.context_noise_from_table
         is_clean = recached if from_table else noise == 0
         return 0.0 if is_clean else float(self.sigma(torch.tensor(noise)))
 
     def score_timesteps(self, uniforms: Tensor, exit_step: int | None = None) -> Tensor:
-        """Return the timesteps at which clips are looked at, ``[b]`` float32.
+        """Return the timesteps at which critic and teacher evaluate clips, ``[b]`` float32.
 
-        As in Self-Forcing (arXiv:2506.08009), ``ts_schedule`` allows no less noise than the
-        denoising step after the exit step has, and ``ts_schedule_max`` no more than the exit step.
+        As in Self-Forcing (arXiv:2506.08009), ``ts_schedule`` bounds the noise from below by that
+        of the denoising step after the exit step, and ``ts_schedule_max`` from above by that of the
+        exit step.
 
         Args:
-            uniforms: in [0, 1), ``[b]``; each chooses one of the steps before the shift.
-            exit_step: exit step of all blocks of the clip, counted from 0; None where blocks
-                differ, which allows all steps.
+            uniforms: in [0, 1), ``[b]``; each picks one of the 1000 steps before the shift.
+            exit_step: exit step of all blocks of the clip, counted from 0; None if blocks may
+                differ, which sets no bounds.
         """
         streaming, exits = self.streaming, self.denoising_timesteps
         low, high = 0, NUM_TIMESTEPS
@@ -86,18 +87,18 @@ class NoiseSchedule:
         return timesteps.clamp(streaming.min_timestep, streaming.max_timestep).float()
 
     def _step(self, timestep: float) -> int:
-        """Return the step before the shift, 1 to 1000, whose timestep lies nearest."""
+        """Return the step before the shift, 1 to 1000, whose shifted timestep is nearest."""
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Return x_t at timesteps of samples ``[b]`` or of frames ``[b, t]``; see `mixed`."""
+        """Return x_t at timesteps given by sample ``[b]`` or by frame ``[b, t]``; see `mixed`."""
         return mixed(x0, noise, self.sigma(timesteps))
 
 
 def mixed(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """Return x_t for latents and noise ``[b, t, c, h, w]``, in the dtype of ``x0``.
 
-    There is one sigma for each sample ``[b]``, for each frame ``[b, t]``, or one for all ``[]``.
+    ``sigma`` holds one value for each sample ``[b]``, for each frame ``[b, t]``, or for all ``[]``.
     """
     s = spread(sigma, x0)
     return ((1 - s) * x0.double() + s * noise.double()).to(x0.dtype)

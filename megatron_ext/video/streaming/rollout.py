@@ -1,14 +1,14 @@
-"""Generate frame blocks without gradient, then run their exit steps once more with it.
+"""Generate frame blocks without gradient, then run their exit steps again with gradient.
 
-A block is denoised from noise up to its exit step, whose clean latents are the block (arXiv:
-2506.08009), and which are then written into the cache for later blocks. Only the exit step is
-trained, and past frames are constants to it. So the gradient of a loss on the latents can be had
-before any backward pass: generate all blocks without gradient, then run each exit step again from
-the input that was recorded. Peak memory is that of one block, and blocks are independent
+A block is denoised from noise up to its exit step. The clean latents that this step predicts are
+the block (arXiv:2506.08009), and are written into the cache for later blocks. Only the exit step
+is trained; past frames are constants. The gradient of a loss on the latents is therefore known
+before any backward pass: all blocks are generated without gradient, then each exit step is run
+again from its recorded input. Peak memory is that of one block, and blocks are independent
 micro-batches.
 
-Videos of any length are made the same way, with all denoising steps. When the prompt changes, or a
-cache is lost, the past is encoded anew under the current prompt.
+Sampling generates videos of any length in the same way, with all denoising steps. When the prompt
+changes, or a cache was lost, past frames are encoded anew under the current prompt.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ Network = Callable[..., Tensor]
 ``text``; a generator also takes ``cache``, ``first_frame`` and ``update_cache``."""
 
 BlockNoise = Callable[[int, int], Tensor]
-"""Noise ``[b, block, c, h, w]`` of (first frame of a block, step); see `decisions.block_noise`."""
+"""Maps (first frame of a block, step) to noise ``[b, block, c, h, w]``; see
+`decisions.block_noise`."""
 
 WRITE_BACK = -1
-"""The step of `BlockNoise` at which a block is written into the cache."""
+"""The ``step`` argument of `BlockNoise` for writing a block into the cache."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class ExitStep:
 
 @dataclass(frozen=True)
 class History:
-    """Frames of a video, as they were generated.
+    """The past frames of a video, as they were generated.
 
     Attributes:
         newest: last frames, ``[b, t, c, h, w]``.
-        length: number of frames so far; those of ``newest`` are at their end.
-        sinks: first frames, at least `num_sinks` of them if there are so many.
+        length: number of frames so far, the last of which are ``newest``.
+        sinks: first frames: at least `num_sinks`, or all of a shorter video.
     """
 
     newest: Tensor
@@ -73,7 +74,7 @@ class Generator:
     """The trained network with its cache and its noise schedule.
 
     Attributes:
-        recache: fills the cache anew, see `video.model.wan.model.recache`.
+        recache: refills the cache; see `video.model.wan.model.recache`.
     """
 
     network: Network
@@ -84,8 +85,8 @@ class Generator:
     def clean(self, step: ExitStep) -> Tensor:
         """Return the clean latents that a step predicts, ``[b, block, c, h, w]``.
 
-        The cache is read, never written: later blocks must not see keys of noised frames. The
-        second phase of training calls this with gradient, after generation.
+        The cache is only read, since later blocks must not see keys of noised frames. The second
+        phase of training calls this again with gradient.
         """
         t = _timesteps(step.timestep, step.x)
         flow = self.network(
@@ -131,13 +132,14 @@ class Generator:
     def encode_anew(
         self, history: History, text: Tensor, noise: BlockNoise, *, frames: int, keep_sink: bool
     ) -> None:
-        """Fill the cache with the past as a prompt would have made it.
+        """Refill the cache by encoding past frames under a prompt.
 
         Args:
-            history: has the last ``frames`` at least, if there are so many.
-            noise: the noise that the frames were written with.
-            frames: how many of the newest frames are encoded, at most.
-            keep_sink: leave the sinks as they are in the cache; else they are encoded too.
+            history: holds at least the last ``frames`` frames, or all of a shorter video.
+            text: the prompt, ``[b, l, d]``.
+            noise: the noise source with which the frames were first written.
+            frames: largest number of newest frames to encode.
+            keep_sink: keep the sinks of the cache as they are, instead of encoding them too.
         """
         sinks = num_sinks(self.cache.window)
         if keep_sink and history.length <= sinks:
@@ -159,7 +161,7 @@ class Generator:
         )
 
     def _as_context(self, latents: Tensor, first_frame: int, noise: BlockNoise) -> Tensor:
-        """Return frames of the past as the network sees them when they are encoded anew."""
+        """Return past frames with the context noise that they get when they are encoded anew."""
         sigma = self.schedule.context_sigma(recached=True)
         if not sigma:
             return latents
@@ -169,12 +171,12 @@ class Generator:
 
 
 def num_sinks(window: FrameWindow) -> int:
-    """Return how many first frames must be kept: the sinks, in whole blocks."""
+    """Return how many first frames must be kept: the sinks, rounded up to whole blocks."""
     return -(-window.sink // window.block) * window.block
 
 
 def _timesteps(value: float, x: Tensor) -> Tensor:
-    """Return one timestep for all frames, ``[b, t]`` float32."""
+    """Return one timestep for all frames of ``x``, as ``[b, t]`` float32."""
     return torch.full(x.shape[:2], value, dtype=torch.float32, device=x.device)
 
 
@@ -183,14 +185,15 @@ class StreamClip:
     """The newest frames of a sequence, as critic and teacher see them.
 
     Attributes:
-        latents: X, ``[b, t, c, h, w]``; without gradient, but for one-graph generation.
-        mask: frames that count in the losses, bool ``[b, t]``: new ones, made under ``text``.
-        text: current prompt, which the losses take for the whole clip, ``[b, l, d]``.
-        blocks: exit steps to be run again with gradient; none if the clip is for the critic.
-        samples, sequence: numbers in the run.
-        number: number of the clip in the sequence.
+        latents: X, ``[b, t, c, h, w]``; with gradient only for the generator without two phases.
+        mask: True for frames that count in the losses, ``[b, t]``: new, and made under ``text``.
+        text: current prompt, ``[b, l, d]``; the losses use it for the whole clip.
+        blocks: exit steps to run again with gradient; empty for the critic or without two phases.
+        samples: numbers in the run of the clip's samples.
+        sequence: number of its sequence in the run.
+        number: number of the clip in the sequence, from 0.
         first_new, end: absolute numbers of the first new frame and of the frame after the newest.
-        exit_step: denoising step at which its new blocks end, counted from 0; None if they differ.
+        exit_step: denoising step, from 0, at which all new blocks end; None if blocks may differ.
     """
 
     latents: Tensor
@@ -205,7 +208,7 @@ class StreamClip:
     exit_step: int | None = None
 
     def frames_of(self, step: ExitStep) -> slice:
-        """Return the frames of a block in the clip."""
+        """Return the slice of the clip's frames that a block covers."""
         place = step.first_frame - (self.end - self.latents.size(1))
         return slice(place, place + step.x.size(1))
 
@@ -218,19 +221,20 @@ def generate_blocks(
     num_frames: int,
     keep_sink: bool,
 ) -> Iterator[Tensor]:
-    """Generate a batch of videos with all denoising steps, giving each block when it is made.
+    """Generate a batch of videos with all denoising steps, and yield each block once it is made.
 
-    Memory does not grow with the length: it holds the cache, of which the window is enough
-    (``network.new_cache(b, h, w)``), and as many latent frames. Where the prompt changes, the last
-    frames that the window holds are encoded anew, as LongLive's sampling does (arXiv:2509.22622).
+    Memory does not grow with the length of the videos. It holds a cache of one window
+    (``network.new_cache(b, h, w)``), the latent frames of one window, and the sinks. Where the
+    prompt changes, as many last frames as the window holds are encoded anew, as in LongLive's
+    sampling (arXiv:2509.22622).
 
     Args:
-        generator: its cache is begun anew.
-        texts: embeddings ``[b, l, d]`` by the latent frame from which on they hold, the start of a
-            block; the first from frame 0 on.
-        noise: decides shape, dtype and device of the latents.
-        num_frames: latent frames of each video, whole blocks.
-        keep_sink: where the prompt changes, sink frames stay as the first prompt made them.
+        generator: its cache is emptied first.
+        texts: embeddings ``[b, l, d]``, keyed by the latent frame at which each takes effect, the
+            start of a block; must have the key 0.
+        noise: gives the latents their shape, dtype and device.
+        num_frames: latent frames of each video, a multiple of the block.
+        keep_sink: keep the cached sinks as the first prompt made them when the prompt changes.
 
     Yields:
         Clean latents of the next block, ``[b, block, c, h, w]``.

@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 
 
 class WorkCounter:
-    """Counts the operations of each `VideoDiT` in networks, since the number of passes is drawn.
+    """Counts the floating-point operations of each `VideoDiT` in some networks, pass by pass.
 
-    A pass with gradient counts three times, for its backward pass, or twice where only its input
-    gets a gradient. Recomputation to save memory does not count.
+    They cannot be computed in advance, since the number of passes is random. A forward pass counts
+    three times if weights get a gradient, and twice if only its input gets one, which includes the
+    backward pass. Recomputation to save memory does not count.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -68,7 +69,7 @@ class WorkCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the passes inside of the block as work of a step."""
+        """Leave the passes inside of the ``with`` block uncounted."""
         flops = self._flops
         try:
             yield
@@ -76,16 +77,16 @@ class WorkCounter:
             self._flops = flops
 
     def take(self) -> float:
-        """Return the operations of this rank since the last call; all ranks have as many."""
+        """Return this rank's operations since the last call; the number is equal on all ranks."""
         flops, self._flops = self._flops, 0.0
         return flops
 
 
 class StreamingRunner(StepRunner):
-    """Trains the generator in some of the steps and the critic in all, on one long sequence.
+    """Trains the generator in some steps and the critic in all, on one long sequence.
 
-    The generator is the model of the run. Critic, teacher and the sequence of this replica belong
-    to the runner, which hands them to checkpoints as its extra state.
+    The generator is the model of the run. The runner holds the critic, the teacher and the sequence
+    of this replica. Checkpoints get critic and sequence as its ``extra_state``.
     """
 
     extra_state: StreamingState
@@ -112,16 +113,16 @@ class StreamingRunner(StepRunner):
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
-        """Return both trained networks; see `StepRunner.trained_chunks`."""
+        """Return the chunks of generator and critic; see `StepRunner.trained_chunks`."""
         return [*self.generator.chunks, *self.critic.chunks]
 
     @property
     def _networks(self) -> dict[Pass, TrainedNetwork]:
-        """Return the trained networks, by the passes that train them."""
+        """Return the trained networks, keyed by the kind of pass that trains each."""
         return {"critic": self.critic, "generator": self.generator}
 
     def model_steps(self, steps: int) -> int:
-        """Return how many of the first steps train the generator; see `decisions.passes`."""
+        """Return how many of the first ``steps`` train the generator; see `decisions.passes`."""
         return -(-steps // self.streaming.generator_interval)
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
@@ -147,9 +148,9 @@ class StreamingRunner(StepRunner):
         consumed_samples: int,
         num_samples: int,
     ) -> StepResult:
-        """Train one step on ``num_microbatches`` clips of each kind; see `StepRunner.train`.
+        """Train one step on ``num_microbatches`` clips for each network; see `StepRunner.train`.
 
-        ``batches`` is None, since prompts belong to the sequence, which also counts its samples.
+        ``batches`` is None, since the sequence holds the prompts and counts its own samples.
         """
         kinds = passes(self.streaming, self.extra_state.steps, num_microbatches)
         trained = {kind: network for kind, network in self._networks.items() if kind in kinds}
@@ -177,7 +178,7 @@ class StreamingRunner(StepRunner):
         return self._result(reports, updates)
 
     def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
-        """Count the step; both learning rates follow the steps of the run, not the updates."""
+        """Count the step, and advance both learning rates, also that of a network not updated."""
         self.extra_state.steps += 1
         for kind, network in self._networks.items():
             if kind in updates:
@@ -185,15 +186,16 @@ class StreamingRunner(StepRunner):
             else:
                 network.scheduler.step(increment=num_samples)
         if "generator" in updates:
-            # It holds the text as the weights before the update saw it.
+            # The memo holds the text as encoded by the weights before the update.
             self.sequence.generator.cache.memo.clear()
 
     def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
-        """Add up gradients on the next clip; return reports and how many frames counted."""
+        """Add up gradients on the next clip; return its reports and its number of counted frames."""
         clip = self.sequence.next_clip(trains_generator=kind == "generator")
         noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
         num_frames = clip.mask.sum()
-        # Frames of all clips count alike, or clips do: data-parallel ranks add up, or average.
+        # Frames of all clips have equal weight and data-parallel ranks sum, or clips have equal
+        # weight and data-parallel ranks average.
         per_frame = self.config.training.calculate_per_token_loss
         share = 1 if per_frame else num_frames * accumulation
         reports = []
@@ -204,7 +206,7 @@ class StreamingRunner(StepRunner):
         return reports, num_frames
 
     def _generator_losses(self, clip: StreamClip, noised: NoisedClip) -> Iterator[Loss]:
-        """Give losses block by block, or of the whole clip where it was generated with gradient."""
+        """Yield a loss for each block, or one for a whole clip that was generated with gradient."""
         if self.streaming.distribution_loss == "sid":
             direction, losses = sid_direction(clip, noised, self.scores, self._whole_gradient)
         else:
@@ -215,7 +217,7 @@ class StreamingRunner(StepRunner):
             yield dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
 
     def _whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Add up the gradients of a network's input over ranks; see `VideoDiT.forward`."""
+        """Combine the ranks' gradients of a network's input; see `VideoDiT.forward`."""
         groups, whole = self.context.pgs, gradient.contiguous().clone()
         if self.transformer_config.sequence_parallel:
             torch.distributed.all_reduce(whole, group=groups.tp)

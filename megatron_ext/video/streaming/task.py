@@ -32,7 +32,7 @@ from megatron_ext.video.streaming.step import StreamingRunner
 
 
 def sampler_of(run: Run) -> Callable[[Path], None]:
-    """Return what samples the long videos of a run into a folder, between its steps."""
+    """Return a function that samples the run's long videos into a folder, between steps."""
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
     prompts, work = runner.sequence.prompts, runner.work
@@ -56,12 +56,15 @@ def sampler_of(run: Run) -> Callable[[Path], None]:
 def no_batches(
     run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return a source without batches, since prompts belong to the sequence; see `Task.source`."""
+    """Return an empty source, since the sequence holds the prompts; see `Task.source`."""
     return BatchSource(None, None)
 
 
 def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Count samples and tokens of a step; see `Task.step_stats`. The runner counts operations."""
+    """Count the samples and tokens of a step; see `Task.step_stats`.
+
+    The operations are 0 here, since the runner counts them.
+    """
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
     clips = len(passes(runner.streaming, runner.extra_state.steps, num_microbatches))

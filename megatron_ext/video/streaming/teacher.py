@@ -1,8 +1,8 @@
-"""The frozen teacher, which may lie on other ranks than the networks that are trained.
+"""The frozen teacher, which may have another parallel layout than the trained networks.
 
-Latents, timesteps and texts are whole on every rank of a replica, and so are predictions: a copy of
-the teacher can lie on any consecutive ranks. Where such a group covers several replicas, it sees
-the samples of all of them; where a replica holds several groups, they share out its samples.
+Every rank of a replica has whole latents, timesteps, texts and predictions. A copy of the teacher
+can therefore span any group of consecutive ranks. A group that covers several replicas predicts for
+the samples of all of them. Several groups in one replica divide its samples among themselves.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ def build_teacher(
 ) -> torch.nn.Module:
     """Build this rank's part of the teacher, a `video.streaming.rollout.Network`.
 
-    It is frozen, so without buffers for gradients and without optimizer. All ranks call this
-    together. The random state of the run stays as it is. Without a checkpoint the teacher's random
-    weights are the same in any layout; they differ from those of generator and critic, which start
-    alike.
+    It is frozen: it has no gradient buffers and no optimizer. All ranks call this together. The
+    random state of the run does not change. Without a checkpoint the teacher's random weights are
+    the same in any layout, and their seed differs from that of generator and critic.
 
     Raises:
-        CheckpointError: ``--teacher-checkpoint`` is not there, or holds another model.
+        CheckpointError: ``--teacher-checkpoint`` does not exist, or holds another model.
     """
     sizes = teacher_sizes(config.section(StreamingConfig), config.parallel)
     own = _config_of(config, sizes)
     if sizes is None:
         return _network(own, build_transformer_config(own), context, device)
     run, minutes = context.layout, config.parallel.distributed_timeout_minutes
-    # A group has consecutive ranks, so that the replicas of the teacher vary slowest.
+    # Consecutive ranks form a group, so the data-parallel rank of the teacher varies slowest.
     layout = Layout(run.world_size, sizes.tensor, sizes.pipeline, use_tp_pp_dp_mapping=True)
     lies = secondary_groups(layout, timeout_minutes=minutes)
     transformer_config = build_transformer_config(own)
@@ -91,7 +90,7 @@ def _network(
     context: ParallelContext,
     device: torch.device,
 ) -> torch.nn.Module:
-    """Build this rank's stage, with its weights."""
+    """Build this rank's stage of the teacher and load its weights."""
     build = partial(build_network, role="teacher")
     (bare,) = build_chunks(build, config, transformer_config, context)
     bare = bare.to(device).requires_grad_(False).eval()
@@ -102,14 +101,16 @@ def _network(
 
 
 class ParallelTeacher(torch.nn.Module):
-    """A teacher on ranks of its own; a `video.streaming.rollout.Network`.
+    """A teacher with its own parallel layout; a `video.streaming.rollout.Network`.
 
     Args:
         network: this rank's stage.
-        context: groups of the teacher, whose data-parallel replicas are its groups of ranks.
-        peers: the ranks at this rank's place in each replica of the run that this rank's group
-            covers, or else in each group of this rank's replica.
-        num_replicas: replicas of the run that a group covers; 1 for one or a part of one.
+        context: parallel groups of the teacher; each group of ranks that holds a copy is one of
+            its data-parallel replicas.
+        peers: ranks with this rank's position in the replicas of the run that its teacher group
+            covers, or in the teacher groups of its replica if there are several.
+        num_replicas: number of replicas of the run that a teacher group covers; 1 also for a part
+            of a replica.
     """
 
     def __init__(
@@ -135,30 +136,30 @@ class ParallelTeacher(torch.nn.Module):
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
         """Return the flow of noised latents, float32; see `VideoDiT.forward`.
 
-        All ranks of the run call this together with as many samples, the same on all ranks of a
-        replica.
+        All ranks of the run call this together, with equally many samples. The samples are equal on
+        all ranks of a replica.
 
         Raises:
-            DataError: inputs that do not fit the model, on all ranks alike.
+            DataError: the inputs do not fit the model; on all ranks.
         """
         # Before any rank waits for another.
         check_inputs(self._model.sizes, x, timesteps, text)
         own = x, timesteps, text
         if self._num_replicas > 1:
-            # The samples of all replicas of the group together; a rank keeps its replica's.
+            # Predict the samples of all replicas of the group; keep those of this replica.
             rows = tuple(_gathered(part, self._peers) for part in own)
             flow = self._predicted(rows, self._num_replicas)
             return flow.chunk(self._num_replicas)[self._peers.rank()]
-        # The groups of a replica share out its samples, as far as there are enough.
+        # The groups of a replica divide its samples; groups repeat parts if samples are too few.
         num_parts = gcd(x.size(0), self._peers.size())
         number = self._peers.rank() % num_parts
         flow = self._predicted(tuple(part.chunk(num_parts)[number] for part in own), 1)
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow of latents, timesteps and texts, ``[n, ...]`` each, on all ranks."""
+        """Return the flow for ``rows`` on all ranks: latents, timesteps, texts, ``[n, ...]`` each."""
         x, staged = rows[0], self._context.layout.pipeline_model_parallel_size > 1
-        # Through stages the samples go one by one.
+        # With pipeline stages each sample is a micro-batch.
         parts = [part.chunk(x.size(0) if staged else num_microbatches) for part in rows]
         names = "x", "timesteps", "text"
         inputs = [dict(zip(names, batch, strict=True)) for batch in zip(*parts, strict=True)]
