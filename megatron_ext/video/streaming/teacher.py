@@ -150,14 +150,14 @@ class ParallelTeacher(torch.nn.Module):
             rows = tuple(_gathered(part, self._peers) for part in own)
             flow = self._predicted(rows, self._num_replicas)
             return flow.chunk(self._num_replicas)[self._peers.rank()]
-        # The groups of a replica divide its samples; groups repeat parts if samples are too few.
+        # The groups of a replica divide its samples; parts repeat where groups do not divide them.
         num_parts = gcd(x.size(0), self._peers.size())
         number = self._peers.rank() % num_parts
         flow = self._predicted(tuple(part.chunk(num_parts)[number] for part in own), 1)
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow for ``rows`` on all ranks: latents, timesteps, texts, ``[n, ...]`` each."""
+        """Return the flow on all ranks; rows: latents, timesteps, texts, each ``[n, ...]``."""
         x, staged = rows[0], self._context.layout.pipeline_model_parallel_size > 1
         # With pipeline stages each sample is a micro-batch.
         parts = [part.chunk(x.size(0) if staged else num_microbatches) for part in rows]
