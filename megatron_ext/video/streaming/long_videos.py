@@ -1,6 +1,6 @@
 """Sample long videos with a run's generator, block by block into mp4 files.
 
-All ranks work together. Files grow while they are made, so that memory does not grow with them.
+All ranks work together. Frames are written as they are made, so memory does not grow with videos.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from megatron_ext.video.data.codec import VideoCodec
 
 Encode = Callable[[Sequence[str]], Tensor]
-"""Gives embeddings ``[n, l, d]`` of captions; all ranks call it together."""
+"""Maps n captions to embeddings ``[n, l, d]``; all ranks call it together."""
 
 
 class NotFiniteError(DataError):
@@ -59,7 +59,7 @@ class NotFiniteError(DataError):
 
 @dataclass(frozen=True)
 class WrittenVideo:
-    """A video that was written for a prompt, with some of its frames, ``[k, H, W, 3]``."""
+    """A video file for prompt ``number``; ``shown`` are stills from it, ``[k, H, W, 3]``."""
 
     number: int
     num_frames: int
@@ -67,16 +67,16 @@ class WrittenVideo:
 
 
 class LongVideoWriter:
-    """Writes a batch of videos, a stretch of frames at a time; `finish` or `abandon` it.
+    """Writes a batch of videos, some frames at a time; call `finish` or `abandon` at the end.
 
     Args:
         numbers: numbers of the prompts, which name the files.
         decoder: takes the next latents ``[b, c, t, h, w]``, from the beginning of the videos on,
-            and gives their pixels ``[b, 3, f, H, W]``; see `video.data.codecs`.
-        num_frames: frames of each whole video, in pixels.
+            and returns their pixels ``[b, 3, f, H, W]``; see `video.data.codecs`.
+        num_frames: number of decoded frames of each whole video.
 
     Attributes:
-        num_frames: frames of each video that were written so far, in pixels.
+        num_frames: number of decoded frames of each video written so far.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -118,12 +118,12 @@ class LongVideoWriter:
         self.num_frames += frames.shape[1]
 
     def abandon(self) -> None:
-        """Close files that are not to be finished."""
+        """Close the files without finishing the videos."""
         for file in self._files:
             file.abandon()
 
     def finish(self) -> list[WrittenVideo]:
-        """Close the files and return the videos."""
+        """Finish and close the files; return the videos."""
         for file in self._files:
             file.close()
         stills = np.stack(self._stills, axis=1)
@@ -135,10 +135,11 @@ class LongVideoWriter:
 
 @dataclass
 class Throughput:
-    """How fast videos are sampled, from the first noise to pixels in a file.
+    """Counts and times of sampling, from the first noise to frames in a file.
 
     Attributes:
-        blocks, frames: frame blocks, and frames in pixels, of all videos.
+        blocks, frames: numbers of frame blocks and of decoded frames, summed over all videos.
+        seconds: seconds until the last block was written.
         first_block: seconds until the first block of the first video was written.
     """
 
@@ -150,21 +151,20 @@ class Throughput:
 
 
 Progress = Callable[[Throughput], None]
-"""Gets the throughput of a replica so far, after each block."""
+"""Called after each block with the throughput of a replica so far."""
 
 
 class LongVideoSampler:
     """Samples the videos of a run's prompts; all ranks build and call it together.
 
-    It reads the weights of the run's generator, and draws from none of its streams of random
-    numbers; networks of streaming runs have no dropout.
+    It leaves the run's random states as they are; the networks of streaming runs have no dropout.
 
     Args:
-        encode: called once.
+        encode: encodes all captions; called once.
         build_codec: called on the first rank of each replica, which decodes and writes.
 
     Raises:
-        ConfigError, DataError: prompts or a codec of no use; on all ranks alike.
+        ConfigError, DataError: the prompts or the codec cannot be used; on all ranks.
     """
 
     def __init__(self, run: Run, encode: Encode, build_codec: Callable[[], VideoCodec]) -> None:
@@ -183,18 +183,18 @@ class LongVideoSampler:
 
     @property
     def num_blocks(self) -> int:
-        """Return the frame blocks of all videos of this replica."""
+        """Return the number of frame blocks of all videos of this replica."""
         per_video = self._num_frames // self._streaming.frame_block
         return per_video * sum(map(len, self._batches()))
 
     def __call__(self, folder: Path, progress: Progress | None = None) -> Throughput:
-        """Sample the videos and write them into a folder, which is whole or not there.
+        """Sample the videos and write them into a folder, which appears only when it is complete.
 
-        The averaged weights make them, where the run keeps them and ``--sample-ema`` is on.
-        Progress is told on the first rank of the first replica.
+        Averaged weights are used if the run keeps them and ``--sample-ema`` is on. ``progress`` is
+        called on the first rank of the first replica.
 
         Returns:
-            The throughput of all replicas together: their sums, and the slowest's seconds.
+            The throughput of all replicas: counts are sums, times are those of the slowest replica.
 
         Raises:
             NotFiniteError: a video is not finite; on all ranks.
@@ -233,13 +233,13 @@ class LongVideoSampler:
         finally:
             if context.is_reporting_rank:
                 shutil.rmtree(writing, ignore_errors=True)
-        # Only ranks that write have counted.
+        # Only ranks that write videos have counts above 0.
         counted = [astuple(throughput) for _, throughput in parts]
         made, blocks, frames, seconds, first = zip(*counted, strict=True)
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Give the numbers of prompts that this replica samples together: they switch alike."""
+        """Yield batches of this replica's prompt numbers; a batch has the same switch frames."""
         context, size = self._run.context, self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 
@@ -251,7 +251,7 @@ class LongVideoSampler:
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
     def _sample_batch(self, numbers: list[int], writing: Path, timer: _Timer) -> list[WrittenVideo]:
-        """Sample a batch of videos; return them on the rank that writes."""
+        """Sample a batch of videos; return them on the rank that writes, else an empty list."""
         context, what = self._run.context, f"Writing into {writing}"
         writer: LongVideoWriter | None = None
 
@@ -283,7 +283,7 @@ class LongVideoSampler:
         return videos
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Generate a batch with a cache of its own; give blocks ``[b, block, c, h, w]`` float32."""
+        """Yield the blocks of a batch, ``[b, block, c, h, w]`` float32, made with a new cache."""
         run, streaming = self._run, self._streaming
         height, width = streaming.latent_size
         (network,) = unwrap_model(run.chunks)
@@ -310,7 +310,7 @@ class _Timer:
         self.throughput = Throughput()
 
     def count(self, videos: int, frames: int) -> None:
-        """Count a block of ``videos`` with so many frames in pixels each."""
+        """Count one block of each of ``videos`` videos, with ``frames`` decoded frames each."""
         seen = self.throughput
         seen.blocks += videos
         seen.frames += videos * frames

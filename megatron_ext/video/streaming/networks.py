@@ -1,4 +1,4 @@
-"""Build and train generator and critic, and give the teacher what it shares with them."""
+"""Build and train generator and critic; `teacher` builds its network with functions of these."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 CRITIC_LR = 1 / 5
-"""Share of the generator's learning rate, as 2e-6 to 1e-5 (arXiv:2509.22622)."""
+"""Default ratio of the critic's learning rate to the generator's, 2e-6 / 1e-5
+(arXiv:2509.22622)."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class TrainedNetwork:
     """A network with its gradients and its optimizer.
 
     Attributes:
-        chunks: the network, wrapped for data parallelism, the only one of a list.
+        chunks: list of one: the network, wrapped for data parallelism.
         clip_grad: largest global norm of its gradient, 0 for no clipping.
-        base: the weights under its adapters, where its checkpoints hold only adapters.
+        base: frozen weights under its adapters if its checkpoints hold only adapters, else None.
     """
 
     chunks: list[DistributedDataParallel]
@@ -53,11 +54,11 @@ class TrainedNetwork:
 
     @property
     def network(self) -> Any:
-        """Return the wrapped module, which is called."""
+        """Return the wrapped module, on which forward passes are called."""
         return self.chunks[0]
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -66,8 +67,8 @@ class TrainedNetwork:
         """Sum or average the gradients over the replicas; all ranks call this together.
 
         Args:
-            num_frames: frames that counted on this rank, by whose sum over all ranks the gradients
-                are divided; None if the losses were means already.
+            num_frames: number of counted frames on this rank; gradients are divided by its sum over
+                the replicas. None if the losses were means already.
             everywhere: leave whole gradients on every rank, also with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
@@ -86,9 +87,9 @@ def build_network(
     vp_stage: int | None = None,
     **stage: bool,
 ) -> VideoDiT:
-    """Build one network, of which the generator sees past frames; see `Task.model_chunk`.
+    """Build one of the networks, of which only the generator is causal; see `Task.model_chunk`.
 
-    ``stage`` is unused, since ``context`` tells the model which stage it is.
+    ``stage`` is unused, since the model takes its stage from ``context``.
     """
     streaming = config.section(StreamingConfig)
     options = wan_options(streaming, config.parallel, causal=role == "generator")
@@ -99,7 +100,7 @@ def build_network(
 def build_critic(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> TrainedNetwork:
-    """Build the critic, with its own optimizer and its own schedule of the learning rate."""
+    """Build the critic, with its own optimizer and its own learning rate schedule."""
     streaming, lr = config.section(StreamingConfig), config.optimizer.lr
     assert lr is not None
     ratio = CRITIC_LR if streaming.critic_lr is None else streaming.critic_lr / lr
@@ -122,7 +123,7 @@ def build_critic(
 
 
 def of_role(config: RunConfig, role: Role) -> RunConfig:
-    """Return the configuration of a run whose model is one of the networks."""
+    """Return the run's configuration with the network of a role as its model."""
     model = config.section(StreamingConfig).described(config.model, role)
     return dataclasses.replace(config, model=model)
 
@@ -135,13 +136,13 @@ def load_weights(
     optimizer: MegatronOptimizer | None,
     section: str | None = None,
 ) -> None:
-    """Start from the weights of a checkpoint; None as path leaves the network as it is.
+    """Load the weights of a checkpoint, or do nothing if ``path`` is None.
 
     Args:
         section: network to take from the checkpoint of a streaming run; None for the generator.
 
     Raises:
-        CheckpointError: none is there, or it holds another model.
+        CheckpointError: ``path`` has no checkpoint, or one of another model.
     """
     if path is None:
         return
@@ -157,7 +158,7 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return what a conversion needs to know of the critic, or by default of the generator."""
+    """Return the `Network` that a conversion takes: the critic, or else the generator."""
     if name != CRITIC:
         return Network(build_network)
     return Network(

@@ -36,7 +36,7 @@ class PromptRow:
 
     Attributes:
         second_text: prompt after the switch, None for no switch.
-        start: image, video or folder of images whose frames the sequence begins with.
+        start: path of an image, video or folder of images that gives the first frames, or None.
     """
 
     text: str
@@ -47,13 +47,13 @@ class PromptRow:
 def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
     """Read the prompts of a run.
 
-    Rows of a jsonl have ``text``, and may have ``second_text`` and ``image`` or ``video``, whose
-    path is relative to the file. All rows must have the same fields, since sequences switch and
-    begin alike on all replicas.
+    Rows of a jsonl have ``text``, and may have ``second_text`` and ``image`` or ``video``, a path
+    relative to the file. Either all rows or none have a second text, and likewise given frames,
+    since sequences switch and begin in the same way on all replicas.
 
     Raises:
-        DataError: a file that cannot be read or is empty, a row that is of no use, or two files of
-            different lengths.
+        DataError: a file cannot be read or is empty, a row is invalid, or the two files have
+            different numbers of prompts.
     """
     assert config.prompts_path is not None
     first = _rows("--prompts-path", config.prompts_path)
@@ -82,7 +82,7 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
 
 
 def _rows(flag: str, path: str) -> list[PromptRow]:
-    """Return the rows of the lines that are not blank."""
+    """Return a row for each line of a text file or jsonl that is not blank."""
     source = Path(path)
     lines = read_lines(source, f"`{flag}` ({path})")
     if source.suffix != ".jsonl":
@@ -109,7 +109,7 @@ def _row(line: str, source: Path, number: int) -> PromptRow:
 
 @dataclass(frozen=True)
 class Switch:
-    """Another caption, and the first latent frame that is made under it."""
+    """A switch to another caption, and the first latent frame that is generated under it."""
 
     frame: int
     text: str
@@ -117,10 +117,10 @@ class Switch:
 
 @dataclass(frozen=True)
 class VideoPrompt:
-    """The first caption of a long video, and the switches to others.
+    """The first caption of a long video, and its switches to other captions.
 
     Raises:
-        ConfigError: a switch at frame 0 or before, or out of order.
+        ConfigError: the frames of the switches are not above 0 and rising.
     """
 
     text: str
@@ -136,12 +136,12 @@ class VideoPrompt:
 
     @property
     def frames(self) -> tuple[int, ...]:
-        """Return the frames of the switches."""
+        """Return the latent frames of the switches."""
         return tuple(switch.frame for switch in self.switches)
 
     @property
     def title(self) -> str:
-        """Return all captions in a line."""
+        """Return all captions in one line, separated by " > "."""
         return " > ".join([self.text, *(switch.text for switch in self.switches)])
 
 
@@ -173,10 +173,10 @@ def _switch(entry: Any) -> Switch:
 def at_block_starts(
     prompts: Sequence[VideoPrompt], *, block: int, num_frames: int
 ) -> list[VideoPrompt]:
-    """Return prompts whose switches lie where they take effect, at the next start of a block.
+    """Return the prompts with each switch moved to the next start of a block.
 
     Raises:
-        DataError: a switch beyond the last block, or two in one block.
+        DataError: a switch lies behind the start of the last block, or two would coincide.
     """
     moved = []
     for prompt in prompts:
@@ -224,11 +224,11 @@ def encode_captions(
     context: ParallelContext,
     device: torch.device,
 ) -> Tensor:
-    """Encode n captions for all ranks, which call this together, as ``[n, l, d]`` float32.
+    """Return the embeddings of n captions on all ranks, ``[n, l, d]``; all call this together.
 
     Args:
-        encoder: gives the encoder on the first rank of a replica.
-        shape: rows and width of an embedding, (l, d).
+        encoder: returns the encoder; called on the first rank of each replica only.
+        shape: length and width of an embedding, (l, d).
 
     Raises:
         MegatronExtError: the encoder failed; on all ranks.
@@ -246,14 +246,14 @@ def encode_captions(
 class FilePrompts:
     """Prompts of samples, shuffled anew in each epoch; a `video.streaming.sequence.PromptSource`.
 
-    Text and given frames are encoded when a sequence begins, by the first rank of each replica,
-    which alone holds the encoders. All ranks of the run call each method together.
+    Only the first rank of each replica holds the encoders. It encodes text and given frames when a
+    sequence begins. All ranks of the run call each method together.
 
     Attributes:
-        codec: on the first rank of a replica, where first frames are encoded.
+        codec: the codec on the first rank of a replica if frames are to be encoded, else None.
 
     Raises:
-        ConfigError: encoders that cannot be built, on all ranks.
+        ConfigError: the encoders cannot be built; on all ranks.
         DataError: see `read_training_prompts`.
     """
 
@@ -273,9 +273,9 @@ class FilePrompts:
             self.codec = on_first_of_replica(codec, "Loading the codec", context)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
-        """Return the prompts of samples, a function of their numbers in the run.
+        """Return the prompts of samples, which depend only on their numbers in the run.
 
-        Given frames that cannot be read raise DataError on all ranks.
+        Raises DataError on all ranks if given frames cannot be read.
         """
         rows = [self._row(sample) for sample in samples]
         second = [row.second_text for row in rows if row.second_text is not None]
@@ -290,7 +290,7 @@ class FilePrompts:
         return Prompts(text[: len(rows)], after, start)
 
     def encode(self, captions: Sequence[str]) -> Tensor:
-        """Encode captions, ``[n, l, d]`` float32; see `encode_captions`."""
+        """Encode n captions, ``[n, l, d]``; see `encode_captions`."""
 
         def encoder() -> TextEncoder:
             assert self._encoder is not None
@@ -299,7 +299,7 @@ class FilePrompts:
         return encode_captions(captions, encoder, self._text, self._context, self._device)
 
     def first_frame(self, latents: Tensor) -> Tensor:
-        """Encode the newest frame as an image, for all ranks of a replica; see `FirstFrame`."""
+        """Encode the newest frame as an image, on all ranks of a replica; see `FirstFrame`."""
 
         def image() -> Tensor:
             assert self.codec is not None
@@ -310,9 +310,9 @@ class FilePrompts:
 
     @torch.no_grad()
     def _given(self, row: PromptRow) -> Tensor:
-        """Return the first frame block of a sequence, ``[1, block, c, h, w]``.
+        """Return the given first frame block of a sequence, ``[1, block, c, h, w]``.
 
-        A cache holds whole blocks, so an image is shown for as long as a block is.
+        An image is repeated to fill a block, since a cache holds whole blocks.
         """
         assert row.start is not None and self.codec is not None
         codec = self.codec
@@ -337,8 +337,9 @@ class FilePrompts:
 
 @torch.no_grad()
 def first_frame_latent(codec: VideoCodec, latents: Tensor) -> Tensor:
-    """Decode latents ``[b, t, c, h, w]``, and encode their last frame as an image,
-    ``[b, 1, c, h, w]``; the codec is causal in time.
+    """Decode latents ``[b, t, c, h, w]`` and encode their last frame as an image.
+
+    Returns ``[b, 1, c, h, w]``. The codec is causal in time.
     """
     pixels = codec.decode(latents.float().transpose(1, 2))
     return codec.encode(pixels[:, :, -1:]).transpose(1, 2).to(latents)

@@ -1,4 +1,4 @@
-"""Rules of streaming runs: its own flags, its samples, and where the frozen teacher lies."""
+"""Rules for the flags of streaming runs, for their samples, and for the teacher's layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSOR, PIPELINE = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-m
 
 
 def streaming_errors(streaming: StreamingConfig) -> list[str]:
-    """Return a sentence for everything of a section that cannot be run."""
+    """Return a sentence for each fault in the flags of streaming."""
     found = []
     tensor = streaming.teacher_tensor_model_parallel_size
     own_layout = tensor is not None or streaming.teacher_pipeline_model_parallel_size > 1
@@ -54,10 +54,10 @@ def streaming_errors(streaming: StreamingConfig) -> list[str]:
 
 
 def check_options(streaming: StreamingConfig) -> None:
-    """Check that lengths, window and noise levels fit together; their ranges are in the section.
+    """Check that lengths, window and noise levels fit together; `StreamingConfig` has their ranges.
 
     Raises:
-        ConfigError: the first rule that is broken, since others may follow from it.
+        ConfigError: a rule is broken; names only the first, which may have caused others.
     """
     low, high, size = streaming.min_new_frames, streaming.max_new_frames, streaming.chunk_frames
     lengths, block = streaming.sequence_lengths, streaming.frame_block
@@ -92,7 +92,7 @@ def check_options(streaming: StreamingConfig) -> None:
 def sample_errors(
     own: StreamingSampleConfig, sample: SampleConfig, streaming: StreamingConfig
 ) -> list[str]:
-    """Return a sentence for each fault in the flags of sampling."""
+    """Return a sentence for each fault in the flags of sampled videos."""
     found, block = [], streaming.frame_block
     length, texts = own.sample_latent_frames, sample.sample_texts or ()
     if length is not None and (length < block or length % block):
@@ -126,7 +126,7 @@ def sample_errors(
 
 @dataclass(frozen=True)
 class TeacherSizes:
-    """Tensor-parallel ranks and stages of one copy of the teacher; they share no sequence."""
+    """Tensor- and pipeline-parallel sizes of a copy of the teacher, without context parallelism."""
 
     tensor: int
     pipeline: int
@@ -137,7 +137,7 @@ class TeacherSizes:
 
 
 def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> TeacherSizes | None:
-    """Return the teacher's own layout; None if it lies as the run's networks do."""
+    """Return the teacher's own layout, or None if it has that of the trained networks."""
     tensor = streaming.teacher_tensor_model_parallel_size
     stages = streaming.teacher_pipeline_model_parallel_size
     run = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -147,7 +147,7 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[str]:
-    """Return a sentence for everything that keeps the teacher from its layout."""
+    """Return a sentence for each reason why the teacher cannot have its layout."""
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if min(tensor, context) < 1 or parallel.world_size % (tensor * context):
         return []
@@ -159,8 +159,8 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
             f"`{PIPELINE}` ({stages}) must be at most the number of the teacher's blocks "
             f"({sizes.num_blocks}); use {sizes.num_blocks} or fewer."
         )
-    # Matrices and frames that the teacher's tensor-parallel ranks cannot share. One as large as the
-    # generator and laid out alike has the generator's errors.
+    # Find matrices and frames that the teacher's tensor-parallel ranks cannot divide. A teacher
+    # with the generator's size and layout needs no check, since the generator is checked.
     given = streaming.teacher_tensor_model_parallel_size is not None
     shared = tensor if own is None else own.tensor
     widths = {"attention heads": sizes.num_heads, "feed-forward width": sizes.ffn_size}
@@ -179,7 +179,7 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
 
 
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
-    """Refuse groups that do not fill the ranks, or that cut across replicas of the run."""
+    """Return an error if teacher groups do not divide the ranks, or cut across replicas."""
     world = parallel.world_size
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     replica, counts = tensor * context, range(1, world + 1)
@@ -195,6 +195,6 @@ def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
 
 
 def _any_of(sizes: list[int]) -> str:
-    """Return words such as "1, 2 or 4"."""
+    """Return the sizes as words, such as "1, 2 or 4"."""
     *before, last = map(str, sizes)
     return f"{', '.join(before)} or {last}" if before else last
