@@ -1,4 +1,4 @@
-"""Flags and rules of text runs: samples, tokenizer, and fine-tuning on conversations."""
+"""Flags and rules of text runs: data, tokenizer, and fine-tuning on conversations."""
 
 import dataclasses
 import json
@@ -71,7 +71,7 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
     def resolved(self) -> "DataConfig":
-        """Return the section with the default split, without quotes that a bash array passed on."""
+        """Return the section with quotes removed from ``--split``, or with its default if unset."""
         if self.split is not None and self.split != self.split.strip("'\""):
             return dataclasses.replace(self, split=self.split.strip("'\""))
         blended = self.data_path is not None or self.data_args_path is not None or self.mock_data
@@ -118,7 +118,7 @@ def _is_split(split: str) -> bool:
 
 
 def is_number(word: str) -> bool:
-    """Tell whether a word among prefixes is a weight."""
+    """Tell whether a word of ``--data-path`` is a number, and hence a weight, not a prefix."""
     try:
         float(word)
     except ValueError:
@@ -128,7 +128,7 @@ def is_number(word: str) -> bool:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Names and defaults are Megatron-LM's."""
+    """The flags of tokenizers; names and defaults are Megatron-LM's."""
 
     tokenizer_type: str | None = flag(
         "GPT2BPETokenizer", "kind of tokenizer, such as HuggingFaceTokenizer"
@@ -182,15 +182,15 @@ _NOT_WITH_SFT = {
     "mid_level_dataset_surplus": _NO_BLEND,
     "allow_ambiguous_pad_tokens": "padding is known by its place",
 }
-"""Flags of training and data that --sft leaves without a meaning, and the reason."""
+"""Flags of training and data that --sft does not allow, each with the reason."""
 
 
 @dataclass(frozen=True)
 class SftConfig:
     """Supervised fine-tuning on conversations.
 
-    Lengths: a conversation of n tokens takes n - 1 positions of a row, since its labels are its
-    tokens shifted by one; ``sft_max_length`` counts tokens, ``--seq-length`` positions.
+    A conversation of n tokens takes n - 1 positions of a row, since its labels are its tokens
+    shifted by one. ``sft_max_length`` counts tokens; ``--seq-length`` counts positions.
     """
 
     sft: bool = flag(False, "fine-tune on conversations: jsonl, parquet or preprocessed")
@@ -233,7 +233,7 @@ class SftConfig:
     )
 
     def resolved(self, seq_length: int | None) -> "SftConfig":
-        """Return the section with the longest conversation settled."""
+        """Return the section with ``sft_max_length`` set; it defaults to ``seq_length``."""
         if self.sft_max_length is not None or not self.sft:
             return self
         return dataclasses.replace(self, sft_max_length=seq_length)
@@ -243,7 +243,7 @@ class SftConfig:
         return dict(json.loads(self.sft_template_kwargs or "{}"))
 
     def row_errors(self) -> list[str]:
-        """Return a sentence for everything that the tool and the trainer refuse alike."""
+        """Return an error for each bad flag that both tools/preprocess_data.py and a run refuse."""
         found = []
         if self.sft_row_format not in _ROW_FORMATS:
             found.append(
@@ -263,7 +263,7 @@ class SftConfig:
 
 
 def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
-    """Return a sentence for everything that does not go with fine-tuning, or without it."""
+    """Return an error for each flag that is not allowed with ``--sft``, or not without it."""
     training, seq_length = run.training, run.model.seq_length
     if not sft.sft:
         found = [
@@ -307,11 +307,11 @@ SECTIONS = (DataConfig, SftConfig, TokenizerConfig)
 """The sections that pretrain_gpt.py adds to the engine's flags."""
 
 NEEDS = {"--dataloader-type cyclic": "data_sharding"}
-"""Flags that do nothing without another one; see `megatron_flags.NEEDS`."""
+"""Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
 
 
 def resolve_text(config: RunConfig) -> RunConfig:
-    """Return the configuration with what the flags of text runs decide; see `TaskFlags`."""
+    """Fill in the values that the flags of text runs determine; see `TaskFlags.resolve`."""
     data, sft = config.section(DataConfig), config.section(SftConfig)
     packs = sft.sft and sft.sft_batching != "padded"
     model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
@@ -331,7 +331,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[str]:
-    """Return a sentence for masks that Transformer Engine's causal attention ignores."""
+    """Return an error for each flag whose mask Transformer Engine's causal attention ignores."""
     if transformer_impl != "transformer_engine":
         return []
     found = []
@@ -349,7 +349,10 @@ def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> lis
 
 
 def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
-    """Return the stored sections that describe the weights; raise a ConfigError if they cannot."""
+    """Return the part of a stored configuration that describes the weights of its GPT.
+
+    Raise a ConfigError if the checkpoint is of another kind of model.
+    """
     if stored.get("model", {}).get("blocks_dealt_by_cost"):
         raise ConfigError(
             "The checkpoint is of a model that this program does not train; give another "
@@ -368,4 +371,4 @@ _SHAPE = (
     "quick_geglu add_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights "
     "padded_vocab_size mtp_num_layers seq_length"
 )
-"""Fields of a stored model section that describe the weights rather than how they are computed."""
+"""Fields of the stored section ``model`` that are restored, since the weights depend on them."""

@@ -1,4 +1,4 @@
-"""The forward step of GPT pretraining and fine-tuning, its loss, and its amount of work."""
+"""The forward step of GPT pretraining and fine-tuning, its loss, and its operation count."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,10 +36,10 @@ from megatron_ext.train.run import Run
 def mtp_targets(
     batch: Batch, counts: StepCounts | None, factor: float, *, per_token: bool
 ) -> MTPTargets | None:
-    """Return the targets of the multi-token-prediction depths; None outside training.
+    """Return the targets of the MTP depths; None in evaluation, and for a batch without them.
 
-    The losses of all depths together weigh ``factor``; with ``per_token`` a step divides by its
-    tokens, not by those of each micro-batch.
+    The losses of all depths together have the weight ``factor``. With ``per_token``, losses are
+    divided by the tokens of the step, otherwise by the tokens of each micro-batch.
     """
     if not batch.mtp_labels or counts is None:
         return None
@@ -51,14 +51,14 @@ def mtp_targets(
 
 
 def custom_loss(config: LossConfig) -> TokenLoss[Any] | None:
-    """Return the custom loss that a run asks for, None without ``--loss``."""
+    """Return the custom loss that ``--loss`` names; None without that flag."""
     return None if config.loss is None else load_loss(config.loss, tuple(config.loss_args))
 
 
 def prepare_batches(
     config: RunConfig, batches: Sequence[Batch], context: ParallelContext
 ) -> Sequence[Batch]:
-    """Let a custom loss see all micro-batches of a step; see `Task.prepare_batches`."""
+    """Let a custom loss process all micro-batches of a step first; see `Task.prepare_batches`."""
     loss = custom_loss(config.loss)
     if loss is None:
         return batches
@@ -70,7 +70,7 @@ def prepare_batches(
 
 
 def output_head(model: torch.nn.Module) -> OutputHead:
-    """Return the head of a model chunk, perhaps wrapped; raise a ConfigError if it has none."""
+    """Return the output head of a (wrapped) model chunk; raise a ConfigError if it has none."""
     bare: Any = unwrap_model(model)
     if not hasattr(bare, "output_head"):
         raise ConfigError(
@@ -84,7 +84,7 @@ def output_head(model: torch.nn.Module) -> OutputHead:
 def gpt_forward_step(
     config: RunConfig, batch: Batch, model: torch.nn.Module, counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
-    """Run one chunk on one micro-batch; see `Task.forward_step`."""
+    """Run one model chunk on one micro-batch; see `Task.forward_step`."""
     per_token = config.training.calculate_per_token_loss
     factor = config.model.mtp_loss_scaling_factor
     targets = mtp_targets(batch, counts, factor, per_token=per_token)
@@ -127,7 +127,7 @@ def gpt_forward_step(
 
 
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return the samples that the batch size counts, and the rows computed for them."""
+    """Return the samples of a step (its global batch size), tokens and FLOPs of its rows."""
     rows = run.rows_of(num_microbatches)
     return StepStats(
         samples=run.batch_size.global_batch_size,

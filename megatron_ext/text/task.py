@@ -1,4 +1,4 @@
-"""The tasks of pretrain_gpt.py, pretraining and fine-tuning, with their checks before a run."""
+"""The two tasks of pretrain_gpt.py, pretraining and fine-tuning, and their checks before a run."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ from megatron_ext.train.task import Task, TaskChoice
 
 
 def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the rules of text runs, and a sentence where conversations are asked for."""
+    """Return the errors of `text_rules`, and one if ``--sft`` is given, which has no effect."""
     found = text_rules(given, run)
     if run.section(SftConfig).sft:
         found.append(
@@ -39,7 +39,7 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Return the configuration with its padded vocabulary, and the tokenizer."""
+    """Build the tokenizer; return the configuration with the padded vocabulary size, and it."""
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
     return dataclasses.replace(config, model=model), tokenizer
@@ -53,9 +53,9 @@ def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
-    """Round the vocabulary up so that every tensor-parallel rank holds the same share of it.
+    """Pad the vocabulary so that every tensor-parallel rank holds equally many entries.
 
-    Raise a ConfigError if a given size is less than the vocabulary.
+    Raise a ConfigError if a given ``--padded-vocab-size`` is less than ``vocab_size``.
     """
     model = dataclasses.replace(model, unpadded_vocab_size=vocab_size)
     given = model.padded_vocab_size
@@ -72,9 +72,9 @@ def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: in
 
 
 def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Tokenize and check the conversations, and turn epochs into steps; see `Task.preflight`.
+    """Tokenize and check the conversations; convert ``--train-epochs`` to steps (`Task.preflight`).
 
-    Validation goes through the whole split; ``--eval-iters 0`` switches it off.
+    Each validation reads its whole split; ``--eval-iters 0`` switches validation off.
     """
     config, tokenizer = with_tokenizer(config)
     train = build_splits(config, tokenizer).train
@@ -111,7 +111,7 @@ SFT = dataclasses.replace(GPT, rules=text_rules, preflight=prepare_sft, datasets
 
 
 def task_of(config: RunConfig) -> Task:
-    """Return the task that the flags ask for."""
+    """Return the fine-tuning task if ``--sft`` is given, else the pretraining task."""
     return SFT if config.section(SftConfig).sft else GPT
 
 

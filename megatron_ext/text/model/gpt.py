@@ -21,13 +21,13 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
-    """A stack of megatron-core's layers, whose last recomputed group may be the shortest.
+    """A TransformerBlock of megatron-core whose last recomputed group may be shorter.
 
-    Core asks for as many layers as ``--recompute-num-layers`` says, also where fewer are left.
+    Core always takes groups of ``--recompute-num-layers`` layers, also where fewer are left.
     """
 
     def _get_layer(self, layer_number: int) -> Any:
-        """Return the layer of that number on this chunk; behind the last, one without effect."""
+        """Return the layer of this index in the chunk; past the last one, an identity layer."""
         return self.layers[layer_number] if layer_number < len(self.layers) else _Nothing(self)
 
 
@@ -42,12 +42,11 @@ class _Nothing:
 
 
 class GPTModel(CoreGPTModel):  # type: ignore[misc]
-    """A GPTModel of megatron-core's with two differences.
+    """A megatron-core GPTModel with two main differences.
 
-    The losses of the multi-token-prediction depths are weighted by the caller (`MTPTargets`)
-    instead of by counts of the local micro-batch. And the copy of the word embedding that an MTP
-    stage holds is marked as an embedding, so that a decoupled learning rate treats all copies
-    alike.
+    The caller weighs the losses of the MTP depths (`MTPTargets`); core weighs them by counts of
+    the local micro-batch. The copy of the word embedding on an MTP stage is marked as an
+    embedding, which gives all copies the same decoupled learning rate.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,19 +82,20 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         mtp_targets: MTPTargets | None = None,
         hidden_states_only: bool = False,
     ) -> Tensor:
-        """Run this chunk; s is the local sequence under context parallelism.
+        """Run this chunk; under context parallelism, s is the length of the local sequence.
 
         Args:
             input_ids, position_ids, labels: ``[b, s]``.
             attention_mask: True where forbidden, ``[b, 1, s, full s]``; None means causal.
-            mtp_targets: the targets of prediction depths, which change nothing without them.
-            hidden_states_only: leave the head to the loss; see `output_head`.
+            mtp_targets: the targets of the MTP depths; without them, MTP adds no losses.
+            hidden_states_only: stop before the output head, which the loss applies
+                (`output_head`).
 
         Returns:
-            Hidden states ``[s, b, h]`` on inner stages; ``[(1 + depths) * s, b, h]`` in training
-            from multi-token prediction on a stage of its own on; on the last stage the losses
-            ``[b, s]``, or logits ``[b, s, v]`` without labels, or with ``hidden_states_only`` what
-            an inner stage gives.
+            On inner stages, hidden states ``[s, b, h]``; in training they are
+            ``[(1 + depths) * s, b, h]`` after an MTP stage of its own. On the last stage, losses
+            ``[b, s]``; without labels, logits ``[b, s, v/tp]``; with ``hidden_states_only``,
+            hidden states, in training followed by those of the MTP depths.
         """
         decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
             input_ids=input_ids, position_ids=position_ids
@@ -135,16 +135,16 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
 
     def before_head(self, hidden: Tensor) -> Tensor:
-        """Return what the head reads; a subclass may change each token's hidden states here.
+        """Return the input of the output head; a subclass may change each hidden state here.
 
-        Every path to a loss goes through it. Hidden states are ``[s, b, h]``, ``[s/tp, b, h]``
-        under sequence parallelism; depths of prediction follow along the first axis.
+        Every loss is computed from it. Hidden states are ``[s, b, h]``, or ``[s/tp, b, h]``
+        under sequence parallelism; those of the MTP depths follow along the first axis.
         """
         return hidden
 
     def _has_depths(self, targets: MTPTargets | None) -> bool:
-        """Tell whether multi-token prediction has run where this chunk ends."""
-        # On a stage of its own it knows no targets, so there it runs in training, always.
+        """Tell whether the hidden states at the end of this chunk include those of MTP depths."""
+        # A separate MTP stage gets no targets; there, MTP runs whenever the model trains.
         if self.config.mtp_standalone:
             return bool(self.training)
         return targets is not None and self.mtp_process
@@ -168,7 +168,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         return logits  # type: ignore[no-any-return]
 
     def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
-        """Return ``[s, b, h]`` of ``[(1 + depths) * s, b, h]``, with the depths' gradients."""
+        """Return the first ``[s, b, h]`` of all depths, with the gradients of MTP losses attached."""
         hidden, *depths = torch.chunk(states, 1 + self.config.mtp_num_layers, dim=0)
         if targets is None:
             return hidden
@@ -190,14 +190,14 @@ def build_gpt_chunk(
     vp_stage: int | None = None,
     model_class: Callable[..., GPTModel] = GPTModel,
 ) -> GPTModel:
-    """Build the layers of the virtual pipeline chunk of index ``vp_stage`` on this rank.
+    """Build the model chunk with index ``vp_stage`` on this pipeline rank (virtual pipelining).
 
     Args:
         pre_process: the chunk holds the embedding.
-        post_process: the chunk holds the output layer (and the multi-token-prediction block).
-        model_class: the class of the chunk; a user's own subclass, or a function that calls it.
+        post_process: the chunk holds the output layer.
+        model_class: `GPTModel`, a subclass of it, or a function that returns an instance.
 
-    Raise a ConfigError if the size of the vocabulary is not known.
+    Raise a ConfigError if the vocabulary size is not set.
     """
     model = config.model
     if not model.padded_vocab_size:

@@ -1,7 +1,7 @@
-"""Tokenizers under megatron-core's names; `build_tokenizer` serves tools and training alike.
+"""Tokenizers under megatron-core's names, for both tools and training (`build_tokenizer`).
 
-Importing this package loads no tokenizer library; building one loads the library it needs, and
-never torch (but for Hugging Face classes that rebuild themselves in transformers).
+Importing this package loads no tokenizer library. Building a tokenizer loads only its own library,
+and torch only for Hugging Face classes that transformers must load.
 """
 
 import difflib
@@ -38,7 +38,7 @@ _NOT_HERE = {
 
 
 def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
-    """Make the tokenizer that `--tokenizer-type` and the flags beside it name.
+    """Build the tokenizer that `--tokenizer-type` and the other tokenizer flags describe.
 
     Raise a ConfigError for a flag that does not go with the type, a DataError for a damaged file.
     """
@@ -120,7 +120,7 @@ def _vocab_size(size: int | None, kind: str) -> int:
 
 
 def _check_metadata(path: str | None, kind: str) -> None:
-    """Check that the metadata file repeats what the type says; its chat template is not used."""
+    """Check that the metadata file names the library of this tokenizer type; use nothing else."""
     if path is None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)

@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and those without a model: bytes, and ids written as text."""
+"""The interface of tokenizers, and two that need no model file: bytes, and ids as text."""
 
 import hashlib
 import importlib
@@ -14,20 +14,20 @@ import numpy.typing as npt
 from megatron_ext.errors import ConfigError, DataError
 
 NO_TOKEN = -1
-"""The id of a special token that the tokenizer lacks; never found in data."""
+"""The id of a special token that the tokenizer lacks; it never occurs in data."""
 
 Ids = Sequence[int] | npt.NDArray[Any]
 FastKind = Literal["sentencepiece", "json"]
 
 
 class Tokenizer(ABC):
-    """A map of text to ids and back, with megatron-core 0.16.1's ids for the same flags.
+    """A tokenizer that gives the same ids as megatron-core 0.16.1's with the same flags.
 
-    A special token that the model lacks has the id -1, as megatron-core's datasets expect.
+    A special token that it lacks has the id -1, as megatron-core's datasets expect.
     """
 
     kind: str
-    """The `--tokenizer-type` that made it."""
+    """The name of this kind of tokenizer in `--tokenizer-type`."""
 
     def __init__(self, path: str | None, options: Mapping[str, object]) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Tokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """Return what megatron-core's datasets put into the key of their index cache."""
+        """Return the properties that megatron-core's datasets put into the key of their cache."""
         named = OrderedDict(tokenizer_type=self.kind, path=str(self.path))
         named.update((name, str(value)) for name, value in self._options.items())
         for file in (Path(str(self.path)), Path(str(self.path)) / "tokenizer.json"):
@@ -63,22 +63,22 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text; raise a ValueError if they cannot express it."""
+        """Return the ids of a text; raise a ValueError if the tokenizer cannot encode it."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids, without special tokens where the library can tell them apart."""
+        """Return the text of ids; special tokens are left out if the library can recognize them."""
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the ids of each text, as an array or a list; the calling thread does the work."""
+        """Return the ids of each text, as an array or a list; start no threads."""
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return a model path or a tokenizer.json text for a faster engine, None without one."""
+        """Return the kind and the model (path, or JSON text) for a `FastEncoder`; None if unusable."""
         return None
 
     def control_texts(self) -> tuple[str, ...]:
-        """Return literal texts at which engines differ; documents with one go to this tokenizer."""
+        """Return texts that a `FastEncoder` must leave to this tokenizer, since engines may differ."""
         return ()
 
 
@@ -94,7 +94,10 @@ def require_package(name: str, kind: str) -> Any:
 
 
 def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
-    """Return the file of a flag; raise a ConfigError without a flag, a DataError without a file."""
+    """Return the path given by ``flag``.
+
+    Raise a ConfigError if the flag is not given, a DataError if the path is not a file.
+    """
     if not value:
         raise ConfigError(f"`--tokenizer-type {kind}` needs `{flag}` with the path of {what}.")
     if not Path(value).is_file():
@@ -103,7 +106,7 @@ def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """A tokenizer whose ids are UTF-8 bytes; special tokens follow the first `vocab_size` ids."""
+    """A tokenizer whose ids are UTF-8 bytes; special tokens get the ids from `vocab_size` on."""
 
     kind = "ByteLevelTokenizer"
     eos, pad, unk = 0, 1, 259
@@ -124,7 +127,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """A tokenizer of integers joined by single spaces; eod is the id after the vocabulary."""
+    """A tokenizer of ids written as integers with single spaces; eod is the id `vocab_size`."""
 
     kind = "NullTokenizer"
 

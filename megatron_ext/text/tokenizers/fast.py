@@ -1,11 +1,13 @@
-"""gigatoken as the engine of a tokenizer, as long as it gives the very same ids.
+"""gigatoken as the engine of a tokenizer, as long as it gives exactly the same ids.
 
-It is an order of magnitude faster than SentencePiece and Hugging Face's tokenizers, young, and
-optional. So it is compared with the native tokenizer on hard strings and on real documents
-before use, `InexactEngine` is raised at the first difference later on, and documents of two kinds
-always go to the native tokenizer: those that spell out control tokens, and, where text is
-normalized, those with characters that combine. (SentencePiece normalizes the longest sequence of
-its table, gigatoken a grapheme cluster at a time; single characters come out alike but for U+0085.)
+gigatoken is an order of magnitude faster than SentencePiece and Hugging Face's tokenizers, but it
+is young, and optional. It is compared with the native tokenizer on hard strings and on texts of the input before
+use, and on a sample of texts during the run; `InexactEngine` is raised at the first difference.
+
+Two kinds of documents always go to the native tokenizer: those that contain the text of a control
+token, and, if the tokenizer normalizes text, those with combining characters. (SentencePiece
+normalizes the longest sequence in its table, gigatoken one grapheme cluster at a time. Single
+characters are normalized equally, except U+0085.)
 """
 
 import functools
@@ -55,11 +57,11 @@ HARD_STRINGS: tuple[str, ...] = (
 
 
 class InexactEngine(Exception):
-    """The error of a fast engine that is unusable or gives other ids than the native tokenizer."""
+    """Raised if a fast engine is unusable, or gives other ids than the native tokenizer."""
 
 
 class FastEncoder:
-    """An encoder by gigatoken that keeps comparing with the native tokenizer.
+    """An encoder that uses gigatoken, and the native tokenizer where the two may differ.
 
     Raises:
         InexactEngine: gigatoken is missing, or cannot load or express this tokenizer exactly.
@@ -79,7 +81,7 @@ class FastEncoder:
         self.compare(HARD_STRINGS)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the ids of each text, by the native tokenizer where the engines may differ."""
+        """Return the ids of each text; the native tokenizer encodes those that may differ."""
         found = []
         for text in texts:
             spelled = self._mark in text and any(control in text for control in self._controls)
@@ -93,7 +95,7 @@ class FastEncoder:
             self.compare_ids(text, ids)
 
     def compare_ids(self, text: str, ids: Ids) -> None:
-        """Compare ids of a text with the native tokenizer's; see `compare`."""
+        """Raise an InexactEngine unless the native tokenizer gives a text these ids."""
         native = self._native.tokenize(text)
         if not np.array_equal(np.asarray(ids, np.int64), np.asarray(native, np.int64)):
             start = text[:40].encode("unicode_escape").decode()
@@ -101,7 +103,7 @@ class FastEncoder:
 
 
 def has_combining(text: str) -> bool:
-    """Tell whether a character may join others into a grapheme cluster, or is U+0085."""
+    """Tell whether a text has a character that may join a grapheme cluster, or U+0085."""
     if text.isascii():
         return False
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -110,9 +112,10 @@ def has_combining(text: str) -> bool:
 
 @functools.cache
 def _combining_table() -> npt.NDArray[np.bool_]:
-    """Return bool [0x110000], True at each code point that may join others; see `has_combining`.
+    """Return a bool table [0x110000], True at each code point that `has_combining` looks for.
 
-    These are marks, joiners, jamo, unassigned ones, and all above U+FFFF except emoji and Han.
+    These are U+0085, marks, joiners, jamo, prepended characters, unassigned and private code
+    points, and all above U+FFFF except emoji and Han.
     """
     table = np.zeros(0x110000, np.bool_)
     for code in (*range(0x80, 0x3100), *range(0xA000, 0xAC00), *range(0xF900, 0x10000)):

@@ -1,8 +1,8 @@
 """Hugging Face tokenizers, and GPT-2 BPE from its two files.
 
-A folder whose tokenizer_config.json names the general class (or none) is loaded from its
-tokenizer.json by the `tokenizers` library alone, which starts in milliseconds and imports no
-torch. Any other class may rebuild its tokenizer in Python, so transformers loads it.
+A folder whose tokenizer_config.json names the general class (or none) is loaded by the
+`tokenizers` library from tokenizer.json, which takes milliseconds and does not import torch. Any
+other class may change its tokenizer in Python; it is loaded by transformers.
 """
 
 import json
@@ -21,8 +21,9 @@ _FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.mo
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` with named special tokens, such as eos_token.
 
-    Further special tokens that are not in the vocabulary get the next ids. It may add its own bos
-    and eos around each text (``include_special_tokens``).
+    ``special_tokens`` that are not in the vocabulary get the next ids. With
+    ``include_special_tokens``, each text gets the special tokens that the tokenizer adds itself,
+    such as bos.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Lend eos to sep, bos to cls and back, where only one of a pair is named, as core does."""
+    """Name the missing token of a pair (eos and sep, bos and cls) after the other, as core does."""
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
         if one not in out and other in out:
@@ -91,7 +92,10 @@ def build(
     include_special_tokens: bool,
     trust_remote_code: bool,
 ) -> Tokenizer:
-    """Load a folder, or a name on the Hugging Face hub; raise a ConfigError without a name."""
+    """Load the tokenizer of a folder or of a model on the Hugging Face hub.
+
+    Raise a ConfigError without a name, a DataError if the tokenizer cannot be loaded.
+    """
     if not name:
         raise ConfigError(
             f"`--tokenizer-type {kind}` needs `--tokenizer-model` with a folder or a hub name."
@@ -113,9 +117,9 @@ def build(
 
 
 def tokenizer_folder(name: str) -> Path:
-    """Return the folder of a `--tokenizer-model`: itself, a file's, or a download from the hub.
+    """Return the folder of a `--tokenizer-model`, which is a folder, a file in it or a hub name.
 
-    Raise a DataError if there is none.
+    Raise a DataError if the folder does not exist and cannot be downloaded from the hub.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -148,7 +152,10 @@ def _read_json(path: Path, default: Any) -> Any:
 
 
 def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, str]] | None:
-    """Load tokenizer.json alone; return None where that might not be the whole truth."""
+    """Load only tokenizer.json; return None if transformers might build another tokenizer of it.
+
+    The result is the `tokenizers.Tokenizer`, and its special tokens by name.
+    """
     if config.get("tokenizer_class") not in _GENERAL_CLASSES or "auto_map" in config:
         return None
     tokenizers = require_package("tokenizers", "HuggingFaceTokenizer")
@@ -176,9 +183,9 @@ def _text(token: Any) -> str:
 
 
 def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Load a tokenizer of transformers, with `backend_tokenizer` and perhaps a chat template.
+    """Load a fast tokenizer with transformers; it may have a chat template.
 
-    Raise a ConfigError without the package, a DataError if it cannot load the folder.
+    Raise a ConfigError if transformers is not installed, a DataError if it cannot load the folder.
     """
     transformers = require_package("transformers", "HuggingFaceTokenizer")
     try:
@@ -205,7 +212,7 @@ def build_gpt2(
 ) -> Tokenizer:
     """Build GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; eod is `<|endoftext|>`.
 
-    Raise a DataError if a file cannot be read, or has no `<|endoftext|>`.
+    Raise a DataError if a file cannot be read, or the vocabulary has no `<|endoftext|>`.
     """
     tokenizers = require_package("tokenizers", kind)
     vocabulary = _read_json(Path(vocab_file), {})

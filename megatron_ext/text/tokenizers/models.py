@@ -17,10 +17,10 @@ _SEPARATOR = "▁"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model`; eod is its eos.
+    """A tokenizer with a SentencePiece `.model`; eod is its eos.
 
-    With special tokens (`--tokenizer-sentencepiece-legacy`), their literal texts become ids of
-    their own: existing pieces keep their id, new ones follow the vocabulary.
+    With `--tokenizer-sentencepiece-legacy`, each of ``special_tokens`` in a text is encoded as one
+    id: that of the piece with this text, or else a new id after the vocabulary.
     """
 
     def __init__(self, kind: str, path: str, special_tokens: Sequence[str] = ()) -> None:
@@ -43,7 +43,7 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _place(self, tokens: Sequence[str]) -> dict[str, int]:
-        """Return the ids of special tokens: those of known pieces, then new ones."""
+        """Return the id of each special token, which is new if no piece has its text."""
         placed: dict[str, int] = {}
         fresh = self._model.get_piece_size()
         for token in tokens:
@@ -103,7 +103,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _user_defined(model: bytes) -> Iterator[str]:
-    """Yield the texts of user-defined pieces: fields 1 (text) and 3 (type) of field 1."""
+    """Yield the texts of a model's user-defined pieces.
+
+    A piece is field 1 of the protobuf message; its own fields 1 and 3 are its text and its type.
+    """
     if not _USER_DEFINED_PIECE.search(model):
         return  # the common case, without a walk over all pieces
     for field, piece in _fields(model):
@@ -114,7 +117,7 @@ def _user_defined(model: bytes) -> Iterator[str]:
 
 
 def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protobuf message: varints as int, all others as bytes."""
+    """Yield (number, value) of each field of a protobuf message: varints as int, others as bytes."""
     at = 0
     while at < len(buffer):
         key, at = _varint(buffer, at)
@@ -153,7 +156,7 @@ PATTERNS = {
 
 
 class TikTokenizer(Tokenizer):
-    """A tiktoken vocabulary whose special tokens take the first ids; eod is `</s>`."""
+    """A tiktoken vocabulary; special tokens take the first ids, and eod is `</s>`."""
 
     kind = "TikTokenizer"
 
@@ -207,7 +210,7 @@ def _special_names(
 
 
 def _ranks(path: str, count: int, first: int) -> dict[bytes, int]:
-    """Return a map of the bytes of the first `count` tokens to ids from `first` on."""
+    """Return a map of the first `count` tokens of a file, as bytes, to the ids from `first` on."""
     try:
         entries = json.loads(Path(path).read_bytes())
         tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries[:count]]
