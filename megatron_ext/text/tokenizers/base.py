@@ -74,11 +74,11 @@ class Tokenizer(ABC):
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return the kind and the model (path, or JSON text) for a `FastEncoder`; None if unusable."""
+        """Return kind and model (path or JSON text) for a `FastEncoder`; None if it has none."""
         return None
 
     def control_texts(self) -> tuple[str, ...]:
-        """Return texts that a `FastEncoder` must leave to this tokenizer, since engines may differ."""
+        """Return control texts; a `FastEncoder` leaves documents with one to this tokenizer."""
         return ()
 
 

@@ -1,8 +1,9 @@
 """gigatoken as the engine of a tokenizer, as long as it gives exactly the same ids.
 
 gigatoken is an order of magnitude faster than SentencePiece and Hugging Face's tokenizers, but it
-is young, and optional. It is compared with the native tokenizer on hard strings and on texts of the input before
-use, and on a sample of texts during the run; `InexactEngine` is raised at the first difference.
+is young, and optional. It is compared with the native tokenizer on hard strings and on texts of
+the input before use, and on a sample of texts during the run; `InexactEngine` is raised at the
+first difference.
 
 Two kinds of documents always go to the native tokenizer: those that contain the text of a control
 token, and, if the tokenizer normalizes text, those with combining characters. (SentencePiece
@@ -81,7 +82,7 @@ class FastEncoder:
         self.compare(HARD_STRINGS)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the ids of each text; the native tokenizer encodes those that may differ."""
+        """Return the ids of each text; the native tokenizer encodes texts whose ids may differ."""
         found = []
         for text in texts:
             spelled = self._mark in text and any(control in text for control in self._controls)
