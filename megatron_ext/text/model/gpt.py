@@ -168,7 +168,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         return logits  # type: ignore[no-any-return]
 
     def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
-        """Return the main ``[s, b, h]`` of ``states``, with gradients of the MTP losses attached."""
+        """Return the main ``[s, b, h]`` of ``states``, with gradients of MTP losses attached."""
         hidden, *depths = torch.chunk(states, 1 + self.config.mtp_num_layers, dim=0)
         if targets is None:
             return hidden
