@@ -79,7 +79,7 @@ class WanModel:
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a folder; raise CheckpointError where it cannot be read."""
+    """Read the config.json of a folder; raise CheckpointError if it cannot be read."""
     path = folder / "config.json"
     if not path.is_file() and (folder / "transformer" / "config.json").is_file():
         raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")

@@ -82,7 +82,7 @@ class BlockBytes:
         return 2 * (self.rows // self.ranks.sequence_size) * FP32
 
     def exchanged(self, trades_heads: bool) -> int:
-        """Return the bytes by which context parallelism adds to what attention keeps."""
+        """Return the bytes that attention keeps in addition because of context parallelism."""
         if self.ranks.cp == 1:
             return 0
         return self.cut(self.h) if trades_heads else 2 * (self.ranks.cp - 1) * self.cut(self.h)

@@ -136,7 +136,7 @@ class MMDiTNetwork(ClipNetwork):
         return self._single_block() if singles else self._double()
 
     def _recomputed(self, stage: Stage) -> tuple[int, int]:
-        """Return how many double and how many single blocks the backward pass runs again."""
+        """Return how many double and single blocks of a stage the backward pass runs again."""
         flags, first = self.config.section(MMDiTConfig), min(stage.layers)
         doubles = sum(map(self._is_double, stage.layers))
         # Blocks count along the whole model: those of the stages before come first.

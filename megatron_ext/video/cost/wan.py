@@ -228,7 +228,7 @@ class DiTNetwork(ClipNetwork):
         return self.in_8_bits(block)
 
     def _run_again(self, stage: Stage) -> int:
-        """Return how many blocks the backward pass runs again."""
+        """Return how many blocks of a stage the backward pass runs again."""
         limit = self.config.section(WanConfig).recompute_blocks - min(stage.layers)
         return max(0, min(len(stage.layers), limit))
 

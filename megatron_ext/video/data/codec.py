@@ -31,7 +31,7 @@ class VideoCodec(ABC):
         channels: latent channels, c.
         spatial: pixels on each side of a latent pixel.
         temporal: frames of a latent frame after the first.
-        identity: settings that decide the latents, stored with a dataset to compare with later.
+        identity: settings that decide the latents, stored with a dataset for comparison.
     """
 
     channels: int

@@ -129,7 +129,7 @@ class OverlapDecoder:
 class FeatureCacheDecoder:
     """Decodes frame by frame with the feature cache of diffusers' Wan VAE.
 
-    The cache belongs to this object, so the VAE may be used otherwise between two calls.
+    The cache belongs to this object, so the VAE may be used elsewhere between two calls.
     """
 
     def __init__(self, codec: DiffusersCodec) -> None:

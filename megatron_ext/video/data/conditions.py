@@ -31,7 +31,7 @@ class Section:
 
 
 def _min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return how many latent frames a clip needs for a mode; v2v needs one besides references."""
+    """Return how many latent frames a clip needs for a mode; v2v needs one beyond the references."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -84,7 +84,7 @@ def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Te
 
 
 def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tensor:
-    """Return True at the reference frames of clips, ``[b, t]`` bool, by their modes ``[b]``."""
+    """Return masks ``[b, t]`` bool, True at the reference frames of clips of the modes ``[b]``."""
     masks = torch.zeros(len(modes), num_frames, dtype=torch.bool)
     for mask, mode in zip(masks, modes.tolist(), strict=True):
         for section in sections(MODES[mode], num_frames, config):

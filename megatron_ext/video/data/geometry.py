@@ -193,7 +193,7 @@ def _refuse(name: str) -> Any:
 
 
 SMALLEST_SHARE = 0.8
-"""Smallest share of a resolution's pixels with which a clip may enter it, and be enlarged."""
+"""A clip may enter a resolution from this share of its pixels on; it is enlarged if smaller."""
 
 
 class Drop(str, Enum):

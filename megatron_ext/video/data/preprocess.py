@@ -109,7 +109,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
 
 
 def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
-    """Return a function of the clips done so far that reports them, every 5 seconds at most."""
+    """Return a function that reports progress, given the clips done, at most every 5 seconds."""
     start = last = time.monotonic()
 
     def tick(done: int) -> None:
@@ -244,7 +244,7 @@ def _publish(
     markers: dict[str, dict[str, Any]],
     dropped: list[Dropped],
 ) -> None:
-    """Write the manifest and the list of dropped clips, which gets those of the markers too.
+    """Write the manifest, and the list of dropped clips with those that could not be decoded.
 
     DataError is raised if no clip could be decoded.
     """

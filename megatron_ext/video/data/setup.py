@@ -282,9 +282,9 @@ EVALUATION_SEED = 1 << 32
 class VideoSource(BatchSource):
     """The batches of one split on this rank, grouped by step; see `Task.source`.
 
-    Training starts at the run's step. It numbers its random decisions by the samples consumed, so
-    a clip gets new ones in each epoch. Validation (``full_epoch``) starts at the first step. It
-    numbers them by the clips, so a clip gets the same ones in every pass.
+    Training starts at the run's step. Its random decisions depend on the number of the sample in
+    the run, so a clip gets new ones in each epoch. Validation (``full_epoch``) starts at the first
+    step. Its decisions depend on the number of the clip, so they are the same in every pass.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class TextEncoder(Protocol):
         length: rows of an encoded caption, l: embeddings of its tokens or words, then padding.
         width: features of a row, d.
         pooled_width: features of the pooled embedding, e; 0 if there is none.
-        identity: settings that decide the embeddings, stored with a dataset to compare with later.
+        identity: settings that decide the embeddings, stored with a dataset for comparison.
     """
 
     length: int
@@ -90,7 +90,7 @@ def load_model(
     types: Sequence[str],
     tokenizer_path: str,
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer with transformers, which must be in local folders.
+    """Load a model of transformers and its tokenizer from local folders.
 
     Errors name the value of ``text_encoder`` and the option ``name`` of the path. ConfigError is
     raised if transformers is missing, the model's type is not one of ``types``, it lacks weights,
