@@ -31,7 +31,7 @@ class Section:
 
 
 def _min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return how many latent frames a clip needs for a mode; v2v needs one beyond the references."""
+    """Return how many latent frames a clip needs for ``mode``, in v2v one beyond the references."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
