@@ -1,4 +1,4 @@
-"""From given values to a configuration that can be run: derived values, and all errors at once."""
+"""Completes a configuration with derived values and checks it, reporting all errors at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_ext.errors import ConfigError
 
 
 def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -> RunConfig:
-    """Fill in what follows from given values, and check that all of it can be run.
+    """Fill in the values that follow from given ones, and check that the result can be run.
 
     A ConfigError has one sentence for every error; for the arguments see `parse_args`.
     """
@@ -38,7 +38,7 @@ def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -
 
 
 def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run with defaults for numbers out of range, and sentences on these by flag."""
+    """Return the run with numbers out of range reset to defaults, and an error by flag for each."""
     errors: dict[str, str] = {}
 
     def within(section: Any) -> Any:
@@ -53,7 +53,7 @@ def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 
 
 def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
-    """Return the configuration with what the engine derives from other values, unchecked."""
+    """Return the configuration with the values that the engine derives; nothing is checked."""
     planned = given.planning
     world_size = world_size or given.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
     device = "cuda" if planned.dry_run_gpu else device
@@ -81,14 +81,14 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
 
 
 def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningConfig) -> bool:
-    """Return whether Transformer Engine runs here, or stands in the plan of a GPU run."""
+    """Return whether Transformer Engine can run here, or a dry run for a GPU asks for it."""
     asked = model.transformer_impl == "transformer_engine"
     installed = importlib.util.find_spec("transformer_engine") is not None
     return bool(planning.dry_run_gpu and asked) or (device == "cuda" and installed)
 
 
 def _errors(run: RunConfig) -> Iterator[str]:
-    """Yield a sentence for everything that the engine cannot run."""
+    """Yield a sentence for each fault that keeps the engine from running a configuration."""
     has_te = _has_transformer_engine(run.model, run.device, run.planning)
     yield from run.model.errors()
     yield from parallel_rules.parallel_errors(run.parallel, run.model)

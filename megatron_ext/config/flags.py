@@ -1,6 +1,6 @@
-"""One mechanism for all flags: a dataclass field with metadata is a command-line flag.
+"""Declares all flags: a dataclass field with metadata is a command-line flag.
 
-Ranges of numeric flags: declared beside the flag, checked before anything uses its value.
+The range of a numeric flag is declared with it, and checked before anything uses the value.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NumberT = TypeVar("NumberT", int, float)
 LARGEST_INT = 2**31 - 1
 LARGEST_LONG = 2**63 - 1
 WORTH_SAYING = 1000
-"""Upper ends up to here are told with the lower end; larger ones only keep nonsense out."""
+"""The largest upper bound that messages name beside the lower one; larger bounds bar nonsense."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers; NaN and infinity lie in none.
+    """An interval of numbers, which never contains NaN or infinity.
 
-    ``above`` leaves `low` itself out, and ``below`` leaves `high` out.
+    ``above`` excludes `low` itself, and ``below`` excludes `high`.
     """
 
     low: float
@@ -55,11 +55,11 @@ class Range:
         return f"must be {lower if small else upper}"
 
     def integer(self, text: str) -> int:
-        """Read an integer of this range from a word; a ``type`` of argparse."""
+        """Convert text to an integer in this range; for use as a ``type`` of argparse."""
         return self._read(text, int, "an integer")
 
     def number(self, text: str) -> float:
-        """Read a number of this range from a word; a ``type`` of argparse."""
+        """Convert text to a number in this range; for use as a ``type`` of argparse."""
         return self._read(text, float, "a number")
 
     def _read(self, text: str, kind: Callable[[str], NumberT], named: str) -> NumberT:
@@ -87,7 +87,7 @@ SIZE = Range(1, 10**6)
 PROCESSES = Range(1, 1024)
 SHARE = Range(0, 1)
 BELOW_ONE = Range(0, 1, below=True)
-"""A probability that must not be certain, or the decay of an average."""
+"""A probability below 1, or the decay of an average."""
 RATE = Range(0, WORTH_SAYING)
 """A learning rate; far larger ones overflow single precision within a few steps."""
 WEIGHT = Range(0, 1e6)
@@ -95,22 +95,22 @@ WEIGHT = Range(0, 1e6)
 FACTOR = Range(0, 1e6, above=True)
 FINITE = Range(-1e6, 1e6)
 NORM = Range(0, 1e30)
-"""A limit of a norm, which may be as good as none."""
+"""A limit of a norm; a very large one has the effect of none."""
 
 
 IfChanged = Literal["refuse", "refuse_to_resume", "keep", "say", "allow"]
-"""The consequence of another value than that of the checkpoint that a run loads.
+"""The consequence if a flag differs from its value in the checkpoint that a run loads.
 
 "refuse": the weights mean something else, so the run ends. "refuse_to_resume": the model computes
-something else with them, so a run that goes on ends; one that starts from the weights says so.
-"keep": the optimizer goes on with the checkpoint's value, which is said. "say": the new value
-counts, which a run that goes on says. "allow": the flag changes no result, is checked elsewhere, or
-is meant to change.
+something else with the weights; a run that resumes ends, one that starts from the weights prints a
+note. "keep": an optimizer that resumes keeps the checkpoint's value, with a note. "say": the new
+value counts, and a run that resumes prints a note. "allow": the flag changes no result, is checked
+elsewhere, or is meant to change.
 """
 
 
 class Changeable:
-    """A section whose flags may differ from those of the checkpoint, where they say no other."""
+    """A section whose flags may differ from the checkpoint's, unless a flag declares otherwise."""
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
@@ -128,15 +128,16 @@ def flag(
     advice: str | None = None,
     if_changed: IfChanged | None = None,
 ) -> Any:
-    """Declare a field that is also a flag; several words may be one text with blanks between.
+    """Declare a field that is also a flag; a list of words may be given as one text with spaces.
 
     Args:
         default: value without the flag; a list is copied for each instance.
-        bounds: the numbers that a numeric flag takes; each of them has some.
+        bounds: the range of a numeric flag; every numeric flag has one.
         nargs: number of values, or ``"+"`` for one or more; None means one.
         names: further spellings; the field's own name, dashed, is always one.
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
-        advice: what to do about a number outside of its bounds, where the default is none.
+        advice: the advice in the error about a number out of bounds; None makes one from the
+            default or the bounds.
         if_changed: see `IfChanged`; None takes the section's ``IF_CHANGED``, or "say".
     """
     metadata = {
@@ -165,18 +166,19 @@ said_flag = functools.partial(flag, if_changed="say")
 
 
 def derived(default: Any = None) -> Any:
-    """Declare a field of a task's section that is no flag: something else decides its value."""
+    """Declare a field of a task's section that is no flag, since code sets its value."""
     return dataclasses.field(default=default, metadata={"derived": True})
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag as the parser and ``--help`` see it; see `flag` for what it was declared with.
+    """One flag as the parser and ``--help`` use it; `flag` describes the other attributes.
 
     Attributes:
         type: type of one value.
         optional: whether None is allowed.
-        positive: spellings that set the value (or True), the first is shown.
+        positive: spellings that set the value (or True); ``--help`` shows the first.
+        negative: spellings that set False.
     """
 
     section: str
@@ -202,7 +204,7 @@ class Flag:
 
 @functools.cache
 def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
-    """Return the flags of a dataclass, in order; fields without metadata are derived."""
+    """Return the flags of a dataclass, in order; fields without a help text are no flags."""
     hints = typing.get_type_hints(cls)
     return tuple(
         _flag_of(section, field, hints[field.name])
@@ -212,7 +214,7 @@ def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
 
 
 def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
-    """Return a field's flag; ``list[int] | None`` is of type int, and optional."""
+    """Return a field's flag; the hint ``list[int] | None`` gives the type int, and optional."""
     optional = type(None) in typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(x for x in typing.get_args(hint) if x is not type(None))
@@ -229,7 +231,7 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
 
 
 def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[str]:
-    """Yield a sentence where a flag's value cannot be shared equally."""
+    """Yield a sentence if ``value`` is not a multiple of ``size``, the value of the flag ``by``."""
     if value and size >= 1 and value % size:
         use = -(-value // size) * size
         yield f"`{name}` ({value}) must be divisible by `{by}` ({size}); use {use}."
@@ -251,13 +253,13 @@ def range_errors(section: Any) -> dict[str, str]:
 
 
 def check_ranges(section: Any) -> None:
-    """Check the numbers of a section that is also made without a run, or raise a ConfigError."""
+    """Raise a ConfigError if a number of a section, made without a parser, is out of range."""
     if errors := range_errors(section):
         raise ConfigError(list(errors.values()))
 
 
 def _advice(flag: Flag) -> str:
-    """Return what to do about a number outside of the range."""
+    """Return the advice in the error about a number out of range."""
     default = flag.default
     if flag.advice is None and default is not None:
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
@@ -268,7 +270,13 @@ def _advice(flag: Flag) -> str:
 
 
 def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = None) -> list[str]:
-    """Return spellings of changed flags in a RunConfig's sections, by name, or ``only`` of some."""
+    """Return the spellings of flags that are not at their defaults.
+
+    Args:
+        run: a RunConfig.
+        sections: names of the sections to search.
+        only: the fields to consider; None for all.
+    """
     return [
         spelling_of(section, field)
         for section in (run.by_name()[name] for name in sections)
@@ -290,11 +298,11 @@ def if_changed(section: type) -> dict[str, IfChanged]:
 
 
 def default_of(section: Any, name: str) -> Any:
-    """Return the value of a section's field without its flag."""
+    """Return the default of a section's field."""
     return getattr(type(section)(), name)
 
 
 def spelling_of(section: Any, name: str) -> str:
-    """Return the spelling that changes a field's default to its value."""
+    """Return the spelling of a field's flag: ``--no-…`` if its value is False."""
     dashed = name.replace("_", "-")
     return f"--no-{dashed}" if getattr(section, name) is False else f"--{dashed}"

@@ -1,6 +1,6 @@
-"""Other spellings of flags: older names, and names that never had an effect here.
+"""Tables of Megatron-LM 0.16.1's flags that are renamed, have no effect here, or are refused.
 
-Flags of Megatron-LM 0.16.1 that are known and refused: why, and what to use instead.
+The reason for a refusal includes what to use instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--use-checkpoint-opt_param-scheduler": ("--use-checkpoint-opt-param-scheduler",),
     "--override-opt_param-scheduler": ("--override-opt-param-scheduler",),
 }  # fmt: skip
-"""Old spelling -> what stands for it now, values included."""
+"""Old spelling -> the words that replace it, values included."""
 
 _SKIPPED = "a step with a non-finite gradient is always skipped and counted"
 NO_EFFECT: dict[str, str] = {
@@ -63,13 +63,13 @@ NO_EFFECT: dict[str, str] = {
     "--fp16-lm-cross-entropy": "the loss is always computed in fp32",
     "--onnx-safe": "models are not exported",
 }
-"""Spelling -> the reason."""
+"""Spelling of a flag without effect -> the reason."""
 
 ALWAYS_ON = {
     "tokenizer_hf_use_fast": "Hugging Face tokenizers are always the fast ones here",
     "masked_softmax_fusion": "attention is computed by kernels that mask and normalize in one",
 }
-"""Field of a flag that Megatron-LM's scripts may give, whatever its value -> the reason."""
+"""Field of a flag that is accepted but has no effect, whatever its value -> the reason."""
 
 _GPU_ONLY = """
 a fused kernel of a GPU:

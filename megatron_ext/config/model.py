@@ -181,11 +181,12 @@ class ModelConfig(Changeable):
     )
     variable_seq_lengths: bool = False
     blocks_dealt_by_cost: bool = False
-    """The task's model has blocks of its own: any number of stages, a length that data decides."""
+    """The task's model has its own kinds of blocks, dealt to any number of stages by cost; the data
+    decides its sequence length."""
     unpadded_vocab_size: int | None = None
-    """Entries of the vocabulary before padding; None of a model without one."""
+    """Entries of the vocabulary before padding; None for a model without a vocabulary."""
     document_masks: bool = False
-    """Attention stops where documents end, so that every stage needs the ids of the tokens."""
+    """Attention does not cross the ends of documents, so every stage needs the token ids."""
 
     @property
     def gated(self) -> bool:
@@ -212,7 +213,7 @@ class ModelConfig(Changeable):
         )
 
     def errors(self) -> Iterator[str]:
-        """Yield a sentence for everything that cannot be built."""
+        """Yield a sentence for each fault in the flags of the model."""
         if self.blocks_dealt_by_cost:
             yield from self._recompute_errors()
             return
@@ -238,7 +239,7 @@ class ModelConfig(Changeable):
         yield from self._recompute_errors()
 
     def _rotary_errors(self, size: int) -> Iterator[str]:
-        """Yield a sentence where channels of a head cannot be rotated in pairs."""
+        """Yield a sentence if the channels of a head cannot be rotated in pairs."""
         if self.rotary_percent == 1 and size % 2:
             yield (
                 f"`--kv-channels` ({size}) must be even with `--position-embedding-type rope`, "

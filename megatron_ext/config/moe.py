@@ -111,7 +111,7 @@ class MoEConfig(Changeable):
         return pattern
 
     def errors(self, expert_size: int) -> Iterator[str]:
-        """Yield a sentence for everything that cannot be built."""
+        """Yield a sentence for each fault in the flags of experts."""
         if self.num_experts is None:
             if expert_size > 1:
                 yield (

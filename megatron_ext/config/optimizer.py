@@ -115,10 +115,10 @@ class OptimizerConfig(Changeable):
     )
     use_checkpoint_opt_param_scheduler: bool = flag(False, "schedule from checkpoint, not flags")
     usual_warmup_iters: int = 0
-    """The warm-up of a run that does not give one."""
+    """Steps of warm-up of a run whose flags give none."""
 
     def warmup_notes(self) -> list[str]:
-        """Say that the usual warm-up was shortened; for runs that give none."""
+        """Return a note if the usual warm-up was shortened; for runs whose flags give none."""
         usual, warmup = self.usual_warmup_iters, self.lr_warmup_iters
         if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:
             return []
@@ -152,16 +152,16 @@ class EmaConfig:
     )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too", if_changed="allow")
     for_sampling: bool = False
-    """A run that only samples, with the averaged weights."""
+    """The run only samples, with the averaged weights."""
 
     def resolved(self) -> EmaConfig:
-        """Return the section with the first averaged step, where there is an average."""
+        """Return the section with the first averaged step filled in, if there is an average."""
         if not self.ema_decay or self.ema_start is not None:
             return self
         return dataclasses.replace(self, ema_start=1)
 
     def keeps_average(self, *, trains: bool) -> bool:
-        """Return whether the run holds averaged weights: to go on with, or only to evaluate."""
+        """Return whether the run holds averaged weights, to update (``trains``) or only to use."""
         return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling
 
 
@@ -169,14 +169,14 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Linear layers of a GPT's blocks."""
 
 ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv")
-"""Linear layers that may have adapters: those of cross-attention are projected apart."""
+"""Linear layers that may have adapters; the last two are projections of cross-attention."""
 
 DEFAULT_ALPHA = 32.0
 
 
 @dataclass(frozen=True)
 class LoraConfig(Changeable):
-    """Low-rank adapters: ``y = W x + (alpha / rank) * B A dropout(x)`` with a frozen W."""
+    """Low-rank adapters: ``y = W x + scale * B A dropout(x)`` with a frozen W; see `scale`."""
 
     lora_rank: int | None = flag(None, "rank of the adapters; without it all weights train", SIZE)
     lora_alpha: float | None = resumed_flag(
@@ -195,17 +195,17 @@ class LoraConfig(Changeable):
     )
 
     saves_adapters_only: bool = False
-    """Checkpoints leave out the frozen weights, as where several networks share them."""
+    """Checkpoints leave out the frozen weights, for instance if several networks share them."""
 
     @property
     def scale(self) -> float:
-        """Return the factor of ``B A x``, for a configuration with a rank."""
+        """Return alpha over the rank, or its root with ``--lora-rslora``; there must be a rank."""
         assert self.lora_rank is not None
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         return alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
 
     def resolved(self) -> LoraConfig:
-        """Return the section with default alpha and layers, where there are adapters."""
+        """Return the section with default alpha and layers filled in, if there are adapters."""
         if self.lora_rank is None:
             return self
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha

@@ -16,7 +16,7 @@ STRICTNESS = (
 
 @dataclass(frozen=True)
 class CheckpointConfig(Changeable):
-    """Names and defaults are Megatron-LM's, but checkpoints reshard by default."""
+    """Checkpoints; names and defaults are Megatron-LM's, but optimizer state can be resharded."""
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
@@ -63,18 +63,18 @@ class CheckpointConfig(Changeable):
     )
 
     usual_save_interval: int | None = None
-    """The interval of a run that saves and does not say how often."""
+    """Steps between checkpoints with ``--save`` but without ``--save-interval``."""
     starts_others: bool = False
-    """Networks besides the model of the run take weights of checkpoints."""
+    """Other networks than the run's model start from the weights of checkpoints."""
 
     def resolved(self) -> CheckpointConfig:
-        """Return the section with the interval settled, where a folder is given."""
+        """Return the section with the usual interval if ``--save`` is given without one."""
         if self.save is None or self.save_interval is not None:
             return self
         return dataclasses.replace(self, save_interval=self.usual_save_interval)
 
     def errors(self, *, evaluates: bool) -> Iterator[str]:
-        """Yield a sentence for everything that a run with or without evaluations cannot do."""
+        """Yield a sentence for each fault in the flags of a run that evaluates, or does not."""
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."
@@ -127,7 +127,7 @@ class CheckpointConfig(Changeable):
 
 @dataclass(frozen=True)
 class LoggingConfig(Changeable):
-    """Names and defaults are Megatron-LM's."""
+    """Reports of a run; names and defaults are Megatron-LM's."""
 
     log_interval: int = flag(100, "report after each multiple of this many steps", COUNT, "steps")
     log_throughput: bool = flag(
@@ -158,7 +158,7 @@ GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
 
 @dataclass(frozen=True)
 class PlanningConfig(Changeable):
-    """``--dry-run``: all checks, and what each rank would hold, send and take."""
+    """``--dry-run``: all checks, and estimates of memory, communication and time, without a run."""
 
     dry_run: bool = flag(
         False, "check everything, print what memory and time a step would take, start nothing"
@@ -173,7 +173,7 @@ class PlanningConfig(Changeable):
     )
 
     def errors(self) -> Iterator[str]:
-        """Yield a sentence for everything that cannot be planned."""
+        """Yield a sentence for each fault in the flags of a dry run."""
         for name in ("dry_run_nodes", "dry_run_gpu"):
             value = getattr(self, name)
             if value is not None and not self.dry_run:

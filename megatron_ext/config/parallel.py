@@ -1,4 +1,4 @@
-"""How the ranks are shared out."""
+"""Parallel sizes, pipeline schedule, and how ranks are started and communicate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEDULES = (
 
 @dataclass(frozen=True)
 class ParallelConfig(Changeable):
-    """Parallel sizes; the data-parallel size is what is left of the ranks."""
+    """Parallel sizes; the data-parallel size is ranks / (tensor × pipeline × context)."""
 
     tensor_model_parallel_size: int = flag(
         1, "ranks that share each matrix (tensor parallelism)", SIZE, "ranks"
@@ -87,6 +87,6 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return how many of the embedding and the output layer count as layers."""
+        """Return how many of embedding and output layer count as layers in the split: 0, 1 or 2."""
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

@@ -1,8 +1,8 @@
-"""The only argument parser: dataclass fields to flags with Megatron-LM's names.
+"""The only argument parser: it makes flags with Megatron-LM's names from dataclass fields.
 
-Every flag gets one of four answers: it does what it does in Megatron-LM; it has no effect here and
-is listed with the reason; it is known and refused with what to use instead; or it is unknown and
-gets the nearest names. All errors of a command line are reported together.
+A flag is handled in one of four ways: it does what it does in Megatron-LM; it has no effect here,
+and a note says why; it is known but refused, and the error names an alternative; or it is unknown,
+and the error names similar flags. All errors of a command line are reported together.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Values = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class ParsedArgs:
-    """A command line, understood.
+    """The result of parsing a command line.
 
     Attributes:
-        task: what the flags choose of the program's tasks.
+        task: the one of the program's tasks that the flags choose.
         notes: one line for each flag that has no effect or an old name.
         given: fields of the flags on the command line.
         print_config: the user asked for the resolved configuration instead of a run.
@@ -67,10 +67,10 @@ def parse_args(
     Args:
         argv: the words after the program's name.
         world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
-        checkpoint_config: the stored configuration whose model, and whose values of the user's
-            own flags, are to be used (``--use-checkpoint-args``); the command line wins over it.
-        defaults: values of fields in the place of the task's defaults and of their own.
-        elsewhere: sections of other programs by the programs' names, for users who mistake them.
+        checkpoint_config: the stored configuration to take the model and the user's own flags
+            from (``--use-checkpoint-args``); the command line wins over it.
+        defaults: values by field that replace the task's defaults and the fields' own.
+        elsewhere: sections of other programs, by program name, to explain flags of those.
     """
     sections.check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
@@ -109,7 +109,7 @@ def parse_args(
 
 
 def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
-    """Return values by section, of which later layers win."""
+    """Merge layers of values by section and field; later layers win."""
     values: Values = {}
     for layer in layers:
         for section, entries in layer.items():
@@ -118,7 +118,7 @@ def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
 
 
 def _by_section(values: Mapping[str, Any], program: Program) -> Values:
-    """Return values of fields, each in the section that has it."""
+    """Group values of fields by the section that has the field."""
     found: Values = {}
     for name, kind in sections.sections_of(program).items():
         fields = {field.name for field in dataclasses.fields(kind)}
@@ -129,7 +129,7 @@ def _by_section(values: Mapping[str, Any], program: Program) -> Values:
 def read_words(
     argv: Sequence[str], program: Program, elsewhere: Mapping[str, Sequence[type]] | None = None
 ) -> _Reading:
-    """Turn words into values of fields, collecting errors on the way."""
+    """Convert words to values of fields, and collect the errors."""
     reading = _Reading(
         table=sections.spellings(sections.all_flags(program)),
         elsewhere={
@@ -160,13 +160,13 @@ def read_words(
 
 @dataclass
 class _Reading:
-    """A command line that is read: the flags that may stand there, and what has been found.
+    """The state of parsing a command line: the flags that it may have, and the results so far.
 
     Attributes:
         table: see `sections.spellings`.
         elsewhere: names of other programs by the spellings of their flags.
         left_out: reasons why the program lacks flags of the engine, by spelling.
-        settled: entries of files that name such flags: file, key, flag and value.
+        settled: entries of config files for flags in ``left_out``: file, key, flag and value.
     """
 
     table: dict[str, tuple[Flag, bool]]
@@ -182,7 +182,7 @@ class _Reading:
     settled: list[tuple[str, str, Flag, Any]] = field(default_factory=list)
 
     def words(self, argv: Sequence[str]) -> Iterator[str]:
-        """Yield ``--a=b`` as two words, and today's names in the place of old ones."""
+        """Yield the words, with ``--a=b`` split in two and old names replaced by today's."""
         for word in argv:
             name, equals, value = word.partition("=") if word[:2] == "--" else (word, "", "")
             now = RENAMED.get(name) or RENAMED.get(canonical(name)) if word[:2] == "--" else None
@@ -193,7 +193,7 @@ class _Reading:
                 yield value
 
     def read_flag(self, word: str, name: str, values: list[str]) -> None:
-        """Give a flag one of the four answers; ``name`` is its canonical spelling."""
+        """Handle a flag in one of the module's four ways; ``name`` is its canonical spelling."""
         if name == "--print-config":
             self.print_config = True
         elif name == "--config":
@@ -234,7 +234,7 @@ class _Reading:
         self.given.append(flag)
 
     def read_yaml(self, path: str, program: Program) -> Values:
-        """Return the sections of a file whose entries may be nested by section or flat."""
+        """Return a YAML file's values by section; its entries may be nested by section or flat."""
         import yaml
 
         try:
@@ -275,7 +275,7 @@ class _Reading:
         return found
 
     def left_out_errors(self, config: RunConfig) -> Iterator[str]:
-        """Yield a sentence for entries of files that contradict what the task has settled."""
+        """Yield a sentence for each left-out flag that a file sets to a value without effect."""
         for path, key, flag, value in self.settled:
             has = getattr(getattr(config, flag.section), flag.field)
             if value not in (list(has) if isinstance(has, tuple) else has, flag.default):
@@ -283,7 +283,7 @@ class _Reading:
                 yield f"`{key}` in {path} ({value}) has no effect {why}; leave it out."
 
     def settle_old_spellings(self, values: Values) -> None:
-        """Let flags that speak of another flag have their effect."""
+        """Apply the flags that act on other fields: number formats, ``--no-position-embedding``."""
         precision = values.get("precision", {})
         if "bf16" in precision or precision.get("fp16"):
             precision["bf16_on_gpu"] = False
@@ -308,7 +308,7 @@ def _unknown(named: str, near: list[str]) -> str:
 
 
 def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -> list[str]:
-    """Return notes on flags that were given and do nothing, at all, on this device or here."""
+    """Return notes on given flags without effect: ever, on this device, or with these flags."""
     reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
     if config.device == "cpu":
         reasons += [(flag, GPU_ONLY.get(flag.field), " on a CPU") for flag in given]

@@ -1,4 +1,4 @@
-"""Number formats, products in 8 bits (arXiv:2209.05433), overlaps and CUDA graphs.
+"""Number formats, 8-bit matrix products (arXiv:2209.05433), TP overlap and CUDA graphs.
 
 Names, meanings and defaults are Megatron-LM's.
 """
@@ -19,7 +19,7 @@ SCALE = Range(0, 2.0**64, above=True)
 
 @dataclass(frozen=True)
 class PrecisionConfig(Changeable):
-    """fp32 unless ``--bf16`` or ``--fp16``."""
+    """Number format of parameters and activations: fp32 unless ``--bf16`` or ``--fp16``."""
 
     bf16: bool = said_flag(False, "parameters and activations in bfloat16; --no-bf16 is fp32")
     fp16: bool = said_flag(False, "parameters and activations in float16, with loss scaling")
@@ -38,7 +38,7 @@ class PrecisionConfig(Changeable):
     """``--bf16`` is the default on a GPU."""
 
     def resolved(self, device: str) -> PrecisionConfig:
-        """Return the section with the format of parameters and gradients settled."""
+        """Return the section with the formats of parameters and gradients filled in."""
         bf16 = self.bf16 or (self.bf16_on_gpu and device == "cuda")
         in_fp32 = self.accumulate_allreduce_grads_in_fp32
         in_fp32 = not self.grad_reduce_in_bf16 if bf16 else in_fp32
@@ -49,7 +49,7 @@ class PrecisionConfig(Changeable):
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """bf16 unless ``--fp8-format``; names, meanings and defaults are Megatron-LM's."""
+    """8-bit matrix products, with ``--fp8-format``; names and defaults are Megatron-LM's."""
 
     fp8_format: str | None = flag(
         None,
@@ -105,7 +105,7 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Return the section without 8-bit weights where layers are not Transformer Engine's."""
+        """Return the section without 8-bit weights if layers are not Transformer Engine's."""
         if te or self.fp8_format is None:
             return self
         return dataclasses.replace(self, fp8_param_gather=False)
@@ -123,7 +123,7 @@ WARMUP_STEPS = 3
 
 
 def _overlaps(name: str, what: str) -> Any:
-    """Declare a flag that is on, but has an effect with ``--tp-comm-overlap`` only."""
+    """Declare a flag that is on by default, but has an effect only with ``--tp-comm-overlap``."""
     told = f"with --tp-comm-overlap, overlap {what}"
     return flag(True, told, negative=f"--disable-tp-comm-{name}")
 
@@ -169,7 +169,7 @@ class TransformerEngineConfig(Changeable):
 
 @dataclass(frozen=True)
 class CudaGraphConfig(Changeable):
-    """No graphs unless ``--cuda-graph-impl``; names and defaults are Megatron-LM's."""
+    """CUDA graphs, with ``--cuda-graph-impl``; names and defaults are Megatron-LM's."""
 
     cuda_graph_impl: str = flag(
         "none",

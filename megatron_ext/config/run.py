@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen section for each concern, as plain data.
 
-`finalize.finalize` fills in what follows from other values and checks all of it;
-`transformer_fields` gives the fields of megatron-core's TransformerConfig.
+`finalize.finalize` fills in the values that follow from others and checks all of them.
+`transformer_fields` returns the fields of megatron-core's TransformerConfig.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LeftOut = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides what a run does; ``sections`` are the task's, or its user's."""
+    """The whole configuration of a run; ``sections`` are those of the task and of its user."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -57,7 +57,7 @@ class RunConfig:
     sections: tuple[Any, ...] = ()
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the section of a class that the task brings, or raise a ConfigError."""
+        """Return the task's section of this class, or raise a ConfigError."""
         for section in self.sections:
             if isinstance(section, kind):
                 return section
@@ -67,11 +67,11 @@ class RunConfig:
         )
 
     def has(self, kind: type) -> bool:
-        """Return whether the task brings a section of this class."""
+        """Return whether the task has a section of this class."""
         return any(isinstance(section, kind) for section in self.sections)
 
     def with_section(self, *changed: Any) -> RunConfig:
-        """Return the configuration with sections of the task in the place of those it has."""
+        """Return the configuration with these task sections, each in place of one of its class."""
         by_kind = {type(section): section for section in self.sections}
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))
@@ -93,7 +93,10 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], sections: Sequence[type] = ()) -> RunConfig:
-        """Read back what `to_dict` gave, with the task's sections; unknown fields are left out."""
+        """Build a configuration from `to_dict`'s values; unknown fields are ignored.
+
+        ``sections`` are the classes of the task's sections.
+        """
         found: dict[str, Any] = {}
         errors: list[str] = []
         for name, kind in (engine_sections() | named(sections)).items():
@@ -117,7 +120,7 @@ def section_name(kind: type) -> str:
 
 
 def named(sections: Sequence[type]) -> dict[str, type]:
-    """Return sections by their names."""
+    """Return classes of sections by their names."""
     return {section_name(kind): kind for kind in sections}
 
 
@@ -133,13 +136,13 @@ class TaskFlags:
 
     Attributes:
         sections: frozen dataclasses whose fields are the task's flags.
-        left_out: flags of the engine that the task has no use for, by section and field (``"*"``
-            is every field), with the reason. A program does not know what all its tasks leave out.
-        defaults: values of flags in the place of their usual defaults, by field.
-        needs: flags of its sections that do nothing without another one (`megatron_flags.NEEDS`).
-        resolve: settles what the task's sections decide, before the engine derives the rest.
-        rules: ``(given, resolved)`` to a sentence for everything that cannot be run. ``given`` is
-            the configuration before anything was derived.
+        left_out: flags of the engine that the task does not use, by section and field (``"*"`` is
+            every field), with the reason. A program does not accept flags that all tasks leave out.
+        defaults: values that replace the usual defaults of flags, by field.
+        needs: flags without effect unless another is given, as in `megatron_flags.NEEDS`.
+        resolve: fills in values that the task decides, before the engine derives the others.
+        rules: takes ``(given, resolved)`` and returns a sentence for each fault. ``given`` is the
+            configuration before anything was derived.
         stored_model: ``(stored, given)`` to the sections of a checkpoint's configuration that
             describe its weights (``--use-checkpoint-args``), by section.
     """
@@ -156,7 +159,7 @@ class TaskFlags:
 
 
 class Program(Protocol):
-    """A command line: the sections that its parser knows, and the task that its flags choose."""
+    """A command-line program: the sections of its flags, and the task that the flags choose."""
 
     @property
     def sections(self) -> tuple[type, ...]: ...
@@ -204,9 +207,10 @@ MOE_FUSIONS = "moe_grouped_gemm moe_permute_fusion moe_router_fusion"
 
 
 def transformer_fields(run: RunConfig) -> dict[str, object]:
-    """Return values of TransformerConfig fields; dtypes and activations by name.
+    """Return the values of TransformerConfig's fields, with dtypes and activations as names.
 
-    Fused kernels are asked for only where they exist; `layers.pointwise` compiles parts of ours.
+    Fused kernels are enabled only where they exist; `layers.pointwise` compiles parts of our
+    layers.
     """
     fields: dict[str, object] = {
         name: getattr(getattr(run, section), name)
@@ -271,13 +275,13 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 
 def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:
-    """Return whether Transformer Engine computes; a plan needs no installed one."""
+    """Return whether Transformer Engine's layers are built; a dry run has them if installed."""
     te = model.transformer_impl == TE_IMPL
     return te and (not planning.dry_run or find_spec("transformer_engine") is not None)
 
 
 def _fuses_activation(model: ModelConfig, moe: MoEConfig) -> bool:
-    """Return whether megatron-core's MLP has compiled this activation with or without a bias."""
+    """Return whether megatron-core's MLP has a fused form of this activation and its bias."""
     has_experts = moe.num_experts is not None
     if model.swiglu:
         return model.bias_swiglu_fusion and not (has_experts and model.add_bias_linear)

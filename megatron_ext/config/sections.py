@@ -1,7 +1,7 @@
-"""Sections of a user's own: frozen dataclasses whose fields are flags, declared as ours are.
+"""Sections that users add: frozen dataclasses whose fields are flags, declared as the engine's are.
 
-A task names them (``Task(sections=(MyFlags,), ...)``); they stand in ``--help``, ``--config`` files
-and checkpoints beside the engine's::
+A task names them (``Task(sections=(MyFlags,), ...)``). They appear in ``--help``, ``--config``
+files and checkpoints beside the engine's::
 
     @dataclass(frozen=True)
     class MyFlags:
@@ -9,10 +9,10 @@ and checkpoints beside the engine's::
             None, "bound of the hidden states before the head", bounds=Range(0, 1e6, above=True)
         )
 
-``config.section(MyFlags).hidden_cap`` reads them; a number outside of its `bounds` is refused, NaN
-and infinity included. A section may have a method ``errors(config) -> list[str]``, which gives a
-sentence for each value that cannot be run. Arguments of argparse become a section too, as in
-Megatron-LM's ``extra_args_provider``.
+``config.section(MyFlags).hidden_cap`` reads a value. A number outside of its `bounds` is refused,
+and so are NaN and infinity. A section may have a method ``errors(config) -> list[str]``, which
+returns a sentence for each value that cannot be run. `section_of` makes a section from argparse's
+arguments, for Megatron-LM's ``extra_args_provider``.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megatron_ext.config.run import (
 from megatron_ext.errors import ConfigError
 
 OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
-"""Flags that the parser answers itself."""
+"""Flags that the parser handles itself."""
 
 
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
-    """Check that sections are frozen dataclasses of flags, none of whose names the engine has."""
+    """Raise a ConfigError unless sections are frozen dataclasses of flags with free names."""
     errors: list[str] = []
     taken = dict.fromkeys([*OWN_FLAGS, *RENAMED], "the parser")
     for name, kind in engine.items():
@@ -101,7 +101,7 @@ def _metavar(flag: Flag) -> str:
 
 
 def _meaning(flag: Flag, of_task: Mapping[str, Any]) -> str:
-    """Return what a flag does, with its default, which a task may settle by another field."""
+    """Return a flag's help text with its default, which the fields ``of_task`` may replace."""
     default = of_task.get(flag.field, of_task.get(f"usual_{flag.field}", flag.default))
     if flag.type is bool:
         told = f"switch off: {flag.help}" if default is True else flag.help
@@ -111,7 +111,7 @@ def _meaning(flag: Flag, of_task: Mapping[str, Any]) -> str:
 
 
 def print_help(program: Program) -> None:
-    """Print all flags, with the defaults of the task that runs without any."""
+    """Print all flags, with the defaults of the task that is chosen if no flag is given."""
     of_task = program.choose(RunConfig.from_dict({}, program.sections)).defaults
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     print("Flags have Megatron-LM's names; defaults stand in brackets.\n")
@@ -147,7 +147,7 @@ def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
 
 
 def _field(action: argparse.Action) -> tuple[str, Any, Any]:
-    """Return name, type and field of an argument, or refuse one that no flag can stand for."""
+    """Return name, type and field of an argument; if no flag can do the same, raise ConfigError."""
     shown = action.option_strings[0] if action.option_strings else action.dest
     options = tuple(x for x in action.option_strings if x.startswith("--"))
     stores = type(action) in (argparse._StoreAction, _TRUE, _FALSE)
@@ -172,24 +172,24 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
 
 
 def sections_of(program: Program) -> dict[str, type]:
-    """Return the sections that a program knows by name, the task's last."""
+    """Return the classes of a program's sections by name, the engine's first."""
     return engine_sections() | named(program.sections)
 
 
 def all_flags(program: Program) -> list[Flag]:
-    """Return every flag of a program, by section; those of its task come last."""
+    """Return the flags that a program accepts, in the order of `sections_of`."""
     flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]
     return [flag for flag in flags if reason_left_out(program.left_out, flag) is None]
 
 
 def left_out_flags(program: Program) -> dict[str, Flag]:
-    """Return the engine's flags that the program does not know, by field."""
+    """Return the engine's flags that the program does not accept, by field."""
     flags = [flag for name, kind in engine_sections().items() for flag in flags_of(name, kind)]
     return {x.field: x for x in flags if reason_left_out(program.left_out, x) is not None}
 
 
 def reason_left_out(left_out: LeftOut, flag: Flag) -> str | None:
-    """Return why a flag is left out; None where it is not."""
+    """Return why a flag is left out, or None if it is not."""
     fields = left_out.get(flag.section, {})
     return fields.get(flag.field) or fields.get("*")
 
@@ -204,12 +204,12 @@ def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
 
 
 def canonical(name: str) -> str:
-    """Return a spelling with two dashes before it and dashes within."""
+    """Return a flag's name with two leading dashes, and dashes for underscores."""
     return "--" + name.lstrip("-").replace("_", "-")
 
 
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
-    """Return what words say for a flag that is no switch, or raise a ConfigError about them."""
+    """Convert the words after a flag that is no switch to its value, or raise a ConfigError."""
     wanted = flag.nargs or 1
     if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
         number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
@@ -229,7 +229,7 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
-    """Return a file's entry as the flag's type (YAML reads 1e-4 as text); see `value_of_words`."""
+    """Convert a file's entry to the flag's type, or raise a ConfigError (YAML's 1e-4 is text)."""
     if value == flag.default or (value is None and flag.optional):
         return value
     if flag.type is bool:

@@ -106,7 +106,7 @@ class TrainingConfig(Changeable):
 
     @property
     def evaluates(self) -> bool:
-        """Return whether validation is asked for."""
+        """Return whether the run evaluates the validation split."""
         return self.full_validation or self.eval_iters > 0
 
     @property
@@ -116,7 +116,7 @@ class TrainingConfig(Changeable):
         return self.micro_batch_size, self.global_batch_size
 
     def resolved(self, data_parallel_size: int) -> TrainingConfig:
-        """Return the section with the batch size settled."""
+        """Return the section with the global batch size filled in."""
         batch = self.global_batch_size
         steps = _schedule_or_none(self.step_batch_size_schedule)
         if batch is None and steps:
@@ -126,14 +126,14 @@ class TrainingConfig(Changeable):
         return dataclasses.replace(self, global_batch_size=batch)
 
     def in_steps(self, steps_per_epoch: int) -> TrainingConfig:
-        """Give the length of the run in steps, where it is given in epochs of so many steps."""
+        """Return the section with a length in epochs converted to a length in steps."""
         if self.train_epochs is None:
             return self
         steps = self.train_epochs * steps_per_epoch
         return dataclasses.replace(self, train_iters=steps, train_epochs=None)
 
     def microbatch_counts(self, replicas: int) -> list[int]:
-        """Return the numbers of micro-batches that steps of the run may have, in rising order."""
+        """Return the numbers of micro-batches per replica that steps may have, ascending."""
         micro, batch = self.batch_sizes
         sizes = {batch}
         if self.step_batch_size_schedule is not None:
@@ -144,7 +144,7 @@ class TrainingConfig(Changeable):
         return sorted({size // (micro * replicas) for size in sizes})
 
     def errors(self, data_parallel_size: int) -> Iterator[str]:
-        """Yield a sentence for everything that cannot be run."""
+        """Yield a sentence for each fault in the flags of training."""
         yield from self._length_errors()
         yield from self._batch_errors(data_parallel_size)
         patience, delta = self.early_stop_patience, self.early_stop_min_delta
@@ -234,7 +234,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
     """Read ``"0:768 250B:1536"`` as pairs of tokens and batch size, or raise a ValueError.
 
-    Tokens must rise from 0 on.
+    The numbers of tokens must start at 0 and rise.
     """
 
     def number(word: str) -> int:
@@ -258,7 +258,7 @@ def _schedule_or_none(text: str | None) -> list[tuple[int, int]] | None:
 
 REDUCTIONS = ("token", "sample", "square")
 CROSS_ENTROPY = "cross-entropy"
-"""The value of ``--loss`` that asks for no loss of the user's own."""
+"""The value of ``--loss`` for cross-entropy, instead of a loss of the user's own."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class LossConfig:
     loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
-        """Return the section with its implementation; loss fusion takes whole logits."""
+        """Return the section with its implementation; with loss fusion it holds all logits."""
         loss = None if self.loss == CROSS_ENTROPY else self.loss
         impl = self.cross_entropy_impl or "chunked"
         if self.cross_entropy_impl is None and fused and loss is None:
@@ -311,7 +311,7 @@ class LossConfig:
         return dataclasses.replace(self, cross_entropy_impl=impl, loss=loss)
 
     def errors(self, *, per_token: bool, has_te: bool) -> Iterator[str]:
-        """Yield a sentence for everything that cannot be run."""
+        """Yield a sentence for each fault in the flags of the loss."""
         if self.ignore_index < 0 and self.ignore_index != -100:
             yield (
                 f"`--ignore-index` ({self.ignore_index}) must be a token id, 0 or more, or -100 "

@@ -1,4 +1,4 @@
-"""Rules of layers that each rank would find only when it builds them, told before ranks start."""
+"""Rules of layers, checked before ranks start instead of when each rank builds its layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TENSOR = "--tensor-model-parallel-size"
 def build_errors(
     model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, training: TrainingConfig
 ) -> Iterator[str]:
-    """Yield a sentence for everything that cannot be built of a text model with given sizes."""
+    """Yield a sentence for each fault that keeps a text model from being built."""
     sizes = (model.num_layers, model.hidden_size, model.num_attention_heads)
     if model.blocks_dealt_by_cost or not all(sizes):
         return
@@ -53,7 +53,7 @@ def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
 
 
 def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a sentence for each wrong length of the first and last stages."""
+    """Yield a sentence for each fault in the numbers of layers of the first and last stage."""
     both = {
         "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
         "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
@@ -118,7 +118,7 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 
 
 def _expert_errors(moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a sentence for each wrong size of the experts."""
+    """Yield a sentence for each fault in the sizes of experts, or in which layers have them."""
     tp = max(1, parallel.tensor_model_parallel_size)
     etp, width = parallel.expert_tensor_parallel_size or tp, moe.moe_ffn_hidden_size
     shared_width = moe.moe_shared_expert_intermediate_size
@@ -181,7 +181,7 @@ def _router_errors(moe: MoEConfig) -> Iterator[str]:
 def _dispatch_errors(
     moe: MoEConfig, parallel: ParallelConfig, training: TrainingConfig, model: ModelConfig
 ) -> Iterator[str]:
-    """Yield a sentence for each dispatch of tokens to experts that cannot be had."""
+    """Yield a sentence for each fault in how tokens are sent to experts."""
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel and not training.skip_train:
         yield (

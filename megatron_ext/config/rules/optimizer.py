@@ -12,7 +12,7 @@ from megatron_ext.config.training import TrainingConfig
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Settle a warm-up that is not given: the usual one, or a tenth of a decay too short for it."""
+    """Fill in a missing warm-up: the usual one, or a tenth of the decay if that is no longer."""
     usual, decay = optimizer.usual_warmup_iters, optimizer.lr_decay_iters or training.train_iters
     if optimizer.lr_warmup_iters is not None:
         return optimizer
@@ -27,7 +27,7 @@ def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> Optimiz
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, device: str
 ) -> OptimizerConfig:
-    """Return the section with warm-up and weight decay settled, without what a CPU cannot do."""
+    """Fill in warm-up and weight decay; on a CPU switch off what gloo cannot do."""
     changes: dict[str, object] = {}
     if optimizer.weight_decay_incr_style == "constant":  # others are refused
         ends = [
@@ -41,7 +41,7 @@ def resolve_optimizer(
 
 
 def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield a sentence for everything that cannot be run."""
+    """Yield a sentence for each fault in the flags of the optimizer."""
     yield from _rate_errors(optimizer, training)
     yield from _decay_errors(optimizer)
     yield from _unit_errors(optimizer, training)
@@ -105,7 +105,7 @@ def _decay_errors(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield a sentence for lengths in another unit than the run's, or that do not fit it."""
+    """Yield a sentence for each length of a schedule that is in a wrong unit or does not fit."""
     by_samples = training.train_samples is not None
     unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
     for phase in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -130,7 +130,7 @@ def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterat
 
 
 def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield a sentence for every use of averaged weights that cannot be run."""
+    """Yield a sentence for each fault in the flags of averaged weights."""
     needs, every = "needs `--ema-decay`; give one such as 0.9999.", ema.ema_update_every
     if not ema.ema_decay and ema.ema_start not in (None, 1):
         yield f"`--ema-start` ({ema.ema_start}) {needs}"
@@ -143,7 +143,7 @@ def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[str]:
 
 
 def target_errors(lora: LoraConfig, known: Sequence[str]) -> list[str]:
-    """Return a sentence where adapters are asked for on other layers than the known ones."""
+    """Return a sentence if ``--lora-target-modules`` is empty or has names not in ``known``."""
     targets = lora.lora_target_modules
     unknown = [name for name in targets or () if name not in known]
     if not unknown and targets != []:
@@ -156,7 +156,7 @@ def target_errors(lora: LoraConfig, known: Sequence[str]) -> list[str]:
 def lora_errors(
     lora: LoraConfig, model: ModelConfig, moe: MoEConfig, optimizer: OptimizerConfig
 ) -> Iterator[str]:
-    """Yield a sentence for everything that adapters do not go with."""
+    """Yield a sentence for each fault in the flags of adapters, and each flag they exclude."""
     if lora.lora_rank is None:
         for field in dataclasses.fields(lora):
             # Stored configurations may name the layers of a GPT's blocks though nothing asks it.

@@ -1,4 +1,4 @@
-"""Rules of the layout: how ranks and layers are shared out, and which schedule runs the stages."""
+"""Rules of the layout: how ranks and layers are divided, and which schedule runs the stages."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 
 CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
-"""Virtual chunks that a schedule has; interleaved has any number."""
+"""Schedule -> its virtual chunks on each rank; ``interleaved`` has any number."""
 MOST_REPETITIONS = 10_000
-"""The most repetitions of a part of a layout, which is written out before it is looked at."""
+"""The most repetitions (``t*3``) in a layout, which megatron-core expands before any check."""
 STAGES = "--pipeline-model-parallel-size"
 CUTS = (
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
 )
-"""Fields that say how the layers are cut into stages, as a layout does."""
+"""Fields that cut the layers into stages, instead of ``--pipeline-model-parallel-layout``."""
 
 
 def stages_of(layout: str) -> list[str]:
-    """Return the stages of ``--pipeline-model-parallel-layout``, each as its layers' letters.
+    """Return the stages of ``--pipeline-model-parallel-layout``, each as letters among E, t, m, L.
 
-    An unknown letter, or more repetitions than any model has layers, raises a ValueError.
+    An unknown letter, or more than `MOST_REPETITIONS`, raises a ValueError.
     """
     if any(int(times) > MOST_REPETITIONS for times in re.findall(r"\*(\d+)", layout)):
         raise ValueError(f"no part can be repeated more than {MOST_REPETITIONS} times")
@@ -45,7 +45,7 @@ def stages_of(layout: str) -> list[str]:
 
 
 def mtp_stage(parallel: ParallelConfig) -> int:
-    """Return the stage that holds multi-token prediction, counted along the model."""
+    """Return the index of the stage with multi-token prediction; each virtual chunk is a stage."""
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of(parallel.pipeline_model_parallel_layout)
         return next(index for index, stage in enumerate(stages) if "m" in stage)
@@ -54,7 +54,7 @@ def mtp_stage(parallel: ParallelConfig) -> int:
 
 
 def _virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
-    """Return the number of virtual chunks on each rank; None without."""
+    """Return the number of virtual chunks on each rank, or None without virtual chunks."""
     size, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     count = parallel.num_virtual_stages_per_pipeline_rank
@@ -93,7 +93,7 @@ def resolve_parallel(
 def rank_errors(
     world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
 ) -> Iterator[str]:
-    """Yield a sentence for everything that keeps a number of ranks from being laid out."""
+    """Yield a sentence for each parallel size, or product, that a number of ranks cannot have."""
     sizes = {
         "--tensor-model-parallel-size": tensor,
         STAGES: pipeline,
@@ -121,7 +121,7 @@ def rank_errors(
 
 
 def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for every layout that cannot be run."""
+    """Yield a sentence for each fault in the layout of a run."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     etp, ep = parallel.expert_tensor_parallel_size or tp, parallel.expert_model_parallel_size
     stages = parallel.pipeline_model_parallel_size
@@ -157,7 +157,7 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
 
 
 def _share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for heads and sequences that the ranks cannot share."""
+    """Yield a sentence for each number of heads or tokens that ranks cannot share equally."""
     tp, cp = max(1, parallel.tensor_model_parallel_size), max(1, parallel.context_parallel_size)
     tensor = "--tensor-model-parallel-size"
     yield from must_divide("--num-attention-heads", model.num_attention_heads, tensor, tp)
@@ -177,7 +177,7 @@ def _share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]
 
 
 def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence where layers do not divide."""
+    """Yield a sentence for each fault in the division of layers into stages and chunks."""
     layers, stages = model.num_layers or 0, parallel.pipeline_model_parallel_size
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks_per_rank = parallel.num_virtual_stages_per_pipeline_rank
@@ -207,7 +207,7 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]
 
 
 def _layout_errors(parallel: ParallelConfig, model: ModelConfig, layout: str) -> Iterator[str]:
-    """Refuse a layout that does not hold the model, or that another flag contradicts."""
+    """Yield a sentence for each fault in a layout, and each flag that contradicts it."""
     size = parallel.pipeline_model_parallel_size
     name = f"`--pipeline-model-parallel-layout` ({layout})"
     try:
@@ -225,7 +225,7 @@ def _layout_errors(parallel: ParallelConfig, model: ModelConfig, layout: str) ->
 
 
 def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig) -> Iterator[str]:
-    """Refuse stages that do not hold the model, or hold it where it cannot run."""
+    """Yield a sentence for each fault in the layers that a layout gives to its stages."""
     if len(stages) % size:
         yield (
             f"{name} has {len(stages)} stages, which must be a multiple of "
@@ -253,7 +253,7 @@ def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig)
 
 
 def _schedule_errors(parallel: ParallelConfig) -> Iterator[str]:
-    """Refuse stages and chunks that the schedule cannot have."""
+    """Yield a sentence for each number of stages or chunks that the schedule cannot have."""
     schedule = (parallel.pipeline_schedule or "").removeprefix("core-")
     stages = parallel.pipeline_model_parallel_size
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
@@ -278,7 +278,7 @@ def _schedule_errors(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> Iterator[str]:
-    """Refuse numbers of micro-batches that megatron-core's own schedule cannot share out."""
+    """Yield a sentence if ``core-interleaved`` cannot group the micro-batches of each step."""
     replicas = parallel.data_parallel_size
     if parallel.pipeline_schedule != "core-interleaved" or any(training.errors(replicas)):
         return
@@ -295,7 +295,7 @@ def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> I
 
 
 def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Refuse parts of a model that a schedule with deferred weight gradients cannot have."""
+    """Yield a sentence for each part of a model that a zero-bubble schedule excludes."""
     schedule = parallel.pipeline_schedule or ""
     if schedule.startswith("zb-") and model.transformer_impl == "transformer_engine":
         yield (

@@ -1,4 +1,4 @@
-"""Rules of 8-bit products and of CUDA graphs."""
+"""Rules of 8-bit matrix products and of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ OF_TE = (
 ).split()
 OF_BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 UNIT = 16
-"""The numbers that the sides of a weight on one rank must divide by, for 8-bit products."""
+"""The number that must divide both sides of a rank's weight, for 8-bit matrix products."""
 UNIT_OF_MXFP8 = 32
 TOKENS = 8
-"""The numbers that a rank's tokens must divide by in Transformer Engine's 8-bit products."""
+"""The number that must divide a rank's tokens, for Transformer Engine's 8-bit matrix products."""
 RECORDED_SCHEDULES = ("no-pipelining", "1f1b", "interleaved")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
-    """Yield a sentence for everything that cannot be run in 8 bits.
+    """Yield a sentence for each fault in the flags of 8-bit matrix products.
 
-    ``may_use_te``: Transformer Engine's layers would not be refused for other flags.
+    ``may_use_te``: no other flag excludes Transformer Engine's layers.
     """
     fp8, model = run.fp8, run.model
     if fp8.fp8_format is None:
@@ -86,7 +86,7 @@ def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[st
 def _bf16_layer_errors(
     fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, *, te: bool
 ) -> Iterator[str]:
-    """Yield a sentence for each fault of the layers that are to stay in bf16."""
+    """Yield a sentence for each fault in the flags of layers that stay in bf16."""
     if not fp8.first_last_layers_bf16:
         for name in (name for name in changed_fields(fp8) if name in OF_BF16_LAYERS):
             yield f"`{spelling_of(fp8, name)}` needs `--first-last-layers-bf16`; give it too."
@@ -115,7 +115,7 @@ def _bf16_layer_errors(
 
 
 def _te_errors(fp8: Fp8Config, model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
-    """Refuse options that only Transformer Engine's layers have, and those that they lack."""
+    """Yield a sentence for each 8-bit option that is wrong for Transformer Engine's layers."""
     factory, custom = fp8.fp8_quantizer_factory, fp8.fp8_recipe == "custom"
     if not fp8.fp8_wgrad:
         yield (
@@ -194,7 +194,7 @@ def _param_gather_errors(
 def _size_errors(
     fp8: Fp8Config, model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, micro_batch: int
 ) -> Iterator[str]:
-    """Refuse sides of weights, and tokens, on one rank that 8-bit products cannot have."""
+    """Yield a sentence for each size on a rank that is unfit for 8-bit matrix products."""
     tp = parallel.tensor_model_parallel_size
     unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
     heads, channels = model.num_attention_heads or 0, model.kv_channels or 0
@@ -230,7 +230,7 @@ def _size_errors(
 
 
 def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
-    """Yield a sentence for everything that cannot be run with CUDA graphs."""
+    """Yield a sentence for each fault in the flags of CUDA graphs, and each flag they exclude."""
     impl, steps = run.cuda_graphs.cuda_graph_impl, run.cuda_graphs.cuda_graph_warmup_steps
     if impl == "none" and steps != WARMUP_STEPS:
         yield f"`--cuda-graph-warmup-steps` ({steps}) needs `--cuda-graph-impl local`; give it too."
@@ -261,7 +261,7 @@ def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
 def _obstacles_in_layers(
     model: ModelConfig, moe: MoEConfig, lora: LoraConfig, fp8: Fp8Config, training: TrainingConfig
 ) -> Iterator[str]:
-    """Yield the reasons why graphs cannot stand for the layers of a run."""
+    """Yield reasons why the layers of a run cannot be recorded as CUDA graphs."""
     if training.skip_train:
         yield "has no effect with `--skip-train`, since evaluation uses none; leave it out"
     if model.transformer_impl == "transformer_engine":
@@ -282,7 +282,7 @@ def _obstacles_in_layers(
 def _obstacles_between_layers(
     model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
 ) -> Iterator[str]:
-    """Yield the reasons that lie in random numbers, the schedule, communication and memory."""
+    """Yield reasons against CUDA graphs: random numbers, schedule, communication and memory."""
     if model.deterministic_dropout:
         yield "does not go with `--deterministic-dropout`, whose masks the host seeds; leave it out"
     elif model.attention_dropout > 0 and not parallel.sequence_parallel:

@@ -1,7 +1,7 @@
 """Rules of Transformer Engine: which runs its layers refuse, and which version a run needs.
 
-The versions are those that megatron-core 0.16.1 asks for (its uses of ``is_te_min_version``), but
-where Transformer Engine's own source says more; what is older than `MINIMUM` has no row.
+The versions are those that megatron-core 0.16.1 requires (``is_te_min_version``), or later ones
+where Transformer Engine's own source requires them. Options older than `MINIMUM` have no row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OVERLAPPED = tuple(
     for layer in ("qkv", "proj", "fc1", "fc2")
     for part in ("fprop", "dgrad", "wgrad")
 )
-"""Products that a file of ``--tp-comm-overlap-cfg`` may set up."""
+"""Matrix products that a file of ``--tp-comm-overlap-cfg`` may configure."""
 BACKENDS = {
     "auto": (1, 1, 1),
     "flash": (1, 0, 0),
@@ -43,7 +43,7 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
-    """Yield a sentence for everything that cannot be run; no version is unknown or absent."""
+    """Yield a sentence for each fault; ``found_version`` is None if unknown or not installed."""
     yield from _environment_errors(run.model, run.training)
     yield from _overlap_errors(run.engine, run.model, run.parallel, not needs_torch_layers(run))
     yield from _context_errors(run.parallel, run.engine, run.model)
@@ -105,7 +105,7 @@ def _context_errors(
 
 
 def needs_torch_layers(run: RunConfig) -> bool:
-    """Return whether ``auto`` takes our layers, since Transformer Engine's would refuse the run."""
+    """Return whether flags of a run exclude Transformer Engine's layers from ``auto``'s choice."""
     return (
         run.model.blocks_dealt_by_cost
         or run.lora.lora_rank is not None
@@ -122,16 +122,16 @@ def needs_torch_layers(run: RunConfig) -> bool:
 
 
 def _recomputes_biases(model: ModelConfig) -> bool:
-    """Return whether an MLP with biases is recomputed, which megatron-core's does for ever.
+    """Return whether an MLP with biases is recomputed; megatron-core's backward never ends then.
 
-    Core returns the bias, a parameter, from what is recomputed; our MLP adds it within.
+    Its recomputed function returns the bias, a parameter. Our MLP adds the bias inside of it.
     """
     selective = model.recompute_granularity == "selective"
     return selective and "mlp" in (model.recompute_modules or ()) and model.add_bias_linear
 
 
 def read_overlap_settings(path: str | None) -> dict[str, Any]:
-    """Read a file of ``--tp-comm-overlap-cfg``: what to do for each of `OVERLAPPED`."""
+    """Read a file of ``--tp-comm-overlap-cfg``: settings by matrix product in `OVERLAPPED`."""
     if path is None:
         return {}
     name = f"`--tp-comm-overlap-cfg` ({path})"
@@ -153,7 +153,7 @@ def read_overlap_settings(path: str | None) -> dict[str, Any]:
 
 
 def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterator[str]:
-    """Refuse environment variables that contradict what megatron-core sets by the flags."""
+    """Yield a sentence for each variable of the environment that contradicts a flag."""
     if model.blocks_dealt_by_cost:
         return
     backend = model.attention_backend
@@ -172,7 +172,7 @@ def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterato
 
 
 def _layer_errors(model: ModelConfig) -> Iterator[str]:
-    """Refuse options that our own layers have and Transformer Engine's lack."""
+    """Yield a sentence for each option that the torch layers have, Transformer Engine's not."""
     if model.attention_backend == "local":
         yield (
             "`--attention-backend` (local) leaves Transformer Engine's layers without any "
@@ -193,7 +193,7 @@ def _layer_errors(model: ModelConfig) -> Iterator[str]:
 def _attention_errors(
     parallel: ParallelConfig, model: ModelConfig, engine: TransformerEngineConfig
 ) -> Iterator[str]:
-    """Refuse attention over context-parallel ranks that Transformer Engine does not have."""
+    """Yield a sentence for context-parallel attention that Transformer Engine cannot compute."""
     cp, tp = parallel.context_parallel_size, max(1, parallel.tensor_model_parallel_size)
     if cp <= 1:
         return
@@ -216,12 +216,12 @@ def _attention_errors(
 
 
 MINIMUM = "2.4.0"
-"""The first with all of: mxfp8 (2.0), tensorwise (2.2), blockwise with its parameters (2.4)."""
+"""The first version with mxfp8 (2.0), tensorwise (2.2) and blockwise with its parameters (2.4)."""
 DISTRIBUTION = "transformer-engine"
 
 
 class Need(NamedTuple):
-    """A flag as the user writes it, the first version with it, and whether a run asks for it."""
+    """A flag as the user writes it, the first version with it, and whether a run uses it."""
 
     spelled: str
     minimum: str
@@ -261,7 +261,7 @@ NEEDS: tuple[Need, ...] = (
 
 
 def found_version() -> str | None:
-    """Return the installed version, without an import; None where there is none."""
+    """Return the installed version without importing it, or None if none is installed."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -269,7 +269,7 @@ def found_version() -> str | None:
 
 
 def version_errors(run: RunConfig, found: str) -> list[str]:
-    """Return a sentence for each option that needs a newer one than such as ``2.4.0+cu12``."""
+    """Return a sentence for each used option that needs a newer version than ``found``."""
     needed = [need for need in NEEDS if need.used(run)]
     lacking = [need for need in needed if not _reaches(found, need.minimum)]
     if not _reaches(found, MINIMUM):
