@@ -1,6 +1,6 @@
-"""Streaming long-tuning as a plan sees it: three networks, the cache, and the passes of a step.
+"""Plan the memory of streaming long-tuning: three networks, the cache, the passes of a step.
 
-Its report takes the place of the usual one, see `STREAMING_COST`.
+The report replaces the usual one of a plan; see `STREAMING_COST`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 
 @dataclass(frozen=True)
 class NetworkMemory:
-    """A network of the run on the rank that holds most of it.
+    """The memory of a network on the rank that holds most of it.
 
     Attributes:
-        state: what the rank keeps of it between steps.
+        weights: weights of the network on the rank.
+        state: bytes that the rank keeps for the network between steps.
         parameters: number of parameters of the whole network.
     """
 
@@ -42,13 +43,13 @@ class NetworkMemory:
 
 @dataclass(frozen=True)
 class StreamingMemory:
-    """Bytes on a rank.
+    """The memory of a rank, in bytes.
 
     Attributes:
         networks: generator, critic, teacher.
-        cache: keys and values of the frames and of the text that the generator keeps.
-        passes: the bytes that each pass of a step holds at most besides state and cache; they run
-            one at a time.
+        cache: bytes of the generator's cache of keys and values of frames and text.
+        passes: largest number of bytes that each pass of a step holds besides state and cache,
+            keyed by the pass; passes run one at a time.
     """
 
     networks: tuple[NetworkMemory, ...]
@@ -62,7 +63,7 @@ class StreamingMemory:
 
     @property
     def largest(self) -> tuple[str, int]:
-        """Return the pass that holds most, and its bytes."""
+        """Return the name and the bytes of the pass that holds most."""
         return max(self.passes.items(), key=lambda entry: entry[1])
 
     @property
@@ -72,14 +73,14 @@ class StreamingMemory:
 
 
 def streaming_memory(config: RunConfig) -> StreamingMemory:
-    """Return what a rank of a checked run holds, whose text encoder has decided the networks."""
+    """Return the memory of a rank of a checked run, whose text width is set (`prepare.sized`)."""
     formulas = _Formulas(config)
     networks = (formulas.trained("generator"), formulas.trained("critic"), formulas.teacher())
     return StreamingMemory(networks, formulas.cache(), formulas.passes())
 
 
 class _Formulas:
-    """Bytes of the parts of one run."""
+    """Formulas for the bytes of each part of one run."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._ranks = config, Ranks.of(config)
@@ -87,7 +88,7 @@ class _Formulas:
         self._window = window_of(self._streaming)
 
     def trained(self, name: Role) -> NetworkMemory:
-        """Return the generator, which is averaged too, or the critic."""
+        """Return the memory of the generator, including its average, or of the critic."""
         run, sizes = self._config, self._streaming.sizes(name)
         if name == "critic":
             run = replace(run, ema=replace(run.ema, ema_decay=None))
@@ -96,7 +97,7 @@ class _Formulas:
         return NetworkMemory(name, weights, state, distinct([weights]))
 
     def teacher(self) -> NetworkMemory:
-        """Return the teacher: frozen, without adapters, perhaps on ranks of its own."""
+        """Return the memory of the teacher: frozen, without adapters, maybe with its own layout."""
         found = teacher_sizes(self._streaming, self._config.parallel)
         own = found or TeacherSizes(self._ranks.tp, 1)
         sizes = self._streaming.sizes("teacher")
@@ -109,7 +110,7 @@ class _Formulas:
         return NetworkMemory("teacher", frozen, state, distinct(weights))
 
     def cache(self) -> int:
-        """Return keys and values of a clip's frames and of one text, in all blocks."""
+        """Return the bytes of keys and values of a clip's frames and one text, in all blocks."""
         x, sizes, frame = self._ranks, self._streaming.sizes(), self._clip(1)
         frames = self._window.capacity_for(self._streaming.chunk_frames)
         rows = frames * frame.num_image // x.cp + frame.num_text
@@ -118,7 +119,7 @@ class _Formulas:
         return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
     def passes(self) -> dict[str, int]:
-        """Return the passes of a step that trains both networks."""
+        """Return the bytes of each pass of a step that trains both networks, by its name."""
         streaming, stage = self._streaming, self._whole("generator")
         critic, block = self._on_clip(self._config, "critic"), self._on_block()
         learned, cost = critic.activations(self._whole("critic")), block.activations(stage)
@@ -148,7 +149,7 @@ class _Formulas:
         return Stage.of_layers(range(self._streaming.sizes(role).num_blocks), 0, 1)
 
     def _clip(self, frames: int, *, samples: int = 1) -> Clip:
-        """Return latent frames of the run's sequences as a clip."""
+        """Return the run's latent frames as a `Clip`, for ``samples`` times the micro-batch."""
         height, width = self._streaming.latent_size
         patch = self._streaming.sizes().patch_size
         length = self._config.section(TextEncoderConfig).text_length
@@ -156,7 +157,7 @@ class _Formulas:
         return Clip("", frames, height // patch, width // patch, length, micro)
 
     def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> DiTNetwork:
-        """Return critic or teacher on a clip: all frames see each other, and have one timestep."""
+        """Return critic or teacher on a clip, whose frames all attend to each other."""
         clip = self._clip(self._streaming.chunk_frames, samples=samples)
         ranks = replace(self._ranks, b=clip.micro_batch_size)
         plan = AttentionPlan.bidirectional(clip.frames)
@@ -174,7 +175,7 @@ class _Formulas:
 
 
 def not_estimated(config: RunConfig) -> list[str]:
-    """Say what a plan of streaming leaves out, one sentence each."""
+    """Return a sentence for each part of streaming that a plan leaves out."""
     streaming, encoder = config.section(StreamingConfig), config.section(TextEncoderConfig)
     found = [
         f"The text encoder ({encoder.text_encoder}), which lies on the first rank of each replica, "
@@ -195,7 +196,7 @@ def not_estimated(config: RunConfig) -> list[str]:
 
 
 def report(config: RunConfig, gpu: Gpu | None) -> Report:
-    """Return the plan of a checked run in tables; see `TaskCost.report`."""
+    """Return the plan of a checked run in tables, and whether it fits; see `TaskCost.report`."""
     ranks, found = Ranks.of(config), streaming_memory(config)
     networks = Table(
         "network", "parameters", "of a rank", "weights", "gradients", "optimizer", "EMA",

@@ -1,12 +1,11 @@
 """Decide how streaming sequences grow, when prompts switch, and which network each step trains.
 
 Every random decision is a function of the seed and of numbers, as in `video.data.randomness`.
-Control flow (lengths, growth, switches, exit steps) must be the same on all ranks, whose
-collectives would not meet otherwise; it follows the numbers of sequence and clip. Noise differs
-between replicas and follows the numbers of the samples in the run, so that it does not depend on
-the layout.
+Control flow (lengths, growth, switches, exit steps) depends on the numbers of sequence and clip.
+It must be the same on all ranks, or their collectives would not match. Noise depends on the numbers
+of the samples in the run. It differs between replicas, but does not depend on the layout.
 
-A clip is what critic and teacher look at: the newest ``--chunk-frames`` latent frames of a
+A clip is the input of critic and teacher: the newest ``--chunk-frames`` latent frames of a
 sequence. Each pass of a step takes the next clip.
 """
 
@@ -27,20 +26,20 @@ Pass = Literal["generator", "critic"]
 
 
 def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
-    """Return whether a sequence of ``current`` frames may have another clip before ``length``."""
+    """Return whether a sequence of ``current`` frames has room for a clip within ``length``."""
     return current + streaming.min_new_frames <= length
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return the clips of a sequence in which all grow by ``min_new_frames``."""
+    """Return the number of clips of a sequence if each after the first adds the fewest frames."""
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 
 
 def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...]:
-    """Return the frames at which a sequence may switch its prompt; none where it is too short.
+    """Return the frames at which a sequence may switch its prompt; empty if it is too short.
 
-    Without ``--switch-frames`` they are the starts of all clips but the first and the last, if
-    clips grow by ``min_new_frames``.
+    Without ``--switch-frames`` they are the starts of all clips but the first and the last, as if
+    every clip added ``min_new_frames``.
     """
     if not streaming.switches:
         return ()
@@ -51,9 +50,10 @@ def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...
 
 
 def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tuple[Pass, ...]:
-    """Return which network each clip of a step trains, in order, ``accumulation`` clips each.
+    """Return the network that each clip of a step trains, in order.
 
-    The generator is trained in one of ``generator_interval`` steps, the critic in all.
+    Every network trained in the step gets ``accumulation`` clips. The generator is trained in one
+    of ``generator_interval`` steps, the critic in all.
     """
     trains_generator = step % streaming.generator_interval == 0
     once: tuple[Pass, ...] = ("generator", "critic") if trains_generator else ("critic",)
@@ -61,9 +61,9 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 
 
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
-    """Return the clips of a sequence that the generator ever trains, if all sequences are alike.
+    """Return the clips of a sequence that the generator is ever trained on, as indices.
 
-    They are counted from 0 among the ``trained_clips`` that are trained on.
+    All sequences must have ``trained_clips`` clips that are trained on; indices count these from 0.
     """
     cycle = [
         kind
@@ -75,7 +75,7 @@ def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int
 
 
 def num_trained_clips(streaming: StreamingConfig) -> int | None:
-    """Return how many clips of each sequence are trained on; None where the number is drawn."""
+    """Return how many clips of each sequence are trained on; None if the number is random."""
     counts = {num_clips(streaming, length) for length in streaming.sequence_lengths}
     if len(counts) > 1 or streaming.min_new_frames < streaming.max_new_frames:
         return None
@@ -83,9 +83,9 @@ def num_trained_clips(streaming: StreamingConfig) -> int | None:
 
 
 def aliasing(streaming: StreamingConfig, accumulation: int = 1) -> str | None:
-    """Say in a sentence why the generator misses clips of every sequence; None if it does not.
+    """Return a sentence on why the generator misses the same clips in every sequence, or None.
 
-    With sequences of several lengths, or clips of several, places are drawn anew all the time.
+    Where the length or growth of sequences is random, no clip is always missed.
     """
     clips = num_trained_clips(streaming)
     if clips is None:
@@ -109,12 +109,12 @@ def warn_of_aliasing(streaming: StreamingConfig, accumulation: int = 1) -> None:
 
 
 def sequence_length(streaming: StreamingConfig, seed: int, sequence: int) -> int:
-    """Return the number of frames after which a sequence ends at the latest."""
+    """Return the number of frames that a sequence may not exceed."""
     return _choice(streaming.sequence_lengths, seed, sequence, "streaming length")
 
 
 def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | None:
-    """Return the frame at which a sequence takes its second prompt; None if it does not."""
+    """Return the frame at which a sequence switches to its second prompt; None if it never does."""
     candidates = switch_candidates(streaming, sequence_length(streaming, seed, sequence))
     return _choice(candidates, seed, sequence, "streaming switch") if candidates else None
 
@@ -122,7 +122,7 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return how many of the ``remaining`` frames a clip but the first adds, in whole blocks."""
+    """Return how many frames, at most ``remaining``, a clip after the first adds; whole blocks."""
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
     return _choice(choices, seed, sequence, f"streaming growth {clip}")
@@ -131,7 +131,7 @@ def new_frames(
 def exit_steps(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, blocks: int, steps: int
 ) -> tuple[int, ...]:
-    """Return the denoising step at which each block of a clip ends, counted from 0 of ``steps``."""
+    """Return the denoising step, from 0 to ``steps - 1``, at which each block of a clip ends."""
     if streaming.last_step_only:
         return (steps - 1,) * blocks
     source = generator(seed, sequence, f"streaming exits {clip}")
@@ -147,11 +147,11 @@ def noise(
     *,
     like: Tensor | None = None,
 ) -> Tensor:
-    """Draw standard normal numbers ``[b, *shape]`` of samples, the same in any layout.
+    """Draw standard normal noise ``[b, *shape]`` for b samples, the same in any layout.
 
     Args:
         samples: numbers of the b samples in the run.
-        purpose: name of the use; no two uses in a sequence may share it.
+        purpose: name of the use, unique within a sequence.
         like: a tensor that gives dtype and device; None gives float32 on the CPU.
     """
     drawn = draw_noise(seed, samples, shape, f"streaming {purpose}")
@@ -166,10 +166,10 @@ def uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
 def block_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], frame: int, step: int, *, like: Tensor
 ) -> Tensor:
-    """Draw the noise of a block from a frame on, ``[b, frames, c, h, w]``; see `noise`.
+    """Draw the noise of the block that begins at ``frame``, ``[b, *shape]``; see `noise`.
 
-    Step 0 is the noise that the block starts from, 1 and more that of its later denoising steps,
-    and -1 that of its write-back into the cache.
+    Step 0 is the noise from which the block is denoised. Steps from 1 on are those of the later
+    denoising steps. Step -1 is the context noise with which the block is written into the cache.
     """
     return noise(seed, samples, shape, f"frame {frame} step {step}", like=like)
 

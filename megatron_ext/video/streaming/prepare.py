@@ -1,4 +1,4 @@
-"""Check a streaming run before any rank starts, and derive what its data decides."""
+"""Check a streaming run before any rank starts, and set the options that follow from its data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def sized(config: RunConfig) -> RunConfig:
-    """Return the configuration with the sizes that text encoder, codec and clips decide."""
+    """Return the configuration with text width and sequence length set; check codec and layout."""
     streaming = dataclasses.replace(
         config.section(StreamingConfig), text_features=width_of(config.section(TextEncoderConfig))
     )
@@ -72,7 +72,7 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def coverage(streaming: StreamingConfig, accumulation: int) -> str:
-    """Say in a sentence which clips of a sequence the generator is trained on."""
+    """Return a clause on how many clips of a sequence the generator is trained on."""
     start = f"the generator is trained in one of {streaming.generator_interval} steps"
     trained = num_trained_clips(streaming)
     if trained is None:
@@ -82,7 +82,7 @@ def coverage(streaming: StreamingConfig, accumulation: int) -> str:
 
 
 def clip_tokens(streaming: StreamingConfig) -> int:
-    """Return the tokens of a clip."""
+    """Return the number of tokens of a clip of one sample."""
     return streaming.chunk_frames * _frame_tokens(streaming)
 
 
@@ -92,7 +92,7 @@ def _frame_tokens(streaming: StreamingConfig) -> int:
 
 
 def _check_sequences(streaming: StreamingConfig) -> None:
-    """Check that flags of switches have a switch, and that all clips have frames that count."""
+    """Check that switches and their flags fit the prompts, and that clips exceed given frames."""
     found, block = [], streaming.frame_block
     switches = [
         -(-frame // block) * block < length
@@ -128,7 +128,7 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
-    """Check that the codec is used and has the networks' channels, and patches fill the latents."""
+    """Check that patches divide the latents, and that the codec is needed and its channels fit."""
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError(
@@ -153,9 +153,10 @@ def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: b
 
 
 def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
-    """Check that ranks can share heads, feed-forward layers and the tokens of a frame.
+    """Check that ranks can divide heads, feed-forward layers and the tokens of a frame.
 
-    `teacher_errors` checks the teacher, but for the heads that it trades in the layout of the run.
+    `teacher_errors` checks the teacher, except for the heads that ``--cp-comm-type a2a`` exchanges
+    if the teacher has the layout of the run.
     """
     found = list[str]()
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size

@@ -224,7 +224,7 @@ def encode_captions(
     context: ParallelContext,
     device: torch.device,
 ) -> Tensor:
-    """Return the embeddings of n captions on all ranks, ``[n, l, d]``; all call this together.
+    """Return embeddings ``[n, l, d]`` float32 of n captions on all ranks, which call this together.
 
     Args:
         encoder: returns the encoder; called on the first rank of each replica only.
@@ -290,7 +290,7 @@ class FilePrompts:
         return Prompts(text[: len(rows)], after, start)
 
     def encode(self, captions: Sequence[str]) -> Tensor:
-        """Encode n captions, ``[n, l, d]``; see `encode_captions`."""
+        """Encode n captions, ``[n, l, d]`` float32; see `encode_captions`."""
 
         def encoder() -> TextEncoder:
             assert self._encoder is not None

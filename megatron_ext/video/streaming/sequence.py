@@ -23,17 +23,17 @@ from megatron_ext.video.streaming.rollout import (
 )
 
 NEVER = -1
-"""The frame of a switch that does not come."""
+"""Value of `SequenceState.switch_frame` in a sequence without a switch."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The inputs that the samples of a sequence are made from.
+    """The inputs from which the samples of a sequence are generated.
 
     Attributes:
         text, text_after: embeddings before and after the switch, ``[b, l, d]``.
-        start: clean latents of given first frames, ``[b, t, c, h, w]``; whole blocks, and fewer
-            than a clip.
+        start: clean latents of given first frames, ``[b, t, c, h, w]``, in whole blocks; fewer
+            frames than a clip has.
     """
 
     text: Tensor
@@ -42,26 +42,26 @@ class Prompts:
 
 
 PromptSource = Callable[[Sequence[int]], Prompts]
-"""Gives the prompts of samples, a function of their numbers in the run."""
+"""Maps the numbers of samples in the run to their prompts, which depend on nothing else."""
 
 FirstFrame = Callable[[Tensor], Tensor]
-"""Turns the newest of latent frames ``[b, t, c, h, w]`` into the latent of an image,
+"""Takes latents ``[b, t, c, h, w]`` and encodes their last frame as an image,
 ``[b, 1, c, h, w]``."""
 
 
 @dataclass
 class SequenceState:
-    """A sequence of one replica. Random numbers have no state, they follow these numbers.
+    """The sequence of one replica. Random generators have no state: these numbers seed them.
 
     Attributes:
-        sequence: its number in the run.
-        consumed_samples: number in the run of the first of its samples, over all replicas.
-        chunk: clips generated so far, by the name that checkpoints have for them.
-        current_length: frames so far, given ones among them.
-        max_length: frames after which it ends at the latest.
+        sequence: number of the sequence in the run.
+        consumed_samples: number in the run of the first sample of the sequence on replica 0.
+        chunk: number of clips generated so far; checkpoints call clips chunks.
+        current_length: number of frames so far, including given ones.
+        max_length: number of frames that the sequence may not exceed.
         switch_frame: first frame under the second prompt, at the start of a block, or `NEVER`.
-        has_switched: the second prompt is the current one, 0 or 1.
-        previous: last frames as generated, at most a clip, ``[b, t, c, h, w]``.
+        has_switched: 1 if the second prompt is the current one, else 0.
+        previous: last frames as generated, at most as many as a clip has, ``[b, t, c, h, w]``.
         sink: first frames as generated, ``[b, t, c, h, w]``.
         text: current prompt, ``[b, l, d]``.
         text_after: second prompt; empty if there is none.
@@ -80,20 +80,20 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Return whether the switch is still to come, and lies before a frame."""
+        """Return whether the switch has not been made yet and its frame is before ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, known: Tensor, length: int, sinks: int) -> Tensor:
-        """Return the ``sinks`` first frames, as far as they exist.
+        """Return the first ``sinks`` frames of the sequence, or all if it is shorter.
 
-        ``known`` are the newest of the ``length`` frames so far, ``[b, t, c, h, w]``.
+        ``known``, ``[b, t, c, h, w]``, are the newest of the ``length`` frames so far.
         """
         return known[:, :sinks] if known.size(1) == length else self.sink
 
 
 @dataclass(frozen=True)
 class Replica:
-    """One of ``dp_size`` data-parallel replicas, which generates ``batch`` sequences at a time."""
+    """Data-parallel replica ``dp_rank`` of ``dp_size``; generates ``batch`` sequences at a time."""
 
     seed: int
     batch: int = 1
@@ -104,18 +104,18 @@ class Replica:
 class StreamingSequence:
     """The sequence that generator and critic steps advance together.
 
-    All model-parallel ranks of a replica do the same with the same numbers. Sequences begin and end
-    together on all replicas.
+    All model-parallel ranks of a replica make the same calls and draw the same random numbers.
+    Sequences begin and end together on all replicas.
 
     Args:
-        generator: its cache suits ``streaming``.
-        like: ``[0, 0, c, h, w]``, an empty tensor that gives sizes, dtype and device of latents.
+        generator: its cache must fit ``streaming``.
+        like: empty tensor ``[0, 0, c, h, w]`` that gives sizes, dtype and device of latents.
         first_frame: encodes the first frame of clips anew; None leaves it as it was generated.
 
     Attributes:
         state: None before the first sequence.
-        first: number of the first sequence, and number in the run of the first of its samples; a
-            run that goes on without a sequence begins where the old one ended.
+        first: number of the first sequence, and number in the run of its first sample. A resumed
+            run that cannot load the old sequence begins after it.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StreamingSequence:
 
     @property
     def coming(self) -> tuple[int, int]:
-        """Return the number of the next sequence, and the number of the first of its samples."""
+        """Return the number of the next sequence, and the number in the run of its first sample."""
         s, replica = self.state, self.replica
         if s is None:
             return self.first
@@ -145,17 +145,17 @@ class StreamingSequence:
 
     @property
     def can_generate_more(self) -> bool:
-        """Return whether the current sequence may have another clip."""
+        """Return whether there is a current sequence that may have another clip."""
         s = self.state
         if s is None:
             return False
         return s.chunk == 0 or decisions.can_grow(self.streaming, s.current_length, s.max_length)
 
     def next_clip(self, *, trains_generator: bool) -> StreamClip:
-        """Generate the next clip to be trained, of a new sequence if the old one has ended.
+        """Generate the next clip to train on; begin a new sequence if the current one has ended.
 
-        With ``trains_generator`` the clip has `StreamClip.blocks`, which must be run again before
-        the clip after this one.
+        With ``trains_generator`` in two phases, the exit steps `StreamClip.blocks` must be run
+        again before the next call, since they read the cache.
         """
         if not self.can_generate_more:
             self.begin()
@@ -169,7 +169,7 @@ class StreamingSequence:
         return self.state
 
     def begin(self) -> None:
-        """Begin the next sequence of the run, which knows nothing of the one before."""
+        """Begin the next sequence of the run with an empty cache, and write given frames to it."""
         replica, streaming = self.replica, self.streaming
         block = streaming.frame_block
         sequence, consumed = self.coming
@@ -250,9 +250,9 @@ class StreamingSequence:
     def _with_first_frame(self, known: Tensor) -> tuple[Tensor, bool]:
         """Return the clip at the end of known frames, and whether its first is encoded anew.
 
-        Teacher and critic were trained on clips whose first latent frame is that of an image.
-        Where frames come before the clip, its own first frame is replaced by such a latent,
-        without gradient. With ``decode_history`` all frames up to it are decoded.
+        Teacher and critic expect clips whose first latent frame encodes an image. If known frames
+        come before the clip, its first frame is therefore encoded anew as an image, without
+        gradient. With ``decode_history`` the frame is decoded together with the known ones before.
         """
         size = self.streaming.chunk_frames
         clip = known[:, -size:]
@@ -266,7 +266,11 @@ class StreamingSequence:
     def _roll_out(
         self, start: int, end: int, first_trained: int
     ) -> tuple[Tensor, tuple[ExitStep, ...], tuple[int, ...]]:
-        """Generate frames; return them, the exit steps to run again, and the numbers of all."""
+        """Generate the frames from ``start`` to ``end``.
+
+        Returns their latents, the exit steps to run again with gradient, and the exit step number
+        of each block.
+        """
         streaming = self.streaming
         frames = range(start, end, streaming.frame_block)
         exits = decisions.exit_steps(
@@ -291,16 +295,19 @@ class StreamingSequence:
         return torch.cat(made, dim=1), tuple(trained), exits
 
     def _switch(self, frame: int, made: list[Tensor]) -> None:
-        """Take the second prompt from a frame on, and encode the past anew under it."""
+        """Switch to the second prompt at ``frame``, and encode past frames anew under it.
+
+        ``made`` are the latents of the current clip's blocks so far.
+        """
         s = self.state = replace(self._state, text=self._state.text_after, has_switched=1)
         known = torch.cat([s.previous, *(x.detach() for x in made)], dim=1)
         self._encode_anew(known, frame, keep_sink=self.streaming.sink_at_switch == "keep")
 
     def rebuild_cache(self) -> None:
-        """Encode the past anew under the current prompt, for a cache that was not kept.
+        """Refill a cache that was lost, by encoding past frames under the current prompt.
 
-        The cache then differs a little from the one that was lost, whose frames were written one
-        by one under older weights, and whose older frames had seen still older ones.
+        The result differs a little from the lost cache, whose blocks were written one by one by
+        older weights, and had attended to frames that are not encoded again.
         """
         s = self._state
         if s.previous.size(1):
@@ -320,9 +327,9 @@ class StreamingSequence:
         return {**vars(self.state), "cache": self.generator.cache.state_dict()}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, by a run with the same sizes.
+        """Restore the sequence from the `state_dict` of a run with the same sizes.
 
-        Where ``cache`` is not stored it is rebuilt, see `rebuild_cache`.
+        Without a stored ``cache`` it is rebuilt; see `rebuild_cache`.
         """
         if not stored:
             self.state = None

@@ -30,7 +30,7 @@ SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return flags that decide what a stored sequence means, and those of its cache."""
+    """Return the flags that must not change to resume a sequence, and those for its cache."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -50,14 +50,14 @@ def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 class StreamingState:
     """The state of a streaming run besides its generator; a `checkpoint.state.ExtraState`.
 
-    The critic lies in the checkpoint under names that begin with ``critic.``. The teacher does not
-    change and is not saved. Each data-parallel replica has its own sequence, whose cache is cut
-    over tensor- and context-parallel ranks. In another layout the cache is made anew from the
-    frames that are kept, and with another number of replicas the sequences that come next begin, so
-    that no prompt is seen twice.
+    The names of the critic's state in the checkpoint begin with ``critic.``. The teacher does not
+    change and is not saved. Each data-parallel replica has its own sequence, whose cache is sharded
+    over tensor- and context-parallel ranks. A run with another model-parallel layout rebuilds the
+    cache from the stored frames. A run with another number of replicas begins new sequences, which
+    follow the stored ones in number, so that no prompt is seen twice.
 
     Attributes:
-        steps: training steps done.
+        steps: number of training steps done.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StreamingState:
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return critic, sequence and progress; see `ExtraState`."""
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
-        # Copies that no later pass changes, and that load on a machine with other devices.
+        # Copy to the CPU: later passes change the originals, and a load may have other devices.
         stands: dict[str, Any] = tree_map_only(
             torch.Tensor, lambda x: x.detach().to("cpu", copy=True), self._sequence.state_dict()
         )
@@ -90,7 +90,7 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Return what to load; objects of another layout are left out; see `ExtraState`."""
+        """Return the state to load, without objects that the checkpoint lacks; see `ExtraState`."""
 
         def names() -> set[str]:
             found = set(stored_entries(path))
@@ -119,7 +119,7 @@ class StreamingState:
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Take over critic, sequence and progress; see `ExtraState`."""
+        """Restore critic, sequence and progress from ``loaded``; see `ExtraState`."""
         critic, progress = self._critic, loaded[PROGRESS]
         notes += self._left_out
         if critic.base is not None:
@@ -162,7 +162,7 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return the sequence, which a replica's first rank writes, and the cache of each rank."""
+        """Return the sequence, written by a replica's first rank, and the cache, written by all."""
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()
         ranks = groups.dp.rank(), groups.cp.rank(), groups.tp.rank()

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 _STORED = ("streaming", "lora", "codec", "text_encoder")
-"""Sections of the checkpoint's configuration that decide what the model is and how it samples."""
+"""Sections of the checkpoint's configuration that determine the model and its sampling."""
 
 PROGRESS_INTERVAL = 5.0
-"""Seconds between two lines about the progress of the first replica, at least."""
+"""Shortest time between two progress lines of the first replica, in seconds."""
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of flags as a checkpoint has them; see `DefaultsOf`.
+    """Return the values that a checkpoint gives to flags; see `DefaultsOf`.
 
     Raises:
         ConfigError: the checkpoint is of another task.
@@ -57,10 +57,10 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that find the weights under adapters, or draw them again.
+    """Return the flags that load the frozen weights under a checkpoint's adapters, or redraw them.
 
     Raises:
-        CheckpointError: they are gone, or given where there are no adapters.
+        CheckpointError: the weights are gone, or are given for a checkpoint without adapters.
     """
     load, elsewhere = given["load"], given.get("pretrained_checkpoint")
     base = FrozenBase.under(Path(load), given.get("ckpt_step"))
@@ -84,7 +84,7 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check what is asked for; see `Task.preflight`."""
+    """Check options and prompts of the videos, and set the model's sizes; see `Task.preflight`."""
     streaming = config.section(StreamingConfig)
     check_options(streaming)
     video_prompts(config.section(SampleConfig), config.section(StreamingSampleConfig), streaming)
@@ -92,7 +92,7 @@ def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def sample_at_once(run: Run) -> None:
-    """Sample the videos, report the progress, and at the end the throughput."""
+    """Sample the videos of the run; print the progress, and the throughput at the end."""
     config, device = run.config, run.device
     streaming, text = config.section(StreamingConfig), config.section(TextEncoderConfig)
     folder = config.section(SampleConfig).sample_dir
@@ -122,7 +122,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def summary(seen: Throughput, block: int) -> str:
-    """Return a line about the throughput of videos with ``block`` latent frames in a block."""
+    """Return a line that describes a throughput; a block has ``block`` latent frames."""
     rate = seen.blocks / seen.seconds
     return (
         f"made {seen.videos} videos of {seen.blocks} frame blocks ({seen.blocks * block} latent "
@@ -133,7 +133,7 @@ def summary(seen: Throughput, block: int) -> str:
 
 
 def sample_streaming(argv: Sequence[str]) -> int:
-    """Run the program on its words without ``--streaming``, and return its exit code."""
+    """Run the program on its arguments, without ``--streaming``, and return its exit code."""
     task = dataclasses.replace(
         STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
     )
