@@ -124,7 +124,7 @@ class FrozenBase:
 
     @classmethod
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
-        """Describe the weights in an iteration's folder; ``average`` prefers its averaged ones."""
+        """Describe an iteration's weights; with ``average`` its averaged weights, if it has any."""
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"

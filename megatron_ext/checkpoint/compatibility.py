@@ -55,6 +55,7 @@ def check_model(
 ) -> None:
     """Raise a CheckpointError if one of this rank's weights is missing or has another shape.
 
+    The padding of a vocabulary may differ.
     Args:
         arguments: those of the run that saved.
         strictness: ``--dist-ckpt-strictness``; the lenient values let weights be missing.
@@ -177,7 +178,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the numbers of the blocks among names of weights, by prefix (``decoder.layers``)."""
+    """Return the block numbers in names of weights, by what precedes them (``decoder.layers``)."""
     found: dict[str, set[int]] = {}
     for name in names:
         match = _OF_A_BLOCK.match(name)

@@ -31,7 +31,7 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 
 def root_of(folder: Path) -> tuple[Path, int | None]:
-    """Split ``RUN/iter_0000100`` into ``RUN`` and 100; return any other folder, and None."""
+    """Split ``RUN/iter_0000100`` into ``RUN`` and 100; return any other folder with None."""
     found = _FOLDER.fullmatch(folder.name)
     if found is None or found[2] or not folder.is_dir():
         return folder, None

@@ -41,8 +41,8 @@ class CheckpointManager:
 
     Args:
         base: the model's frozen weights, if checkpoints hold only its adapters.
-        section: prefix of weights' names, used when a run only starts from a checkpoint's weights
-            and the checkpoint has the name with this prefix.
+        section: prefix of names in a checkpoint of which only the weights are loaded; a name that
+            it lacks with the prefix is loaded without.
     """
 
     def __init__(

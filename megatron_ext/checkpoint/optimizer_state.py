@@ -194,7 +194,7 @@ def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, 
 
 
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the saved group with a group's `KIND_OF_GROUP`, whether or not it was of experts."""
+    """Return the saved group that agrees in `KIND_OF_GROUP`, whether or not it was of experts."""
     kind = [group.get(key) for key in KIND_OF_GROUP]
     for found in (group for each in saved for group in each["optimizer"]["param_groups"]):
         if [found.get(key) for key in KIND_OF_GROUP] == kind:

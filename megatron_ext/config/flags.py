@@ -24,7 +24,7 @@ NumberT = TypeVar("NumberT", int, float)
 LARGEST_INT = 2**31 - 1
 LARGEST_LONG = 2**63 - 1
 WORTH_SAYING = 1000
-"""The largest upper bound that messages name beside the lower one; larger bounds bar nonsense."""
+"""The largest upper bound that messages name with the lower one; others only stop absurd values."""
 
 
 @dataclass(frozen=True)

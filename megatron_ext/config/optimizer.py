@@ -199,7 +199,7 @@ class LoraConfig(Changeable):
 
     @property
     def scale(self) -> float:
-        """Return alpha over the rank, or its root with ``--lora-rslora``; there must be a rank."""
+        """Return alpha / rank, or alpha / sqrt(rank) with ``--lora-rslora``; needs a rank."""
         assert self.lora_rank is not None
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         return alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)

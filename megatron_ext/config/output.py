@@ -16,7 +16,7 @@ STRICTNESS = (
 
 @dataclass(frozen=True)
 class CheckpointConfig(Changeable):
-    """Checkpoints; names and defaults are Megatron-LM's, but optimizer state can be resharded."""
+    """Checkpoints with Megatron-LM's names and defaults, but reshardable optimizer state."""
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
@@ -74,7 +74,7 @@ class CheckpointConfig(Changeable):
         return dataclasses.replace(self, save_interval=self.usual_save_interval)
 
     def errors(self, *, evaluates: bool) -> Iterator[str]:
-        """Yield a sentence for each fault in the flags of a run that evaluates, or does not."""
+        """Yield a sentence for each fault in these flags; ``evaluates``: whether the run does."""
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."

@@ -283,7 +283,7 @@ class _Reading:
                 yield f"`{key}` in {path} ({value}) has no effect {why}; leave it out."
 
     def settle_old_spellings(self, values: Values) -> None:
-        """Apply the flags that act on other fields: number formats, ``--no-position-embedding``."""
+        """Apply the flags that act on fields of others (bf16, fp16, no-position-embedding)."""
         precision = values.get("precision", {})
         if "bf16" in precision or precision.get("fp16"):
             precision["bf16_on_gpu"] = False

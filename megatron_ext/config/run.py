@@ -71,7 +71,7 @@ class RunConfig:
         return any(isinstance(section, kind) for section in self.sections)
 
     def with_section(self, *changed: Any) -> RunConfig:
-        """Return the configuration with these task sections, each in place of one of its class."""
+        """Return the configuration with task sections added, or replaced where a class is there."""
         by_kind = {type(section): section for section in self.sections}
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))
@@ -275,7 +275,7 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 
 def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:
-    """Return whether Transformer Engine's layers are built; a dry run has them if installed."""
+    """Return whether Transformer Engine's layers are used; in a dry run only if installed."""
     te = model.transformer_impl == TE_IMPL
     return te and (not planning.dry_run or find_spec("transformer_engine") is not None)
 

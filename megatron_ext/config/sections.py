@@ -63,7 +63,7 @@ def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None
 
 
 def _names(name: str, kind: Any) -> list[str]:
-    """Return the names that a section takes: its own, its fields' and their flags'."""
+    """Return the names that a section takes: those of itself, its fields and their flags."""
     spelled = [(*flag.positive, *flag.negative) for flag in flags_of(name, kind)]
     return [name, *(field.name for field in dataclasses.fields(kind)), *chain(*spelled)]
 
@@ -229,7 +229,7 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
-    """Convert a file's entry to the flag's type, or raise a ConfigError (YAML's 1e-4 is text)."""
+    """Convert an entry of a YAML file, where 1e-4 is text, to its value, or raise ConfigError."""
     if value == flag.default or (value is None and flag.optional):
         return value
     if flag.type is bool:

@@ -12,7 +12,7 @@ from megatron_ext.config.training import TrainingConfig
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Fill in a missing warm-up: the usual one, or a tenth of the decay if that is no longer."""
+    """Fill in a missing warm-up: the usual one if shorter than the decay, else a tenth of that."""
     usual, decay = optimizer.usual_warmup_iters, optimizer.lr_decay_iters or training.train_iters
     if optimizer.lr_warmup_iters is not None:
         return optimizer
@@ -105,7 +105,7 @@ def _decay_errors(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield a sentence for each length of a schedule that is in a wrong unit or does not fit."""
+    """Yield a sentence for each schedule length in another unit than the run's, or too long."""
     by_samples = training.train_samples is not None
     unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
     for phase in ("lr_decay", "lr_warmup", "lr_wsd_decay"):

@@ -28,7 +28,7 @@ CUTS = (
 def stages_of(layout: str) -> list[str]:
     """Return the stages of ``--pipeline-model-parallel-layout``, each as letters among E, t, m, L.
 
-    An unknown letter, or more than `MOST_REPETITIONS`, raises a ValueError.
+    An unknown letter, or more than `MOST_REPETITIONS` of a part, raises a ValueError.
     """
     if any(int(times) > MOST_REPETITIONS for times in re.findall(r"\*(\d+)", layout)):
         raise ValueError(f"no part can be repeated more than {MOST_REPETITIONS} times")
@@ -93,7 +93,7 @@ def resolve_parallel(
 def rank_errors(
     world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
 ) -> Iterator[str]:
-    """Yield a sentence for each parallel size, or product, that a number of ranks cannot have."""
+    """Yield a sentence for each parallel size, or product of sizes, that does not fit the ranks."""
     sizes = {
         "--tensor-model-parallel-size": tensor,
         STAGES: pipeline,

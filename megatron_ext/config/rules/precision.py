@@ -115,7 +115,7 @@ def _bf16_layer_errors(
 
 
 def _te_errors(fp8: Fp8Config, model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
-    """Yield a sentence for each 8-bit option that is wrong for Transformer Engine's layers."""
+    """Yield a sentence for each fault in the 8-bit options of Transformer Engine's layers."""
     factory, custom = fp8.fp8_quantizer_factory, fp8.fp8_recipe == "custom"
     if not fp8.fp8_wgrad:
         yield (

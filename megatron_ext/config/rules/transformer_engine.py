@@ -105,7 +105,7 @@ def _context_errors(
 
 
 def needs_torch_layers(run: RunConfig) -> bool:
-    """Return whether flags of a run exclude Transformer Engine's layers from ``auto``'s choice."""
+    """Return whether a run's flags make ``--transformer-impl auto`` choose the torch layers."""
     return (
         run.model.blocks_dealt_by_cost
         or run.lora.lora_rank is not None
