@@ -56,6 +56,7 @@ def check_model(
     """Raise a CheckpointError if one of this rank's weights is missing or has another shape.
 
     The padding of a vocabulary may differ.
+
     Args:
         arguments: those of the run that saved.
         strictness: ``--dist-ckpt-strictness``; the lenient values let weights be missing.
