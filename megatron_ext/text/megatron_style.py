@@ -1,10 +1,11 @@
-"""Programs written for Megatron-LM: its ``pretrain``, and what providers and steps call.
+"""Programs written for Megatron-LM: its ``pretrain``, and functions that such a program calls.
 
-A ``pretrain_*.py`` of Megatron-LM runs when its imports from ``megatron.training`` come from here.
-The providers keep their signatures; docs/porting.md goes through a program and through them.
+A ``pretrain_*.py`` of Megatron-LM runs if it imports from here instead of ``megatron.training``.
+The providers keep their signatures; docs/porting.md explains them by the example of a program.
 
-A data iterator gives the micro-batch on the device, the same on all tensor-parallel ranks; it is
-None on stages that read no data. `megatron.core.utils.get_batch_on_this_cp_rank` cuts it.
+A data iterator yields micro-batches on the device, the same on all tensor-parallel ranks; it is
+None on stages that read no data. `megatron.core.utils.get_batch_on_this_cp_rank` divides a
+micro-batch among context-parallel ranks.
 """
 
 import argparse
@@ -53,9 +54,9 @@ def pretrain(
     args_defaults: Mapping[str, Any] | None = None,
     non_loss_data_func: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
 ) -> None:
-    """Train as the command line and the providers say, as Megatron-LM's ``pretrain`` does.
+    """Train with the command line's flags and the given providers, like Megatron-LM's ``pretrain``.
 
-    ``model_type`` does nothing: megatron-core has one kind. A run that fails ends in SystemExit.
+    ``model_type`` has no effect. Raise SystemExit if the run fails.
     """
     try:
         task = megatron_task(
@@ -89,9 +90,9 @@ def megatron_task(
     extra_args_provider: Provider | None = None,
     non_loss_data_func: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
 ) -> Task:
-    """Return the task that Megatron-LM's providers and forward step make up.
+    """Return a task made of providers and a forward step with Megatron-LM's signatures.
 
-    Raise a ConfigError for an argument of the program's own that no flag can stand for.
+    Raise a ConfigError if ``extra_args_provider`` adds an argument that cannot become a flag.
     """
 
     def datasets(
@@ -125,7 +126,7 @@ def megatron_task(
 
 @dataclass
 class _Current:
-    """The run of this process, which Megatron-LM keeps in global variables."""
+    """The state of this process's run that Megatron-LM keeps in global variables."""
 
     tokenizer: Tokenizer | None = None
     args: argparse.Namespace | None = None
@@ -136,7 +137,7 @@ _current = _Current()
 
 
 def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Keep the tokenizer, and refuse flags of data that the program's own dataset stands for."""
+    """Refuse flags that the program's own datasets and loss would ignore; keep the tokenizer."""
     given = {
         "--sft": config.section(SftConfig).sft,
         "--loss-reduction": config.loss.loss_reduction != "token",
@@ -177,10 +178,10 @@ def _source(run: Run, dataset: Any, _: Tokenizer, consumed: int, full_epoch: boo
 
 
 def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
-    """Turn Megatron-LM's kinds of losses into ``(sum, count, report)``.
+    """Wrap a loss function of Megatron-LM; the result returns ``(sum, count, report)``.
 
-    A loss without a count is the mean of its micro-batch, the same on the ranks of a
-    context-parallel group: with a count of 1 on each rank, a step takes the mean of them.
+    A loss without a count is taken as the mean of its micro-batch, equal on all ranks of a
+    context-parallel group. It gets the count 1 on each rank; a step averages these means.
     """
 
     @functools.wraps(loss)
@@ -203,7 +204,7 @@ def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
 
 
 def get_args() -> argparse.Namespace:
-    """Return all values of the configuration by the names of their flags; see `_begun`."""
+    """Return all values of the configuration, named as their flags; see `_begun` for the error."""
     return _begun(_current.args, "get_args")
 
 
@@ -212,7 +213,7 @@ def get_tokenizer() -> Tokenizer:
 
 
 def _begun(value: T | None, name: str) -> T:
-    """Return a value that a run sets when it begins; raise a ConfigError before."""
+    """Return ``value``; raise a ConfigError if the run has not set it yet (None)."""
     if value is None:
         raise ConfigError(
             f"`{name}` was called before the run has begun; call it in a provider or in the "
@@ -241,7 +242,7 @@ def print_rank_0(message: object) -> None:
 
 
 class _NoTimer:
-    """Takes the calls of Megatron-LM's timers; ``--profile`` measures the phases of a step."""
+    """A stand-in for Megatron-LM's timers that does nothing; use ``--profile`` to time a step."""
 
     def __call__(self, *_: Any, **__: Any) -> "_NoTimer":
         return self

@@ -22,18 +22,22 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""The kinds of model that can be converted, with transformers' class of each."""
+"""The values of `model_type` that can be converted, with their classes in transformers."""
 LLAMA3_CONSTANTS = {
     "low_freq_factor": 1,
     "high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-"""Constants of megatron-core's ``--use-rope-scaling``, where only the factor is free."""
+"""The fixed constants of megatron-core's ``--use-rope-scaling``; only its factor is a flag."""
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A model as its config.json describes it, and as fields of `ModelConfig` do."""
+    """A Hugging Face model: the content of its config.json, and the same as `ModelConfig` fields.
+
+    Attributes:
+        family: a key of `FAMILIES`.
+    """
 
     family: str
     raw: dict[str, Any]
@@ -42,13 +46,13 @@ class HuggingFaceModel:
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
-    """Read the config.json of a folder; raise a CheckpointError as `understand` does."""
+    """Read the config.json of a folder; see `understand` for the errors."""
     path = folder / "config.json"
     return understand(read_settings(path, "give a folder of a Hugging Face model."), path)
 
 
 def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
-    """Return the model that the content of a config.json, which lies at ``path``, describes.
+    """Return the model that ``raw``, the content of the config.json at ``path``, describes.
 
     Raise a CheckpointError if our flags cannot describe it.
     """
@@ -82,7 +86,7 @@ def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, Any]) -> None:
-    """Refuse parts of a model that would be lost or computed differently."""
+    """Raise a CheckpointError for a part that would be lost or computed differently."""
     family = raw["model_type"]
     architectures = raw.get("architectures") or [FAMILIES[family]]
     unusual = {
@@ -102,7 +106,7 @@ def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, 
 
 
 def _window(values: Mapping[str, Any]) -> int | None:
-    """Return the tokens that a sliding window leaves visible, None where it hides none."""
+    """Return the size of a sliding window in tokens; None without one that hides any token."""
     if not values.get("use_sliding_window", True):
         return None
     window = values.get("sliding_window")
@@ -164,7 +168,7 @@ def _rotary_fields(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_of(fields: Mapping[str, Any]) -> list[str]:
-    """Return `ModelConfig` values as words of a command line, without defaults."""
+    """Return `ModelConfig` values as command-line words, leaving out default values."""
     words: list[str] = []
     for flag in flags_of("model", ModelConfig):
         value = fields.get(flag.field, flag.default)
@@ -176,9 +180,9 @@ def words_of(fields: Mapping[str, Any]) -> list[str]:
 def config_json(
     model: ModelConfig, *, vocab_size: int, dtype: torch.dtype, like: HuggingFaceModel | None
 ) -> dict[str, Any]:
-    """Return the config.json of one of our models; ``like`` gives the entries that ours lacks.
+    """Return the config.json of our model, with further entries taken from ``like``.
 
-    Raise a CheckpointError for a model that fits none of `FAMILIES`, or differs from ``like``.
+    Raise a CheckpointError if the model fits none of `FAMILIES`, or differs from ``like``.
     """
     family = _family(model, like)
     rotary: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}

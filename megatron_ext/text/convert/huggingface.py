@@ -1,6 +1,6 @@
-"""Converts Hugging Face models to checkpoints of ours, and back.
+"""Converts Hugging Face models to our checkpoints, and back.
 
-One copy of the weights is in memory, and beside it the tensors of one file or of one parameter.
+Memory holds one copy of the weights, and the tensors of one file or one parameter.
 """
 
 import dataclasses
@@ -49,26 +49,26 @@ from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import TEXT
 
 NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
-"""Flags that every configuration needs, even where nothing is trained."""
+"""Flags that a configuration needs even if nothing is trained."""
 ORIGIN, ORIGIN_CONFIG = "huggingface", "huggingface_config"
-"""Section and key under which a stored run configuration keeps the imported config.json."""
+"""Section and key of the imported config.json in a stored run configuration."""
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
 TOKENIZER_FILES = (
     "tokenizer* *.model vocab* merges.txt added_tokens.json special_tokens_map.json "
     "chat_template* generation_config.json"
 ).split()
-"""Files beside the weights that belong to the tokenizer or to generation."""
+"""Patterns of files that belong to the tokenizer or to generation, not to the weights."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """The options of an export, of folders of checkpoints and of a new Hugging Face model.
+    """The options of an export from the checkpoint folder ``load`` to the new folder ``target``.
 
     Attributes:
-        like: Hugging Face folder whose config.json and tokenizer files are followed.
+        like: Hugging Face folder that gives further config.json entries and tokenizer files.
         dtype: dtype to write; None keeps the checkpoint's.
-        vocab_size: rows of the vocabulary to write; None takes those of ``like``, then those of the
-            model that was imported, then all, with padding.
+        vocab_size: rows of the vocabulary to write; None takes the number in ``like``, else that of
+            the model that was imported, else all rows, including padding.
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
         ema: write the averaged weights (``--ema-decay``) in place of the last ones.
     """
@@ -89,9 +89,9 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def export_model(order: Export) -> list[str]:
-    """Write a checkpoint as a Hugging Face model; return notes on what a user may not expect.
+    """Write a checkpoint as a Hugging Face model; return notes for the user.
 
-    Raise a CheckpointError for a model that is none of `FAMILIES`, or a folder that is of no use.
+    Raise a CheckpointError for a model that fits none of `FAMILIES`, or an unusable folder.
     """
     stored = read_run_config(order.load, order.step)
     config = _stored_run(order, stored)
@@ -140,7 +140,7 @@ def build_bare(config: RunConfig, context: ParallelContext) -> Any:
 def converted(
     weights: dict[str, Tensor], shape: RowShape, *, vocab_size: int, dtype: torch.dtype
 ) -> safetensors_files.Converted:
-    """Return our whole parameters as tensors of transformers, without padding of the vocabulary."""
+    """Convert our whole parameters to transformers' tensors, without vocabulary padding."""
 
     def convert(name: str, parameter: Tensor) -> dict[str, Tensor]:
         parts = to_hf(name, parameter, shape)
@@ -180,7 +180,7 @@ def _vocab_size(order: Export, padded: int, like: HuggingFaceModel | None) -> tu
 
 
 def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
-    """Refuse a checkpoint with weights that the exported model has no place for."""
+    """Raise a CheckpointError if a checkpoint has weights that the exported model would lack."""
     iteration = choose(order.load, order.step)
     assert iteration is not None
     path = standing_folder_of(order.load, iteration)
@@ -205,9 +205,10 @@ class Import:
 
     Attributes:
         dtype: dtype of the checkpoint; None keeps the source's.
-        tensor_parallel_size: ranks among which the padded vocabulary can be divided.
-        make_vocab_size_divisible_by: a factor of the vocabulary on each tensor-parallel rank.
-        seq_length: the value that ``--use-checkpoint-args`` gives; None takes the longest position.
+        tensor_parallel_size: number of ranks by which the padded vocabulary is divisible.
+        make_vocab_size_divisible_by: divisor of the vocabulary size on each tensor-parallel rank.
+        seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores
+            max_position_embeddings.
     """
 
     source: Path
@@ -219,9 +220,9 @@ class Import:
 
 
 def import_model(order: Import) -> list[str]:
-    """Write a Hugging Face model as the checkpoint of iteration 0; return flags that train it.
+    """Write a Hugging Face model as the checkpoint of iteration 0; return flags to train it.
 
-    Raise a CheckpointError for a model that cannot be converted, or a folder that is of no use.
+    Raise a CheckpointError for a model that cannot be converted, or an unusable folder.
     """
     model = read_model(order.source)
     conversion.refuse_checkpoints(order.save)
@@ -264,7 +265,7 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
 def fill(
     chunk: Any, tensors: safetensors_files.TensorFolder, shape: RowShape, *, vocab_size: int
 ) -> None:
-    """Copy a Hugging Face model's tensors into our whole model, and zeros into padding.
+    """Copy a Hugging Face model's tensors into our whole model; zero the vocabulary padding.
 
     Raise a CheckpointError if a tensor is missing, left over, or of another shape.
     """

@@ -1,9 +1,9 @@
 """Maps our parameters, and their adapters, to those of transformers' llama-like models.
 
 Two of our weights are fused. ``linear_qkv`` holds, for each query group, the rows of the group's
-query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]`` seen as ``[rows, h]``
-(Megatron's order). ``linear_fc1`` of a gated MLP holds the rows of the gate, then those of the
-other projection: ``[2 * ffn, h]``.
+query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]``, flattened to ``[rows, h]``
+(Megatron's order). ``linear_fc1`` of a gated MLP holds the rows of gate_proj, then those of
+up_proj: ``[2 * ffn, h]``.
 """
 
 import re
@@ -30,7 +30,7 @@ LAYER_MODULES = {
     "mlp.linear_fc1": GATED,
     "mlp.linear_fc2": ("mlp.down_proj",),
 }
-"""Modules of one layer: our name, and the names of transformers."""
+"""Modules of one layer: our name, and the names of the corresponding modules of transformers."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OUTER = {
     "embedding.word_embeddings.weight": EMBEDDING,
@@ -38,14 +38,14 @@ OUTER = {
     "output_layer.weight": HEAD,
 }
 VOCABULARY = (EMBEDDING, HEAD)
-"""Weights of transformers whose rows are entries of the vocabulary, which our model pads."""
+"""Weights of transformers with one row per vocabulary entry; ours have padding rows too."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)$")
 _BY_LAST_PART = {ours.rsplit(".", 1)[-1]: theirs for ours, theirs in LAYER_MODULES.items()}
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """The sizes n, g and d of an attention, which decide the order of fused rows."""
+    """The heads n, query groups g and head size d, which determine the order of fused rows."""
 
     num_attention_heads: int
     num_query_groups: int
@@ -58,9 +58,10 @@ class RowShape:
 
 
 def modules_of(name: str) -> tuple[str, ...]:
-    """Return the modules of transformers that one of ours joins, given its name or a part's name.
+    """Return the modules of transformers that are fused in one of our modules.
 
-    Raise a CheckpointError if llama-like models do not have the module.
+    ``name`` may be a path or its last part, such as ``linear_qkv``. Raise a CheckpointError if
+    llama-like models have no such module.
     """
     for part in name.split("."):
         if part in _BY_LAST_PART:
@@ -74,10 +75,10 @@ def modules_of(name: str) -> tuple[str, ...]:
 def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
     """Split the rows of one of our tensors among the modules of transformers; see `modules_of`.
 
-    The tensor is a weight ``[rows, h]``, a bias ``[rows]``, or the B of a low-rank adapter
-    ``[rows, r]``; of one tensor-parallel rank, if ``shape`` counts that rank's heads.
+    The tensor is a weight ``[rows, h]``, a bias ``[rows]``, or the matrix B of a low-rank adapter
+    ``[rows, r]``. It may be the shard of one tensor-parallel rank if ``shape`` counts its heads.
 
-    Raise a CheckpointError if the shape does not give this number of rows.
+    Raise a CheckpointError if the number of rows does not agree with ``shape``.
     """
     modules = modules_of(name)
     if modules == QKV:
@@ -93,7 +94,7 @@ def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def join_rows(name: str, parts: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """Join rows ``[rows, ...]`` by module to one of our tensors; the inverse of `split_rows`."""
+    """Join tensors ``[rows, ...]`` by module to one of ours; the inverse of `split_rows`."""
     modules = modules_of(name)
     if modules == QKV:
         g, n, d = shape.num_query_groups, shape.heads_per_group, shape.kv_channels
@@ -116,10 +117,10 @@ def _check_rows(name: str, tensor: Tensor, rows: int) -> None:
 
 
 def hf_names(name: str) -> dict[str, str]:
-    """Return the full names that transformers has for one of our parameters, by module.
+    """Return the full names of one of our parameters in transformers, by module.
 
-    The result is such as ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``; layers
-    count along the whole model. Raise a CheckpointError if llama-like models lack the parameter.
+    An example is ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``; layers are
+    numbered along the whole model. Raise a CheckpointError if llama-like models lack the parameter.
     """
     if name in OUTER:
         return {OUTER[name]: OUTER[name]}
@@ -135,7 +136,7 @@ def hf_names(name: str) -> dict[str, str]:
 
 
 def to_hf(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
-    """Return one of our whole parameters as the tensors of transformers, by full name."""
+    """Convert one of our whole parameters to tensors of transformers, by full name."""
     names = hf_names(name)
     if name in OUTER:
         return {OUTER[name]: tensor}
@@ -143,7 +144,7 @@ def to_hf(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """Return tensors of transformers as one of our whole parameters; the inverse of `to_hf`."""
+    """Convert tensors of transformers to one of our whole parameters; the inverse of `to_hf`."""
     names = hf_names(name)
     if name in OUTER:
         return theirs[OUTER[name]]
@@ -151,7 +152,7 @@ def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
 
 
 def row_shape(model: ModelConfig) -> RowShape:
-    """Return the sizes that decide the order of fused rows in whole weights."""
+    """Return the `RowShape` of whole (unsharded) weights."""
     heads, channels = model.num_attention_heads, model.kv_channels
     assert heads is not None and channels is not None
     return RowShape(heads, model.num_query_groups or heads, channels)
@@ -164,7 +165,7 @@ _ADAPTER = re.compile(
 
 
 def llama_adapters(model: ModelConfig, root: Path) -> PeftLayers:
-    """Return the layers of transformers' Llama for adapters of a run, loaded from ``root``."""
+    """Map a run's adapters to layers of transformers' Llama; errors name the folder ``root``."""
 
     def parts(name: str, matrix: Tensor) -> Iterator[Part]:
         match = _ADAPTER.match(name)

@@ -1,14 +1,14 @@
-"""Bytes that autograd keeps of one micro-batch of a GPT, layer by layer, for our torch layers.
+"""Bytes that autograd keeps for one micro-batch of a GPT, layer by layer, with our torch layers.
 
 The count follows "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv:2205.05198, section 4): each operation keeps what its backward pass needs, tensors that two
-operations share count once. It differs where our layers do: SDPA keeps queries, keys, values, its
-output and a log-sum-exp instead of the scores; RMSNorm and SwiGLU take the place of LayerNorm and
-GELU; the cross-entropy is chunked. On a CPU some kernels are not fused and keep more. Tests compare
-the sums with what training holds.
+(arXiv:2205.05198, section 4). Each operation keeps the tensors that its backward pass needs; a
+tensor that two operations share counts once. The differences to the paper are those of our layers:
+SDPA keeps queries, keys, values, its output and a log-sum-exp instead of the scores; RMSNorm and
+SwiGLU replace LayerNorm and GELU; the cross-entropy is chunked. On a CPU some kernels are not fused
+and keep more. Tests compare the sums with the memory that training allocates.
 
-A linear layer keeps its input for the gradient of its weight. In 8 bits it keeps one byte for each
-number (`layers.fp8`); with a frozen weight nothing, but its adapter (`layers.lora`) does.
+A linear layer keeps its input for the gradient of its weight: one byte per number in 8 bits
+(`layers.fp8`). A layer with a frozen weight keeps no input, but its adapter (`layers.lora`) does.
 """
 
 from dataclasses import dataclass
@@ -37,22 +37,22 @@ class Activations:
 
     @property
     def residual(self) -> int:
-        """Return one tensor of the residual stream, ``[s, b, h]``."""
+        """Return the bytes of one tensor of the residual stream, ``[s, b, h]``."""
         width = FP32 if self.config.model.fp32_residual_connection else self.sizes.width
         return self.sizes.residual_tokens * self.sizes.h * width
 
     def norm(self, tokens: int, size: int) -> int:
-        """Return what a norm keeps besides its input, which the residual stream holds anyway."""
+        """Return the bytes that a norm of ``[tokens, size]`` keeps besides its input."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
         return rms_norm(self.sizes, tokens, size, frozen=self.config.lora.lora_rank is not None)
 
     def dropout(self, elements: int, probability: float) -> int:
-        """Return the mask: one byte for each element on a GPU, a factor on a CPU."""
+        """Return the bytes of a dropout mask: one byte per element on a GPU."""
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
     def qk(self) -> int:
-        """Return queries, keys and values as attention takes them, and what they are views of."""
+        """Return the bytes of the queries, keys and values of attention, and of what they view."""
         model, sizes = self.config.model, self.sizes
         of_head = sizes.tokens * sizes.d * sizes.width
         queries, keys = of_head * sizes.n // sizes.tp, of_head * sizes.g // sizes.tp
@@ -77,14 +77,17 @@ class Activations:
 
     @property
     def _exchange(self) -> str | None:
-        """Return how context parallelism gets other keys, None where nothing of it is kept."""
+        """Return how context parallelism moves keys: "gather", "trade" (all-to-all) or None.
+
+        None means that attention keeps no moved keys, since they do not move or are recomputed.
+        """
         if self.sizes.cp == 1 or self._recomputes("core_attn"):
             return None
         return "trade" if self.config.parallel.cp_comm_type[0] == "a2a" else "gather"
 
     @property
     def attends_eagerly(self) -> bool:
-        """Return whether attention makes its scores; see `layers.attention.DotProductAttention`."""
+        """Return whether attention keeps scores; see `layers.attention.DotProductAttention`."""
         model = self.config.model
         drops = model.attention_dropout > 0
         if self.sizes.gpu:
@@ -92,7 +95,7 @@ class Activations:
         return self.sizes.half or drops
 
     def scores(self) -> int:
-        """Return what attention keeps besides queries, keys, values and its output."""
+        """Return the bytes that attention keeps besides queries, keys, values and its output."""
         sizes, model = self.sizes, self.config.model
         heads = sizes.n // sizes.tp
         if not self.attends_eagerly:
@@ -145,7 +148,10 @@ class Activations:
         return LayerBytes(kept + inner.kept, self.residual + inner.transient)
 
     def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
-        """Return an MLP of ``width`` channels on this rank, from fc1's output to fc2's input."""
+        """Return the bytes of an MLP with ``width`` channels on this rank, from fc1's output on.
+
+        ``scaled`` adds a tensor, the product with the router's weights.
+        """
         model, sizes = self.config.model, self.sizes
         tensor = tokens * width * sizes.width
         fused = sizes.gpu and model.add_bias_linear
@@ -161,7 +167,7 @@ class Activations:
         return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
 
     def _experts(self) -> LayerBytes:
-        """Return router, dispatch and the experts of this rank, for a balanced load."""
+        """Return the bytes of router, dispatch and local experts, if the load is balanced."""
         sizes, moe = self.sizes, self.config.moe
         count, width = moe.num_experts or 1, sizes.width
         seen = sizes.residual_tokens
@@ -198,7 +204,10 @@ class Activations:
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
     def _linear_inputs(self, number: int) -> int:
-        """Return the bytes more than a layer keeps that is trained in full precision."""
+        """Return the change of the bytes that layer ``number`` keeps by 8-bit or frozen weights.
+
+        The reference is a layer trained in 16 or 32 bits; the result is often negative.
+        """
         fp8, width, inputs = self.config.fp8, self.sizes.width, self._inputs(number)
         # Attention keeps its output, which is the input of linear_proj, unless it is run again.
         attended = not (self.attends_eagerly or self._recomputes("core_attn"))
@@ -210,7 +219,7 @@ class Activations:
         return (proj if attended else -proj * (width - 1)) - sum(inputs.values()) * (width - 1)
 
     def _inputs(self, number: int) -> dict[str, int]:
-        """Return how many numbers a rank keeps as inputs of the linear layers of a layer."""
+        """Return how many numbers a rank keeps as input of each linear layer in a layer."""
         sizes, moe, experts = self.sizes, self.config.moe, self.sizes.experts[number]
         qkv, proj = sizes.residual_tokens * sizes.h, sizes.tokens * sizes.n // sizes.tp * sizes.d
         fc1, fc2 = qkv, sizes.tokens * sizes.f // sizes.tp
@@ -223,7 +232,7 @@ class Activations:
         return {"linear_qkv": qkv, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
 
     def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
-        """Return the bytes of the adapters' narrow tensors, less the inputs that nothing keeps."""
+        """Return the bytes that adapters keep, less the inputs of layers without an adapter."""
         lora, sizes = self.config.lora, self.sizes
         rank, targets = lora.lora_rank or 0, lora.lora_target_modules or []
         total = len(targets) * sizes.tokens * rank * sizes.width
@@ -250,7 +259,7 @@ class Activations:
         norm = self.norm(sizes.residual_tokens, sizes.h)
         if stage.final_norm:
             parts.append(LayerBytes(self.residual + norm, 2 * self.residual))
-        # A depth: two norms, a projection of both normed inputs together, a layer, a norm.
+        # An MTP depth: two norms, a projection of both normed inputs together, a layer, a norm.
         layer = in_order(self.attention(), self.mlp(sizes.experts[-1]))
         depth = LayerBytes(layer.kept + 3 * norm + (3 + 2) * self.residual, layer.transient)
         parts += [depth] * stage.depths
@@ -260,7 +269,7 @@ class Activations:
     def deferred(self, stage: Stage) -> int:
         """Return the bytes of inputs and output gradients kept for deferred weight gradients.
 
-        A zero-bubble schedule holds them between its two backward passes; see `layers.linear`.
+        A zero-bubble schedule keeps them between its two backward passes; see `layers.linear`.
         """
         sizes, moe = self.sizes, self.config.moe
         inner = 3 if self.config.model.gated else 2

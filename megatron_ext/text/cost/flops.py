@@ -1,8 +1,8 @@
-"""The numbers of a GPT run, and its floating-point operations: of a sequence, and of a stage.
+"""The sizes of a GPT run, and the floating-point operations of a sequence and of a stage.
 
-Matrix products only, two operations for each multiplication and addition, causal attention counted
-half. The forward pass of all stages and ranks, times three for the backward pass, is what the log
-counts, and what Megatron-LM counts.
+Only matrix products count: a multiply-add as two operations, causal attention as half of the full
+one. The log reports the forward pass of all stages and ranks times three, which includes the
+backward pass, as Megatron-LM does.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.planning.stages import Ranks, Stage
 
 CASTS = {"delayed": 4, "tensorwise": 6, "rowwise": 8}
-"""Bytes that a cast to 8 bits in both layouts reads and writes for each number, by recipe, as
-`layers.fp8` does it; Transformer Engine's recipes are taken for tensorwise."""
+"""Bytes read and written per number when `layers.fp8` casts to 8 bits in both layouts, by recipe.
+Other recipes (Transformer Engine's) count as tensorwise."""
 
 
 def expert_layers(moe: MoEConfig, num_layers: int) -> list[bool]:
@@ -31,12 +31,12 @@ def expert_layers(moe: MoEConfig, num_layers: int) -> list[bool]:
 
 @dataclass(frozen=True)
 class Sizes(Ranks):
-    """The numbers of a resolved run that formulas need.
+    """The sizes of a resolved run that the formulas need.
 
     Attributes:
         s, h, f, n, g, d, v: sequence length (of the run, not of a rank), hidden size, width of the
             MLP, attention heads, query groups, head size, vocabulary.
-        depths: depths of multi-token prediction.
+        depths: number of MTP depths (prediction modules).
         experts: for each layer, whether it holds experts.
     """
 
@@ -58,7 +58,7 @@ class Sizes(Ranks):
 
     @property
     def residual_tokens(self) -> int:
-        """Return the tokens in norms, dropout and the residual stream of a rank."""
+        """Return the tokens of a rank in norms, dropout and the residual stream."""
         return self.tokens // self.sequence_size
 
     def in_8_bits(self, fp8: Fp8Config, number: int) -> bool:
@@ -67,12 +67,12 @@ class Sizes(Ranks):
 
 
 def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[str, int]:
-    """Return the multiplications of one token in a forward pass of a resolved run.
+    """Return the multiplications for one token in the forward pass of each part of a model.
 
-    ``projections`` are queries, keys and values of one layer and the projection of its heads;
-    ``scores`` are half of all pairs, with their product with the values; ``dense`` is the MLP of a
-    layer, which may be gated by a third matrix, and ``experts`` those that a token goes through;
-    ``depth`` is the projection before the layer of a depth of multi-token prediction.
+    Parts: ``projections`` of queries, keys, values and output in a layer; ``scores`` of causal
+    attention in a layer, with the product of scores and values; ``dense``, the MLP of a layer (with
+    a third matrix if ``gated``); ``experts``, all experts of one token in a layer; ``depth``, the
+    projection before the layer of an MTP depth; ``logits``, the output layer.
     """
     h, f = model.hidden_size or 0, model.ffn_hidden_size or 0
     n, d = model.num_attention_heads or 0, model.kv_channels or 0
@@ -89,10 +89,10 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
 
 
 def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
-    """Return the operations of one sequence through the model, forward and backward.
+    """Return the operations of one sequence in the forward and backward pass of the model.
 
-    Recomputation is not counted. The formula is Megatron-LM's, so that figures can be compared: it
-    counts the gate of SwiGLU but of no other gated MLP, and the norms of multi-token prediction.
+    Recomputation is not counted. The formula is Megatron-LM's, for comparable figures: it counts
+    the gate of SwiGLU but of no other gated MLP, and the norms of multi-token prediction.
     """
     products, depths = token_products(model, moe, gated=model.swiglu), model.mtp_num_layers or 0
     layers = expert_layers(moe, model.num_layers or 0)
@@ -117,7 +117,7 @@ class GptFlops:
         return token_products(self.config.model, self.config.moe, gated=self.config.model.gated)
 
     def layer_flops(self, number: int) -> Flops:
-        """Return one layer of the decoder, numbered from 0, without recomputation."""
+        """Return the operations of decoder layer ``number``, from 0, without recomputation."""
         linear = self._linear(self.sizes.experts[number])
         scores, fp8 = self._on_rank("scores"), self.config.fp8
         weights = self._trained(linear)
@@ -137,11 +137,11 @@ class GptFlops:
         return self._on_rank("projections") + self._on_rank("experts" if experts else "dense")
 
     def _trained(self, linear: float) -> float:
-        """Return the products for the gradients of weights; those of adapters are negligible."""
+        """Return the operations for weight gradients, given the forward ones; ignore adapters."""
         return linear if self.config.lora.lora_rank is None else 0.0
 
     def _depth_flops(self) -> Flops:
-        """Return one depth of multi-token prediction without its logits, in 16 or 32 bits."""
+        """Return the operations of one MTP depth without its logits, in 16 or 32 bits."""
         linear = self._linear(self.sizes.experts[-1]) + self._on_rank("depth")
         scores = self._on_rank("scores")
         return Flops(linear, scores=scores, weights=self._trained(linear))
@@ -172,7 +172,7 @@ class GptFlops:
         return total
 
     def _again(self, number: int) -> tuple[float, float]:
-        """Return the products of one layer that are run again: with weights, and without."""
+        """Return the recomputed operations of layer ``number``: with weights, and without."""
         model, experts = self.config.model, self.sizes.experts[number]
         scores = self._on_rank("scores")
         if model.recompute_granularity == "full":
@@ -185,5 +185,5 @@ class GptFlops:
         return mlp, scores if "core_attn" in modules else 0.0
 
     def _on_rank(self, part: str) -> float:
-        """Return the operations of a rank's tokens on its share of the matrices of a part."""
+        """Return the forward operations of one rank in a part named by `token_products`."""
         return MULTIPLY_AND_ADD * self._products[part] * self.sizes.tokens / self.sizes.tp

@@ -1,7 +1,7 @@
-"""A GPT as a plan sees it: `GPT_COST`, which a task hands to `planning`.
+"""The cost of a GPT for `planning`: `GPT_COST`, which the text tasks hand over.
 
-flops.py has the numbers of a run and its operations, activations.py the bytes kept for the backward
-pass; the layers of each stage, their parameters and the messages stand here.
+This file has the layers of each stage, their parameters and the bytes that ranks send. flops.py has
+the sizes of a run and its operations, activations.py the bytes kept for the backward pass.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ RECOMPUTATION: dict[str, dict[str, object]] = {
 
 
 def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, index: int) -> int:
-    """Return the decoder layers of the stage of an index, as megatron-core deals them."""
+    """Return the number of decoder layers of stage ``index``, as megatron-core assigns them."""
     if parallel.pipeline_model_parallel_layout is not None:
         return stages_of(parallel.pipeline_model_parallel_layout)[index].count("t")
     rank, size = placement.rank_of(index), placement.pipeline_size
@@ -130,7 +130,7 @@ class Parameters:
         return found
 
     def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
-        """Return both matrices of an MLP of so many channels, which the ranks share."""
+        """Return both matrices of an MLP with ``width`` channels, divided among ``ranks`` ranks."""
         h, model = self.sizes.h, self.config.model
         layout["bias"], outputs = model.add_bias_linear, width * (2 if model.gated else 1)
         fc1 = self._matrix(f"{name}.linear_fc1", outputs, h, rows=ranks, **layout)
@@ -152,7 +152,7 @@ class Parameters:
         return found
 
     def _depth_weights(self, name: str) -> list[Weight]:
-        """Return one depth of multi-token prediction; its layer is like the decoder's last."""
+        """Return the weights of one MTP depth; its layer is like the last decoder layer."""
         x = self.sizes
         found = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
         found += self._matrix(f"{name}.eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
@@ -211,7 +211,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return found
 
     def fp8_weights(self, stage: Stage) -> int:
-        """Return the bytes of the matrices of 8-bit layers; others may be kept in bf16."""
+        """Return the bytes of the 8-bit matrices of a stage; some layers may stay in bf16."""
         fp8 = self.config.fp8
         eight = [n for n, layer in enumerate(stage.layers) if self.sizes.in_8_bits(fp8, layer)]
         names = tuple(f"decoder.layers.{n}." for n in eight)
@@ -240,7 +240,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return total
 
     def layer_traffic(self, experts: bool) -> Volume:
-        """Return one layer, forward and backward, and what recomputation repeats of it."""
+        """Return the bytes that a rank sends in one layer: forward, recomputation and backward."""
         x = self.sizes
         forward = Volume(
             tensor=(2 if experts else 4) * self._gather(),
@@ -259,12 +259,12 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return forward + backward + Volume(context=forward.context if again else 0.0)
 
     def _gather(self) -> float:
-        """Return one gather of ``[s, b, h]`` over the tensor-parallel ranks."""
+        """Return the bytes that a rank sends to gather ``[s, b, h]`` over tensor-parallel ranks."""
         x = self.sizes
         return ring(x.tp) * x.tokens * x.h * x.width
 
     def _context(self) -> float:
-        """Return what the attention of one layer sends between context ranks, forward."""
+        """Return the bytes that attention in one layer sends to other context ranks, forward."""
         x = self.sizes
         tokens, size = x.tokens, x.d * x.width // x.tp
         if self.config.parallel.cp_comm_type[0] == "a2a":
@@ -272,7 +272,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return (x.cp - 1) * tokens * 2 * x.g * size
 
     def _dispatch(self) -> float:
-        """Return the tokens that one layer sends to its experts and back, forward."""
+        """Return the bytes of tokens that one layer sends to its experts and back, forward."""
         x, moe = self.sizes, self.config.moe
         ranks = x.ep * x.etp
         tokens = x.residual_tokens * x.h * x.width

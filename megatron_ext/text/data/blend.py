@@ -1,4 +1,4 @@
-"""The sources of text runs: dataset prefixes of each split by Megatron-LM's flags, and steps."""
+"""The dataset prefixes of each split, given by Megatron-LM's flags, and the source of batches."""
 
 import json
 import math
@@ -21,7 +21,7 @@ Blend = tuple[list[str], list[float] | None]
 
 @dataclass(frozen=True)
 class BlendSpec:
-    """The sources of the samples: one blend that --split cuts, or one for each split."""
+    """The data of a run: one blend that ``--split`` divides, or one blend for each split."""
 
     blend: Blend | None
     per_split: list[Blend | None] | None
@@ -32,7 +32,7 @@ class BlendSpec:
 
 
 def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
-    """Parse prefixes, or weights and prefixes, as Megatron-LM does."""
+    """Parse a list of prefixes, or of weights and prefixes in turn, as Megatron-LM does."""
     if not words:
         return None
     try:
@@ -53,7 +53,7 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
 
 
 def read_blend(data: DataConfig) -> BlendSpec:
-    """Collect the dataset prefixes of a run from its flags; raise a DataError at a mistake."""
+    """Collect the dataset prefixes of a run from its flags; raise a DataError if they are bad."""
     if data.data_args_path is not None:
         path = data.data_args_path
         try:
@@ -108,9 +108,9 @@ def _words_of(entry: Any) -> list[str] | None:
 
 
 def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | None:
-    """Return counts of sequences and documents by prefix (--per-dataset-sequences-path), if given.
+    """Return ``[sequences, document boundaries]`` of each prefix, or None if they are not given.
 
-    Raise a DataError if the file cannot be read, or lacks a prefix.
+    Raise a DataError if ``--per-dataset-sequences-path`` cannot be read, or lacks a prefix.
     """
     path = data.per_dataset_sequences_path
     if path is None:
@@ -134,7 +134,7 @@ def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | N
 
 
 def source_options(data: DataConfig, eod: int) -> dict[str, Any]:
-    """Return keywords of `build_source` by the flags of text data and the end-of-document id."""
+    """Return the keywords of `build_source` set by the data flags; ``eod`` is a token id."""
     return {
         "mask_documents_at": eod if data.reset_attention_mask else None,
         "cyclic": data.dataloader_type == "cyclic",

@@ -1,8 +1,8 @@
-"""GPT datasets: megatron-core's GPTDataset and blending behind a typed layer.
+"""GPT datasets: megatron-core's GPTDataset and blending, with checks.
 
-What is added to megatron-core: inputs are checked before anything is built, a split without
-documents is refused instead of looping for ever, and cached indices are keyed by everything that
-determines them, the identity of the data files included.
+Additions to megatron-core: inputs are checked before anything is built; a split without documents
+is an error instead of an endless loop; the key of cached indices includes all that determines
+them, also path, size and time of the data files.
 """
 
 import copy
@@ -47,14 +47,14 @@ from megatron_ext.train.batch_size import number_of_iterations, split_sizes
 from megatron_ext.train.task import Datasets
 
 VOCABULARY_SAMPLE = 1 << 24
-"""Tokens of each dataset that are compared with the vocabulary before training."""
+"""Number of tokens in each dataset whose ids are checked before training."""
 INDEX_BYTES = 16
-"""Bytes for each sample, and each document in it, while megatron-core builds its indices."""
+"""Bytes that megatron-core needs per sample, and per document in it, to build its indices."""
 
 
 @dataclass
 class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
-    """A GPTDatasetConfig whose cache key also covers what megatron-core's leaves out."""
+    """A GPTDatasetConfig with a digest of the data files, and the vocabulary size."""
 
     data_files: str = field(default="", kw_only=True)
     """Digest of the path, size and modification time of every data file."""
@@ -77,8 +77,8 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
         """Open a dataset with the dtype of its file.
 
-        Where lengths are given (--per-dataset-sequences-path), megatron-core guesses the dtype
-        from the size of the vocabulary, and near 65,536 ids guesses wrong.
+        With ``--per-dataset-sequences-path``, megatron-core guesses the dtype from the size of
+        the vocabulary, wrongly if that is near 65,536.
         """
         if config.sequences_per_dataset:
             config = copy.copy(config)
@@ -88,7 +88,7 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
     def _query_document_sample_shuffle_indices(
         self, idx: int
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return the ids and documents of a sample, and check that the vocabulary has the ids."""
+        """Return token ids and document numbers of a sample; check that all ids are known."""
         # An embedding that is shared over ranks takes any id, and only a dataset's first were seen.
         text, documents = super()._query_document_sample_shuffle_indices(idx)
         if text.min() < 0 or text.max() >= self.config.vocab_size:
@@ -100,7 +100,7 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """Return the first and past-the-last sequence of each split, as megatron-core cuts them."""
+    """Return the first sequence and the end (exclusive) of each split, as megatron-core does."""
     edges = accumulate(parse_and_normalize_split(split), initial=0.0)
     return list(pairwise(round(edge * float(num_sequences)) for edge in edges))
 
@@ -114,12 +114,12 @@ def check_inputs(
 ) -> str:
     """Check every data file, the splits and the vocabulary before anything is built.
 
-    Of train, valid and test so many samples are asked, or one epoch where the size is None. The
-    result is a digest of the identity (path, size, modification time) of all files.
+    ``sizes`` are the samples needed of train, valid and test, where None means one epoch. Return a
+    digest of path, size and modification time of all files.
 
     Raises:
-        DataError: a missing, truncated or corrupt file, an empty split that samples are asked of,
-            or token ids beyond the vocabulary.
+        DataError: a missing, truncated or corrupt file, an empty split that is needed, or token
+            ids beyond the vocabulary.
     """
     digest = hashlib.sha256()
     for prefix in spec.prefixes():
@@ -144,10 +144,10 @@ def check_inputs(
 
 
 def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | None]) -> None:
-    """Check that one process can hold the indices by which samples are found.
+    """Check that the indices of samples fit into the memory of the machine.
 
-    megatron-core builds them whole, one entry for each sample of the run and each time that a
-    document is read. An epoch, whose size is None, is not counted.
+    megatron-core builds them whole in one process, with an entry for each sample of the run and
+    for each reading of a document. A split of size None (one epoch) is not counted.
     """
     lengths = [read_index(prefix).lengths for prefix in spec.prefixes()]
     tokens = sum(int(each.sum(dtype=np.int64)) for each in lengths)
@@ -166,10 +166,10 @@ def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | 
 
 
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check indexed datasets before ranks start; cheap, and the same on every rank.
+    """Check indexed datasets before training starts; cheap, with the same result on every rank.
 
-    See `check_inputs`, `given_lengths` and `check_cached_indices` for the errors; a DataError also
-    tells that one process cannot hold the indices.
+    See `check_inputs`, `given_lengths` and `check_cached_indices` for the errors; a DataError is
+    also raised if the indices of samples would not fit into memory.
     """
     data, training, length = config.section(DataConfig), config.training, config.model.seq_length
     iterations = number_of_iterations(training, length, config.parallel.data_parallel_size)
@@ -198,7 +198,10 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
 def _check_splits(
     data: DataConfig, length: int, spec: BlendSpec, sizes: Sequence[int | None]
 ) -> None:
-    """Check splits with files of their own, and datasets without weights, which are read once."""
+    """Raise a DataError for an empty dataset of one split, or too few samples without weights.
+
+    Datasets without weights are read only once.
+    """
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)
         for prefix in prefixes if size != 0 and spec.per_split else ():
@@ -261,7 +264,7 @@ def dataset_config(
 
 @contextmanager
 def _told_in_a_sentence() -> Iterator[None]:
-    """Tell a failure to write indices in a sentence; silence a warning on made-up data."""
+    """Turn an OSError about the index cache into a DataError; silence a warning on mock data."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return "Unable to save MockGPTDataset" not in record.getMessage()
@@ -285,7 +288,7 @@ def build_gpt_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build each split with its number of samples in ``sizes``, where None means one epoch.
+    """Build each split with as many samples as ``sizes`` says; None means one epoch.
 
     All ranks call this together.
     """

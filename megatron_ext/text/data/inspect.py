@@ -1,6 +1,6 @@
-"""Looking into an indexed dataset before training on it: its ids, a report, and its checksums.
+"""Inspection of an indexed dataset: the range of its ids, a report, and its checksums.
 
-Checksums lie beside the dataset in a file that `sha256sum -c` reads.
+Checksums are in `PREFIX.sha256` next to the dataset, in the format of `sha256sum -c`.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _DIGEST_BYTES = 1 << 22
 
 
 def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int) -> None:
-    """Raise a DataError if ids, or their smallest and largest, lie outside of the vocabulary."""
+    """Raise a DataError if an id (or a (smallest, largest) pair) is outside the vocabulary."""
     if ids is None or len(ids) == 0:
         return
     low, high = int(np.min(ids)), int(np.max(ids))
@@ -51,7 +51,10 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
 def id_range(
     prefix: str | os.PathLike[str], max_tokens: int | None = None
 ) -> tuple[int, int] | None:
-    """Return the smallest and largest of about ``max_tokens`` ids, or of all; None without one."""
+    """Return the smallest and largest of about the first ``max_tokens`` ids.
+
+    Read all ids if ``max_tokens`` is None; return None if the dataset has no tokens.
+    """
     dtype = read_index(prefix).dtype
     low, high = [], []
     with _opened(bin_path(prefix), "Reading ids") as (stream, bar):
@@ -71,7 +74,7 @@ def _opened(path: Path, what: str) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 class Inspection(NamedTuple):
-    """The report on a dataset: lines to print, and warnings, in spite of which it can be read."""
+    """The report on a dataset: lines to print, and warnings about a readable dataset."""
 
     lines: list[str]
     warnings: list[str]
@@ -82,7 +85,8 @@ def inspect_dataset(
 ) -> Inspection:
     """Check a dataset and describe it; raise a DataError if it is damaged.
 
-    The tokenizer decodes samples, drawn by ``seed``, and bounds the ids, which ``scan`` reads all.
+    The tokenizer decodes ``samples`` random documents (``seed``) and gives the vocabulary size,
+    against which all ids are checked if ``scan`` is set.
     """
     info, index = check_indexed_dataset(prefix), read_index(prefix)
     ids = id_range(prefix) if scan else None
@@ -99,7 +103,7 @@ def inspect_dataset(
 
 
 def document_lengths(index: Index) -> Iterator[Any]:
-    """Yield the numbers of tokens of documents, i64, in pieces."""
+    """Yield the tokens of each document, int64, in arrays of up to `SCAN_ITEMS` documents."""
     documents = index.documents
     for start in range(0, len(documents) - 1, SCAN_ITEMS):
         edges = documents[start : start + SCAN_ITEMS + 1]
@@ -109,7 +113,7 @@ def document_lengths(index: Index) -> Iterator[Any]:
 
 
 def _histogram(index: Index) -> list[str]:
-    """Return lines of documents by length, in classes that double: 0, 1, 2-3, 4-7, ..."""
+    """Return a printed histogram of document lengths with bins 0, 1, 2-3, 4-7, ..."""
     counts = np.zeros(64, np.int64)
     for lengths in document_lengths(index):
         # frexp's exponent is the number of bits: exact where log2 would round.
@@ -173,7 +177,7 @@ def digest_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the SHA-256 of both files of a dataset by name; raise a DataError without one."""
+    """Return the SHA-256 of both files by name; raise a DataError if one cannot be read."""
     return {path.name: _digest(path) for path in (bin_path(prefix), idx_path(prefix))}
 
 
@@ -187,7 +191,10 @@ def _digest(path: Path) -> str:
 
 
 def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Return the checksums in `PREFIX.sha256`, if it exists; raise a DataError if it lacks one."""
+    """Return the checksums in `PREFIX.sha256` by file name; None if it does not exist.
+
+    Raise a DataError if it lacks one of the two files.
+    """
     path = digest_path(prefix)
     if not path.exists():
         return None
@@ -205,7 +212,10 @@ def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
 
 
 def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
-    """Tell whether `PREFIX.sha256` exists; raise a DataError if it has other checksums."""
+    """Compare checksums with `PREFIX.sha256`; raise a DataError if they differ.
+
+    Return whether `PREFIX.sha256` exists.
+    """
     recorded = recorded_digests(prefix)
     for name, digest in (recorded or {}).items():
         if digests[name] != digest:
