@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,7 +239,7 @@ def test_d01_d02_d03_d28_transformer_engines_layers_have_our_router(
     def local_spec(transformer_config: StepTransformerConfig, _use_te: bool, **words: Any) -> Any:
         return get_gpt_decoder_block_spec(transformer_config, False, **words)
 
-    monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", local_spec)
+    monkeypatch.setattr(layers, "gpt_specs", SimpleNamespace(get_gpt_decoder_block_spec=local_spec))
     experts = {"num_moe_experts": E, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True}
     size = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 2}
     transformer_config = StepTransformerConfig(**size, **experts)

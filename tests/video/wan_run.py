@@ -43,7 +43,8 @@ def record(run: Run, path: Path) -> None:
     plan: Any = run.train_source
     (chunk,) = run.chunks
     weights = {s.name: s.tensor.detach().clone() for s in shards_of(chunk.module)}
-    steps = [(x.clips, list(x.samples)) for x in plan.video_plan.microbatches(0, 0, 0)]
+    planned = plan.video_plan.microbatches(0, 0, 0)
+    steps = [(members, list(samples)) for members, samples in planned]
     torch.save({"weights": weights, "steps": steps}, path)
 
 
