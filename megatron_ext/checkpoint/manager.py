@@ -78,7 +78,7 @@ class CheckpointManager:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
             best: the checkpoints with the lowest validation losses, lowest first; they are kept.
-            superseded: iterations to remove: saved only as one of the best, which they are no more.
+            superseded: iterations to remove: saved only as one of the best, and now surpassed.
         """
         config = self._config
         if config.save is None:

@@ -93,7 +93,7 @@ def expired(
             just before the new one is removed if it is no multiple.
         keep: ``--keep-last``. This many stay, the new one included.
         best: the checkpoints of ``--keep-best``. They stay and do not count towards ``keep``.
-        superseded: checkpoints saved only because they were among the best, which they are no more.
+        superseded: checkpoints saved only because they were among the best, and now surpassed.
     """
     gone = set(superseded) & set(older)
     if retain is not None:

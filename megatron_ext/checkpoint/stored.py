@@ -81,7 +81,7 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
     """Return the folders to try, in order, with an iteration and whether to load only weights."""
     found: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
-        # The same command goes on from its own checkpoints, wherever it began.
+        # The same command resumes from its own checkpoints, whatever weights it started from.
         found.append((config.save, None, False))
     if config.load is not None:
         found.append((config.load, config.ckpt_step, config.finetune))

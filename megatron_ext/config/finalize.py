@@ -29,7 +29,7 @@ def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -
     run = derived(task.resolve(given), world_size, device)
     errors = list(wrong.values())
     for text in (*task.rules(given, run), *_errors(run)):
-        # What follows from a number that is already refused would be told as another error.
+        # A consequence of a number that is already refused would be reported as another error.
         if not any(f"{name}`" in text or f"{name} " in text for name in wrong):
             errors.append(text)
     if errors:

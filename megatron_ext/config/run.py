@@ -71,7 +71,7 @@ class RunConfig:
         return any(isinstance(section, kind) for section in self.sections)
 
     def with_section(self, *changed: Any) -> RunConfig:
-        """Return the configuration with task sections added, or replaced where a class is there."""
+        """Return the configuration with sections of the task added, or replaced by class."""
         by_kind = {type(section): section for section in self.sections}
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))

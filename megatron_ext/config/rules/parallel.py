@@ -109,7 +109,7 @@ def rank_errors(
         "tensor × pipeline × context": tensor * pipeline * context,
         "expert-tensor × expert × pipeline": expert_tensor * expert * pipeline,
     }
-    # Equal products are told once, by the first of their names.
+    # Equal products are reported once, by the first of their names.
     by_size = {size: what for what, size in reversed(products.items())}
     for what, size in products.items():
         if not small and world_size % size and by_size[size] == what:
