@@ -1,4 +1,4 @@
-"""Sampled clips as files that a person can watch: mp4, a contact sheet and a list."""
+"""Write sampled clips as mp4 files, with a contact sheet and a list."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.sampling.requests import ClipRequest
 
 _CONSTANT_QUALITY = {"crf": "17"}
-"""The quality of x264 at which differences can hardly be seen."""
+"""Options of x264 for a quality at which losses are hardly visible."""
 _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
-"""Options that let a file be played before it is whole, without its index in memory."""
+"""Options with which a file can be played while it is written, and needs no index in memory."""
 _FRAGMENT = 2  # seconds
 
 
 class Mp4Writer:
-    """An H.264 file of one clip, written frame by frame; ``growing`` lets it be played meanwhile.
+    """An H.264 file of one clip, written frame by frame.
 
-    An odd height or width gains a row or column, which the format needs.
+    With ``growing`` it can be played while it is written. An odd height or width is padded to an
+    even one, which the format needs.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -57,7 +58,7 @@ class Mp4Writer:
             self._container.mux(self._stream.encode(picture))
 
     def close(self) -> None:
-        """Write what the encoder still holds, and the end of the file."""
+        """Write the frames that the encoder still holds, and finish the file."""
         try:
             if self._is_begun:
                 self._container.mux(self._stream.encode())
@@ -65,21 +66,21 @@ class Mp4Writer:
             self._container.close()
 
     def abandon(self) -> None:
-        """Close a file that is not to be finished."""
-        # Whatever goes wrong here follows from the error that ended the writing.
+        """Close the file without finishing it."""
+        # An error here is a consequence of the one that ended the writing.
         with suppress(Exception):
             self._container.close()
 
 
 def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
-    """Return pixels ``[P, 3, f, H, W]``, cut off at -1 and 1, as bytes ``[P, f, H, W, 3]``."""
+    """Return pixels ``[P, 3, f, H, W]``, clamped to [-1, 1], as bytes ``[P, f, H, W, 3]``."""
     scaled = ((pixels.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     frames: NDArray[np.uint8] = scaled.cpu().permute(0, 2, 3, 4, 1).contiguous().numpy()
     return frames
 
 
 def _imported(package: str, *modules: str) -> list[Any]:
-    """Return modules of a package of the extra ``video``."""
+    """Import modules of a package of the extra ``video``, or raise ConfigError."""
     try:
         return [importlib.import_module(name) for name in modules]
     except ImportError:
@@ -92,11 +93,11 @@ def _imported(package: str, *modules: str) -> list[Any]:
 CONTACT_SHEET = "contact_sheet.png"
 LIST = "samples.jsonl"
 SHEET_FRAMES = 8
-"""Frames of a clip in the contact sheet, at most, from the first to the last."""
+"""Largest number of frames of a clip in the contact sheet, spread from the first to the last."""
 SHEET_SIDE = 256
-"""Longer side of a frame in the contact sheet, at most; pixels."""
+"""Largest size of a frame's longer side in the contact sheet, in pixels."""
 TITLE = 20
-"""Height of a title in the contact sheet; pixels."""
+"""Height of a title in the contact sheet, in pixels."""
 GAP = 4
 
 _CLIP = re.compile(r"sample_\d{3,}\.mp4")
@@ -117,13 +118,13 @@ def write_clips(
 ) -> None:
     """Write ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST` into a folder.
 
-    They are written beside it and renamed at the end, so that a folder is whole or not there.
-    Samples that lie there already are replaced.
+    They are written into a folder beside it, which is renamed at the end, so that the folder is
+    never incomplete. Samples that it already has are replaced.
 
     Args:
         pixels: ``[P, 3, f, H, W]``, all finite; see `as_bytes`.
         seed: seed of the noise.
-        facts: more to be noted of each clip, such as the iteration of the model.
+        facts: more fields of each clip's row in `LIST`, such as the iteration of the model.
 
     Raises:
         ConfigError: PyAV or pillow is not installed.
@@ -144,7 +145,7 @@ def write_clips(
 
 
 def open_folder(target: Path) -> Path:
-    """Make and return a folder to write samples into, beside the target; see `publish`.
+    """Make and return an empty folder beside the target for its new samples; see `publish`.
 
     Raises:
         DataError: the target holds other files.
@@ -154,7 +155,7 @@ def open_folder(target: Path) -> Path:
             f"The folder {target} holds files that are no samples and would be lost; give the "
             "name of a new folder."
         )
-    # One name for all runs, so that what a killed one left is cleared.
+    # All runs use one name, so that this clears the files of a killed run.
     writing = target.with_name(f".{target.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
@@ -162,7 +163,7 @@ def open_folder(target: Path) -> Path:
 
 
 def publish(writing: Path, target: Path) -> None:
-    """Rename the folder to its target; older samples of this name are removed only after that."""
+    """Rename ``writing`` to ``target``, and then remove the older samples that were there."""
     older = target.with_name(f".{target.name}.older")
     if target.exists():
         shutil.rmtree(older, ignore_errors=True)
@@ -182,11 +183,10 @@ def describe(
     """Write `CONTACT_SHEET` and `LIST` beside the clips of a folder.
 
     Args:
-        requests: the dataclass that each clip was sampled for, in the order of their numbers, with
-            a ``title``.
-        clips: all or some frames of each, from the first to the last, ``[P, f, H, W, 3]``.
-        num_frames: number of frames of each clip.
-        facts: more to be noted of each clip.
+        requests: request of each clip, a dataclass with a ``title``, in the order of the clips.
+        clips: all or some frames of each clip in order, ``[P, f, H, W, 3]``.
+        num_frames: number of frames of each whole clip.
+        facts: more fields of each row of `LIST`.
 
     Raises:
         ConfigError: pillow is not installed.
@@ -203,14 +203,14 @@ def describe(
 
 
 def shown_frames(num_frames: int) -> NDArray[np.int_]:
-    """Return the numbers of the frames that a contact sheet shows."""
+    """Return the numbers of the frames, of ``num_frames``, that a contact sheet shows."""
     shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES))
     numbers: NDArray[np.int_] = shown.round().astype(int)
     return numbers
 
 
 def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -> None:
-    """Draw a row for each of clips ``[P, f, H, W, 3]``: its caption, and below it some frames."""
+    """Draw a row for each clip of ``[P, f, H, W, 3]``: its title, and below it some frames."""
     image, draw, font = _imported("pillow", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont")
     _, num_frames, height, width, _ = clips.shape
     shown = shown_frames(num_frames)
@@ -229,14 +229,14 @@ def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -
 
 
 def _shortened(title: str, fits: Callable[[str], bool]) -> str:
-    """Return the title in one line, with dots where it must end early."""
+    """Return the title in one line, cut off with "..." if the whole does not fit."""
     line = " ".join(title.split())
     ends = [line, *(f"{line[:end]}..." for end in range(len(line), 0, -1))]
     return next(filter(fits, ends), "...")
 
 
 def _is_ours(target: Path) -> bool:
-    """Return whether nothing but samples would be lost with this folder."""
+    """Return whether a folder holds only files with the names of samples."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {path.name for path in target.iterdir()}

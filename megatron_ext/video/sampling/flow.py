@@ -1,8 +1,8 @@
 """Sample latent videos by Euler's method along the learned flow, from noise to data.
 
-The flow is guided by captions and by reference images (classifier-free, arXiv:2207.12598 and
-2211.09800). With c the prediction for caption and references, u for the empty caption and
-references, and u2 for neither, Open-Sora 2.0 takes
+Captions and reference images guide the flow (classifier-free guidance, arXiv:2207.12598 and
+2211.09800). Let c be the prediction for caption and references, u that for the empty caption and
+references, and u2 that for the empty caption without references. Open-Sora 2.0 uses
 
     v = u2 + image_scale * (u - u2) + text_scale * (c - u).
 """
@@ -21,7 +21,7 @@ from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 
 OSCILLATION_START = 10
-"""First step, counted from 0, from which on odd steps rest with ``--sample-oscillation``."""
+"""Step, counted from 0, from which on odd steps have scales of 1 with ``--sample-oscillation``."""
 
 
 def _rests(sampling: SampleConfig, step: int) -> bool:
@@ -29,17 +29,15 @@ def _rests(sampling: SampleConfig, step: int) -> bool:
 
 
 def text_scale(sampling: SampleConfig, step: int) -> float:
-    """Return the scale of the caption at a step, counted from 0."""
+    """Return the guidance scale of the caption at a step, counted from 0."""
     return 1.0 if _rests(sampling, step) else sampling.sample_text_scale
 
 
 def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
-    """Return the scale of the references for each latent frame at a step, ``[t]`` float32.
+    """Return the guidance scale of the references for each latent frame, ``[t]`` float32.
 
-    With ``--sample-scale-by-frame`` it rises over the frames from 1 to an end value, which falls
-    over the steps from ``--sample-image-scale`` towards 1.
-
-    Steps count from 0.
+    With ``--sample-scale-by-frame`` it rises over the frames from 1 to an end value. The end value
+    falls over the steps, counted from 0, from ``--sample-image-scale`` towards 1.
     """
     scale = 1.0 if _rests(sampling, step) else sampling.sample_image_scale
     # A scale below 1 weakens the references; there is nothing to spread over the frames.
@@ -50,25 +48,29 @@ def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
 
 
 def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float) -> Tensor:
-    """Join the three predictions ``[b, n, d]``; the result is exactly ``c`` if both scales are 1.
+    """Return the guided velocity of the three predictions ``[b, n, d]``; see the module.
 
-    The scale of the references, ``image``, is a number or ``[n, 1]``.
+    ``text`` is the scale of the caption; ``image``, a number or ``[n, 1]``, that of the references.
+    The result is exactly ``c`` if both are 1.
     """
     return c + (text - 1) * (c - u) + (image - 1) * (u - u2)
 
 
 Velocity = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``velocity(x, t, text, pooled, cond)``: tokens ``[b, n, c*p*p]`` float32, times ``[b]`` float32,
-``[b, l, d]``, ``[b, e]`` and ``[b, n, (1+c)*p*p]`` to the velocity of the tokens."""
+"""``velocity(x, t, text, pooled, cond)`` returns the velocity of tokens ``x``, in their shape.
+
+The arguments are ``[b, n, c*p*p]`` float32, times ``[b]`` float32, ``[b, l, d]``, ``[b, e]`` and
+``[b, n, (1+c)*p*p]``.
+"""
 
 
 @dataclass(frozen=True)
 class References:
-    """Given frames of the clips that are sampled.
+    """Reference frames of sampled clips.
 
     Attributes:
-        latents: ``[b, c, t, h, w]``; anything where there is no reference.
-        masks: True at references, ``[b, t]`` bool; see `video.data.conditions.frame_masks`.
+        latents: ``[b, c, t, h, w]``; values of frames without a reference are ignored.
+        masks: True at reference frames, ``[b, t]`` bool; see `video.data.conditions.frame_masks`.
     """
 
     latents: Tensor
@@ -76,7 +78,7 @@ class References:
 
 
 def times(config: FlowConfig, num_steps: int, shape: LatentShape, patch_size: int) -> Tensor:
-    """Return times from 1 to 0 with the shift of training, ``[num_steps + 1]`` float32."""
+    """Return falling times from 1 to 0 with the shift of training, ``[num_steps + 1]`` float32."""
     return shift(torch.linspace(1, 0, num_steps + 1), shift_factor(config, shape, patch_size))
 
 
@@ -95,11 +97,11 @@ def sample(
     """Sample clips; return latents ``[b, c, t, h, w]`` float32, with the references as given.
 
     Args:
-        velocity: the model; called once a step with the predictions of the guidance in one batch.
-        text: captions, ``[b, l, d]`` and ``[b, e]``.
+        velocity: the model; called once a step, with 2 * b or 3 * b samples for the guidance.
+        text: encoded captions, ``[b, l, d]`` and ``[b, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
-        noise: where sampling starts, ``[b, c, t, h, w]`` on the device of the model.
-        references: given frames, as large as the noise; None samples from the caption alone.
+        noise: start of sampling, ``[b, c, t, h, w]`` on the device of the model.
+        references: reference frames, with latents in the shape of the noise; None for no frames.
     """
     noise = noise.float()
     _, _, t, h, w = noise.shape

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def requests_of(sample: SampleConfig) -> list[ClipRequest]:
-    """Return requests for ``--sample-prompts`` or ``--sample-texts``; see `read_requests`."""
+    """Return the requests of ``--sample-prompts`` or ``--sample-texts``; see `read_requests`."""
     if sample.sample_texts is not None:
         return [ClipRequest(text) for text in sample.sample_texts]
     assert sample.sample_prompts is not None
@@ -43,7 +43,7 @@ def requests_of(sample: SampleConfig) -> list[ClipRequest]:
 
 
 def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
-    """Return the size of the clips: as the flags say, else as the largest bucket of the data."""
+    """Return the size of the clips from the flags, with the data's largest bucket as default."""
     buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
     largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
     height, width = sample.sample_size or (largest.height, largest.width)
@@ -54,7 +54,7 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the codec of the data, whose VAE ``--codec`` finds; see `codec_from_manifest`."""
+    """Build the data's codec, with a VAE from the folder ``--codec``; see `codec_from_manifest`."""
     return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
 
@@ -62,8 +62,8 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     """Check before the run starts that its clips can be sampled.
 
     Raises:
-        ConfigError, DataError: prompts that cannot be read, a size that codec or model do not
-            take, encoders that cannot be built.
+        ConfigError, DataError: prompts cannot be read, codec or model do not take the size, or
+            encoders cannot be built.
     """
     sample, text = config.section(SampleConfig), config.section(TextEncoderConfig)
     requests_of(sample)
@@ -90,10 +90,12 @@ def encode_on_reporting_rank(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode requests once, for all ranks, which call this together; see `encode_requests`.
+    """Encode requests on the reporting rank and return them on all; see `encode_requests`.
+
+    All ranks call this together; the others need no codec and no encoder.
 
     Raises:
-        ConfigError, DataError: what went wrong on the reporting rank, on all ranks.
+        ConfigError, DataError: encoding failed on the reporting rank; on all ranks.
     """
 
     def encode() -> EncodedRequests:
@@ -115,18 +117,18 @@ def generate_latents(
     sampling: SampleConfig,
     context: ParallelContext,
 ) -> Tensor | None:
-    """Sample latents of P requests, which the replicas share; all ranks call this together.
+    """Sample latents of P requests, divided among the replicas; all ranks call this together.
 
-    A clip's noise follows from the seed and its number, so that it is the same in any layout.
-    Replicas that have one clip less than others sample the last one too, and it is thrown away:
-    all make the same number of calls, as a model with experts spread over replicas needs.
+    A clip's noise depends only on the seed and the clip's number, so it is the same in any layout.
+    Replicas with one clip less than others also sample the last clip, and discard it. All replicas
+    thus make the same number of calls, which a model with experts on several replicas needs.
 
     Returns:
         ``[P, c, t, h, w]`` float32 on the model's device, on the reporting rank; None elsewhere.
 
     Raises:
-        ConfigError: references for a model that takes none.
-        DataError: inputs that do not fit the model.
+        ConfigError: there are references, but the model takes none.
+        DataError: the inputs do not fit the model.
     """
     if encoded.references is not None and not velocity.takes_references:
         raise ConfigError(
@@ -137,7 +139,7 @@ def generate_latents(
     null = Text(null.sequence.to(device), null.pooled.to(device))
 
     def sampled(numbers: list[int]) -> Tensor:
-        """Sample latents of the requests of these numbers."""
+        """Sample the latents of the requests with these numbers."""
         given = encoded.references
         if given is not None:
             given = References(given.latents[numbers], given.masks[numbers])

@@ -1,4 +1,4 @@
-"""Requests for clips: captions, and references that are read and encoded for them."""
+"""Requests for clips: read captions and references from files, and encode them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Request = TypeVar("Request")
 
 @dataclass(frozen=True)
 class SampleShape:
-    """Pixels of the clips that are sampled; one frame makes an image.
+    """Size of sampled clips in frames and pixels; one frame makes an image.
 
-    The caption tells the model the frames per second.
+    ``fps``, frames per second, is added to the caption of a clip.
     """
 
     num_frames: int
@@ -45,12 +45,12 @@ class ClipRequest:
     Attributes:
         text: caption without suffix.
         reference: image, video or folder of images whose first frames (head modes), last frames
-            (tail modes) or both (i2v_loop) are given to the model.
-        mode: one of `conditions.MODES`; t2v without reference, and only then.
+            (tail modes) or both (i2v_loop) are given to the model; None exactly for mode t2v.
+        mode: one of `MODES`.
         motion: motion score in the caption; None leaves it out.
 
     Raises:
-        ConfigError: an unknown mode, or a mode and a reference that do not go together.
+        ConfigError: the mode is unknown, or the reference does not fit it.
     """
 
     text: str
@@ -79,13 +79,13 @@ class ClipRequest:
 
 @dataclass(frozen=True)
 class EncodedRequests:
-    """Requests as the sampler takes them, on the CPU.
+    """P encoded requests, the input of the sampler, on the CPU.
 
     Attributes:
         latent_shape: shape of one clip, (c, t, h, w).
-        text: captions, ``[P, l, d]`` and ``[P, e]``.
-        null: the empty caption, ``[1, k, d]`` and ``[1, e]``.
-        references: ``[P, c, t, h, w]`` and ``[P, t]``; None if no request has one.
+        text: encoded captions, ``[P, l, d]`` and ``[P, e]``.
+        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``.
+        references: latents ``[P, c, t, h, w]`` and masks ``[P, t]``; None if no request has one.
     """
 
     latent_shape: tuple[int, int, int, int]
@@ -100,8 +100,8 @@ class EncodedRequests:
 def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
     """Read a file of prompts; see `read_prompts`.
 
-    Rows of a jsonl have ``text``, and may have ``reference`` (relative to the file), ``mode``
-    (i2v_head with a reference unless it says otherwise) and ``motion``.
+    Rows of a jsonl have ``text``, and may have ``reference`` (a path relative to the file),
+    ``mode`` (default: i2v_head with a reference, else t2v) and ``motion``.
     """
     return read_prompts(path, ClipRequest, _request)
 
@@ -111,15 +111,15 @@ def read_prompts(
     kind: Callable[[str], Request],
     of_row: Callable[[dict[str, Any], Path], Request],
 ) -> list[Request]:
-    """Read a text file with a caption in each line, or a jsonl; empty lines are left out.
+    """Read requests from a text file with one caption a line, or from a jsonl; skip blank lines.
 
     Args:
-        kind: the dataclass of requests, made from a caption alone.
-        of_row: makes a request from a row with ``text`` and perhaps other fields of ``kind``, and
-            the file; may raise ConfigError, ValueError or TypeError.
+        kind: the dataclass of requests, which can be called with only a caption.
+        of_row: makes a request from a row of a jsonl (``text`` and optional fields of ``kind``) and
+            the path of the file; may raise ConfigError, ValueError or TypeError.
 
     Raises:
-        DataError: no such file, a row that cannot be read, or no row at all.
+        DataError: the file cannot be read, has an invalid row, or has no row.
     """
     source = Path(path)
     lines = read_lines(source, f"The file of prompts {source}")
@@ -136,10 +136,10 @@ def read_prompts(
 
 
 def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
-    """Return the lines of a file that are not blank, with their numbers, counted from 1.
+    """Return (number counted from 1, text) of each line of a file that is not blank.
 
     Raises:
-        DataError: the file, named by ``what``, cannot be read, or has no such lines.
+        DataError: the file cannot be read, or has only blank lines; ``what`` names the file.
     """
     try:
         lines = source.read_text("utf-8-sig").split("\n")
@@ -156,9 +156,10 @@ def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
 def read_row(
     line: str, source: Path, number: int, known: Sequence[str], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a row of a jsonl of prompts, or raise DataError.
+    """Return a row of a jsonl of prompts, or raise DataError if it is invalid.
 
-    It must have ``text``, and may have the ``known`` names; values of ``texts`` must be texts.
+    A row must have ``text`` and may have only fields of ``known``. Values of the fields ``texts``
+    must be strings or null.
     """
     try:
         row = json.loads(line)
@@ -175,7 +176,7 @@ def read_row(
 
 
 def bad_row(source: Path, line: int, what: str) -> DataError:
-    """Return the error about a row of a jsonl that is of no use."""
+    """Return the error about an invalid row of a jsonl; ``what`` completes the sentence."""
     return DataError(f"{source} line {line} {what}; mend the row or take it out.")
 
 
@@ -200,16 +201,16 @@ def encode_requests(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode captions with the suffix of training, and references at the size of the clips.
+    """Encode captions with the suffix used in training, and references at the size of the clips.
 
     Args:
         codec, text_encoder: encoders of the training data.
-        null: the empty caption of training; None encodes it.
+        null: the encoded empty caption of the training data; None encodes it here.
         conditions: conditions of training, which give the lengths of v2v references.
 
     Raises:
-        ConfigError: a shape that the codec does not take.
-        DataError: a reference that cannot be read, or references or clips too short for a mode.
+        ConfigError: the codec does not take the shape.
+        DataError: a reference cannot be read, or references or clips are too short for a mode.
     """
     latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     moving = shape.num_frames > 1
@@ -228,7 +229,7 @@ def encode_requests(
 
 
 def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
-    """Encode captions one by one, for the memory of large encoders."""
+    """Encode captions one by one, since large encoders need much memory."""
     pairs = [encoder.encode([caption]) for caption in captions]
     return Text(*(torch.cat(parts).cpu() for parts in zip(*pairs, strict=True)))
 
@@ -240,7 +241,7 @@ def _placed(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> Tensor:
-    """Return the latents of a request's references at their places, ``[c, t, h, w]``."""
+    """Return ``[c, t, h, w]`` latents with a request's reference frames at their positions."""
     placed = []
     for section in sections(request.mode, latent_shape[1], conditions):
         assert request.reference is not None

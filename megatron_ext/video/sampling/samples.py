@@ -1,4 +1,4 @@
-"""Sample clips with the model of a run: now and then while it trains, or at once."""
+"""Sample clips with the model of a run, at intervals during training or without training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engin
 
 
 def velocity_of(run: Run) -> ParallelVelocity:
-    """Return the velocity that the model of a run predicts; all ranks call this together."""
+    """Return the `ParallelVelocity` of a run's model; all ranks call this together."""
     runner = run.runner
     engine = runner.engine or forward_engine(run.chunks, runner.transformer_config, run.context)
     return network_of(run.config).sampled(engine, run.chunks, run.context)
@@ -38,10 +38,10 @@ def velocity_of(run: Run) -> ParallelVelocity:
 class ClipSampler:
     """Samples the clips of a run's prompts with its model; all ranks build and call it together.
 
-    The prompts are encoded once for all calls; text encoders of many gigabytes are then freed.
+    The prompts are encoded once for all calls, after which the text encoder is freed.
 
     Raises:
-        ConfigError, DataError: prompts, references or encoders of no use; on all ranks alike.
+        ConfigError, DataError: prompts, references or encoders cannot be used; on all ranks.
     """
 
     def __init__(self, run: Run) -> None:
@@ -69,9 +69,10 @@ class ClipSampler:
         self._velocity = velocity_of(run)
 
     def __call__(self, folder: Path) -> None:
-        """Sample the clips and write them, with the averaged weights where the run keeps them.
+        """Sample the clips and write them into a folder.
 
-        Files that cannot be written raise DataError on all ranks.
+        Averaged weights are used if the run keeps them and ``--sample-ema`` is on. Raises DataError
+        on all ranks if the files cannot be written.
         """
         run, sample = self._run, self._sample
         ema = run.ema if sample.sample_ema else None
@@ -99,7 +100,10 @@ class ClipSampler:
 
 
 class SampleWhileTraining(Callback):
-    """Samples after each multiple of ``--sample-interval``, with what ``build`` returns."""
+    """Samples every ``--sample-interval`` steps.
+
+    ``build`` returns the function that samples into a folder.
+    """
 
     def __init__(self, run: Run, build: Callable[[Run], Callable[[Path], None]]) -> None:
         super().__init__(run)

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 DefaultsOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
-"""Gives the defaults that the configuration stored in a checkpoint makes, of which the second
-argument has the flags of checkpoints; may raise MegatronExtError."""
+"""Maps (configuration stored in a checkpoint, checkpoint flags given on the command line) to
+defaults of flags; may raise MegatronExtError."""
 
 _STORED = ("flow", "conditions", *ENCODING)
-"""Sections of the checkpoint's configuration that decide how its model samples."""
+"""Sections of the checkpoint's configuration that determine sampling."""
 _DATA = ("video_model", "video_data_path", "video_buckets", "online_encoding")
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of flags as a checkpoint has them; see `DefaultsOf`.
+    """Return the values that a checkpoint gives to flags; see `DefaultsOf`.
 
     Raises:
-        ConfigError: a checkpoint of streaming long-tuning.
+        ConfigError: the checkpoint is of streaming long-tuning.
     """
     if stored["video"].get("task") == "streaming":
         raise ConfigError(
@@ -55,7 +55,7 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check what is asked for; see `Task.preflight`."""
+    """Check prompts and size of the clips, and set the model's widths; see `Task.preflight`."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
     return network_of(config).with_widths(manifest), None
@@ -69,7 +69,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
-    """Run the program on the words after its name, and return its exit code."""
+    """Run the program on its command-line arguments, and return its exit code."""
     sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
     return run_sampling(sampling, argv, defaults_of, sample_at_once)
 
@@ -83,9 +83,10 @@ def run_sampling(
     """Start the ranks of a sampling program, and return its exit code.
 
     Args:
-        program: gives the model.
-        argv: the words after the program's name, which win over all defaults.
-        sample: called on all ranks in place of training.
+        program: task that builds the model.
+        argv: command-line arguments after the program's name, which override all defaults.
+        defaults_of: see `DefaultsOf`.
+        sample: called on all ranks instead of training.
     """
     try:
         defaults = {} if {"-h", "--help"} & {*argv} else _defaults(argv, defaults_of)
@@ -95,10 +96,11 @@ def run_sampling(
 
 
 def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
-    """Return the defaults that the checkpoint of a command line gives.
+    """Return the defaults of flags that follow from the checkpoint in ``--load``.
 
     Raises:
-        ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
+        ConfigError: ``--load``, captions or ``--sample-dir`` are missing, or the checkpoint is not
+            of a video model.
         CheckpointError: see `read_run_config`.
     """
     asked = read_words(argv, VIDEO).values

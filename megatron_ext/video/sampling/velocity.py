@@ -1,4 +1,4 @@
-"""Predict the velocity of latent videos with the model as it lies on the ranks of a run."""
+"""Predict the velocity of latent videos with a model in the parallel layout of its run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def forward_engine(
     transformer_config: TransformerConfig,
     context: ParallelContext,
 ) -> PipelineEngine:
-    """Build an engine for forward passes, where the step uses megatron-core's own schedules."""
+    """Build an engine for forward passes, for runs whose steps use megatron-core's schedules."""
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
     schedule = "zb-v" if placement.v_shape else schedule
@@ -41,7 +41,8 @@ def collect_outputs(
 ) -> list[Tensor]:
     """Run forward passes; return the outputs of the micro-batches on the last stage.
 
-    ``inputs`` are the keywords of every chunk for each; ``shape`` passes between stages.
+    ``inputs`` holds the keywords of each micro-batch, which every chunk gets. ``shape`` is that of
+    the tensor passed between stages.
     """
 
     def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -58,7 +59,7 @@ def collect_outputs(
 
 
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
-    """Return a tensor of the last stage on all stages; the others give any of its shape."""
+    """Broadcast ``x`` from the last stage; others pass any tensor of its shape and dtype."""
     x = x.contiguous()
     torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
     return x
@@ -69,30 +70,30 @@ class ParallelVelocity:
 
     A model is an `MMDiT`, or any module with
 
-    - ``forward`` by the keywords of `MMDiT.forward`, of which ``guidance`` and ``cond`` are given
+    - ``forward`` with the keywords of `MMDiT.forward`, of which ``guidance`` and ``cond`` are given
       only to models that take them,
     - ``set_input_tensor``, as megatron-core's schedules call it,
-    - ``boundary_shape(num_text, num_image, micro_batch_size)``: the shape that passes between
+    - ``boundary_shape(num_text, num_image, micro_batch_size)``: shape of the tensor passed between
       stages,
-    - ``image_tokens(num_text, num_image)``: the slice of image tokens that its output on this rank
-      stands for; needed with context parallelism,
-    - ``guidance_embed`` and ``cond_embed``, true if it takes these inputs, on itself or on its
-      ``sizes``; a model without them takes neither.
+    - ``image_tokens(num_text, num_image)``: slice of the image tokens that its output on this rank
+      covers; needed with context parallelism,
+    - ``guidance_embed`` and ``cond_embed``, on itself or on its ``sizes``: true if it takes
+      ``guidance`` and ``cond``; a model without them takes neither.
 
-    All inputs are given to all stages. Parameters must be in place: with ``--overlap-param-gather``
+    All inputs are given to all stages. Parameters must be gathered: with ``--overlap-param-gather``
     call it inside ``ParameterGather.paused()``, as evaluation does.
 
     Args:
         engine: the engine of the training step, or `forward_engine`.
-        chunks: the model on this rank, wrapped as the step calls them.
-        guidance: strength that a model with ``guidance_embed`` is told; None for others.
+        chunks: the model on this rank, in the wrappers that the training step calls.
+        guidance: guidance strength, an input of models with ``guidance_embed``; None for others.
 
     Raises:
-        ConfigError: a model without one of these methods.
+        ConfigError: the model lacks one of these methods.
     """
 
     gives_parts = True
-    """The output on a context-parallel rank stands for a part of the tokens."""
+    """Whether the output on a context-parallel rank covers only its part of the tokens."""
 
     def __init__(
         self,
@@ -127,26 +128,29 @@ class ParallelVelocity:
         return bool(getattr(getattr(model, "sizes", model), SWITCHES["cond"], False))
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return the velocity of latents of (t, h, w), or raise DataError if patches do not fit."""
+        """Return a `Velocity` for latents of shape (t, h, w).
+
+        Raises DataError if patches do not divide it.
+        """
         return partial(self.predict, position_ids(shape, self.patch_size, self.device))
 
     @torch.no_grad()
     def predict(
         self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
-        """Predict, in evaluation mode and without gradients.
+        """Return the velocity in evaluation mode, without gradients.
 
-        Inputs and result are the same on all ranks of the replica. The text is lengthened by its
-        last row until the sequence divides among the ranks, as in training.
+        Inputs and result are the same on all ranks of the replica. The text is padded with copies
+        of its last row until the ranks divide the sequence length, as in training.
 
         Args:
             ids: positions of the tokens, ``[n, 3]``; the other arguments are those of `Velocity`.
 
         Returns:
-            ``[b, n, d]`` float32.
+            Velocity of the tokens, ``[b, n, d]`` float32.
 
         Raises:
-            DataError: inputs that do not fit the model, on all ranks alike.
+            DataError: the inputs do not fit the model; on all ranks.
         """
         b, n, _ = x.shape
         text = pad_text(text, n, self._multiple)
@@ -170,14 +174,14 @@ class ParallelVelocity:
         return self._on_all_ranks(outputs, x, text.size(1))
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """Return the output in evaluation mode on the last stage; see `collect_outputs`."""
+        """Run the model in evaluation mode on one micro-batch; see `collect_outputs`."""
         with _evaluating(self.chunks):
             return collect_outputs(self.engine, [inputs], shape)
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
         """Join the parts of the last stage's context-parallel ranks, and send them to all ranks.
 
-        A token is added to zeros only, so that the sum is exact.
+        The sum that joins them is exact, since each token is nonzero on one rank only.
         """
         groups, context = self.context.pgs, self.context
         whole = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -212,7 +216,7 @@ def _model_of(chunk: torch.nn.Module) -> Any:
 
 @contextmanager
 def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Set evaluation mode inside of the block only."""
+    """Set evaluation mode inside of the ``with`` block, and restore all modes after it."""
     before = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()

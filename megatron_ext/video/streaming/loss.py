@@ -1,9 +1,9 @@
 """The losses of distribution matching distillation, for the generator and for the critic.
 
 A generator is trained on D, the difference between the clean latents that a critic and a teacher
-predict from noised clips of its videos (arXiv:2311.18828, arXiv:2405.14867); the critic is trained
-to know the generator's videos. With X a clip, X_t the noised clip, f and r the clean latents that
-critic and teacher predict from X_t:
+predict from noised clips of its videos (arXiv:2311.18828, arXiv:2405.14867). The critic is trained
+to denoise the generator's videos. X is a clip, X_t the noised clip, f and r are the clean latents
+that critic and teacher predict from X_t:
 
     D   = (f - r) / mean|X - r|                                 (mean of each sample)
     L_G = 1/2 * mean over M of (X - stopgrad(X - D))²           dL_G / dX = D * M / |M|
@@ -14,10 +14,10 @@ also goes through critic and teacher:
 
     L_S = mean over M of (r - f) * (r - X - alpha * (r - f)) / mean|X - r|
 
-M are the frames that count: those that are new in the clip. The teacher is guided, r = u + w * (c -
-u) with c and u its predictions under the prompt and under the negative prompt; w = 1 is the plain
-prediction. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D is a function of whole clips,
-but given D, or dL_S / dX, losses are sums over frames, so that blocks of frames can be
+M are the frames that count: those that are new in the clip. With guidance the teacher predicts
+``r = u + w * (c - u)``, where c and u are its predictions under the prompt and the negative prompt;
+w = 1 is no guidance. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D is a function of
+whole clips. Given D, or dL_S / dX, losses are sums over frames, so that blocks of frames can be
 micro-batches. Latents and D are whole and equal on all model-parallel ranks of a replica.
 
 A generator step: generate a clip, `noised_clip`, `generator_direction` or `sid_direction`, then
@@ -41,18 +41,18 @@ from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 from megatron_ext.video.streaming.rollout import Generator, Network, StreamClip
 
 Loss = tuple[Tensor, Tensor, Report]
-"""Sum, count and report of the loss contract."""
+"""Sum, count and report, as in `losses.contract`."""
 
 
 @dataclass(frozen=True)
 class NoisedClip:
-    """A clip at the noise level at which it is looked at, the same for all its frames.
+    """A clip with noise for critic and teacher, at one noise level for all frames of a sample.
 
     Attributes:
         x: X_t, ``[b, t, c, h, w]``, without gradient.
-        noise: the noise in it, in the same shape.
+        noise: the noise in ``x``, in the same shape.
         timesteps: ``[b]`` float32.
-        sigma: ``[b]`` float64.
+        sigma: noise level at the timesteps, ``[b]`` float64.
     """
 
     x: Tensor
@@ -64,7 +64,11 @@ class NoisedClip:
 def noised_clip(
     clip: StreamClip, schedule: NoiseSchedule, seed: int, purpose: decisions.Pass
 ) -> NoisedClip:
-    """Add noise to a clip; it follows from the clip's samples, its place and the purpose."""
+    """Add noise to a clip.
+
+    Noise and timesteps depend only on the seed, the clip's samples and number, its exit step, and
+    ``purpose``.
+    """
     latents, name = clip.latents.detach(), f"{purpose} chunk {clip.number}"
     uniforms = decisions.uniforms(seed, clip.samples, f"{name} timestep")
     timesteps = schedule.score_timesteps(uniforms, clip.exit_step).to(latents.device)
@@ -75,14 +79,14 @@ def noised_clip(
 
 @dataclass(frozen=True)
 class Scores:
-    """The networks that judge clips, and how their predictions are compared.
+    """Critic and teacher, and the parameters with which their predictions are compared.
 
     Attributes:
-        critic: knows the generator's videos.
-        teacher: knows real ones; sees both prompts as one batch of 2 * b.
+        critic: predicts for the distribution of the generator's videos.
+        teacher: predicts for that of real videos; gets both prompts in one batch of 2 * b.
         negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, as long as the
             clip's prompts; unused without guidance.
-        guidance_scale: w of the guidance; 1 is the plain prediction.
+        guidance_scale: w of the guidance; 1 is no guidance.
         sid_alpha: alpha of score identity distillation.
     """
 
@@ -95,12 +99,12 @@ class Scores:
     def clean(
         self, clip: StreamClip, noised: NoisedClip, x: Tensor, entering: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the clean latents that the networks predict, by arguments of `dmd_direction`.
+        """Return the networks' clean latents, keyed by the arguments of `dmd_direction`.
 
         Args:
             x: noised latents.
-            entering: ``x`` as the networks get it, whose hooks see the gradient that comes through
-                them alone; None gives them ``x`` itself.
+            entering: copy of ``x`` that the networks get, so that a hook on it receives only the
+                gradient through the networks; None gives them ``x`` itself.
         """
         given, text = x if entering is None else entering, clip.text
         fake = self.critic(x=given, timesteps=noised.timesteps, text=text)
@@ -131,11 +135,11 @@ def sid_direction(
     scores: Scores,
     whole_gradient: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dL_S / dX, times the elements of a frame, and the frames' losses ``[b, t]``.
+    """Return dL_S / dX times the number of elements of a frame, and the frames' losses ``[b, t]``.
 
     The gradient, ``[b, t, c, h, w]`` float64, goes through critic and teacher, whose weights get
-    none. Where ranks share the tokens, ``whole_gradient`` turns the gradient of the networks' input
-    on this rank into that of the whole loss.
+    none. If ranks divide the tokens, ``whole_gradient`` combines the ranks' gradients of the
+    networks' input into that of the whole loss.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
@@ -154,7 +158,7 @@ def sid_direction(
 
 @contextmanager
 def _frozen(*networks: Any) -> Iterator[None]:
-    """Let no weight of networks get a gradient inside of the block."""
+    """Freeze the weights of networks inside of the ``with`` block."""
     modules = [network for network in networks if isinstance(network, torch.nn.Module)]
     trained = [p for module in modules for p in module.parameters() if p.requires_grad]
     try:
@@ -169,11 +173,11 @@ def _frozen(*networks: Any) -> Iterator[None]:
 def generator_losses(
     clip: StreamClip, direction: Tensor, generator: Generator, losses: Tensor | None = None
 ) -> Iterator[Loss]:
-    """Give the loss of each trained block of the newest clip, whose loss is their sum.
+    """Yield the loss of each trained block of the newest clip; their sum is the clip's loss.
 
-    The exit step of a block is run when its loss is asked for, so that a backward pass after each
-    keeps one block's activations at a time. ``direction`` is D of `generator_direction`, or it and
-    ``losses`` are what `sid_direction` returns.
+    The exit step of a block is run only when its loss is taken from the iterator. A backward pass
+    after each loss thus keeps the activations of one block at a time. ``direction`` is D of
+    `generator_direction`, or ``direction`` and ``losses`` are the results of `sid_direction`.
     """
     for step in clip.blocks:
         frames, latents = clip.frames_of(step), generator.clean(step)
@@ -185,7 +189,7 @@ def generator_losses(
 def critic_clip_loss(
     clip: StreamClip, noised: NoisedClip, critic: Network, kind: str = "flow"
 ) -> Loss:
-    """Return the critic's loss on a clip, see `critic_loss`; only the critic gets a gradient."""
+    """Return the critic's loss on a clip; only the critic gets a gradient; see `critic_loss`."""
     flow = critic(x=noised.x, timesteps=noised.timesteps, text=clip.text)
     given = {"latents": clip.latents, "noise": noised.noise, "mask": clip.mask}
     return critic_loss(flow, **given, kind=kind, sigma=noised.sigma)
@@ -195,13 +199,13 @@ def critic_clip_loss(
 def dmd_direction(
     latents: Tensor, *, fake: Tensor, conditional: Tensor, unconditional: Tensor, scale: float
 ) -> Tensor:
-    """Return D, along which generated clips leave the teacher's distribution, in float64.
+    """Return D, ``[b, t, c, h, w]`` float64, the direction away from the teacher's distribution.
 
-    A sample that the teacher leaves as it is (its normaliser is 0) has no direction. Numbers that
-    are not finite are passed on, for the training step to see.
+    D is 0 for a sample with r = X, where the normaliser mean|X - r| is 0.
+    Values that are not finite are kept, so that the training step can detect them.
 
     Args:
-        latents: X, whole clips ``[b, t, c, h, w]``; the normaliser is their mean over all frames,
+        latents: X, whole clips ``[b, t, c, h, w]``; the normaliser is a mean over all frames,
             also those that do not count.
         fake: clean latents that the critic predicts from the noised clip.
         conditional, unconditional: those of the teacher under prompt and negative prompt.
@@ -222,7 +226,7 @@ def sid_losses(
 ) -> Tensor:
     """Return L_S of each frame, ``[b, t]`` float64, with gradient; see `dmd_direction`.
 
-    The normaliser is a constant, and a sample that the teacher leaves as it is has no loss.
+    The normaliser is a constant. The loss of a sample with r = X is 0.
     """
     real = _guided(conditional, unconditional, scale)
     gap, x = real - fake.double(), latents.double()
@@ -245,18 +249,18 @@ def _distance(latents: Tensor, real: Tensor) -> Tensor:
 def dmd_loss(
     latents: Tensor, *, direction: Tensor, mask: Tensor, losses: Tensor | None = None
 ) -> Loss:
-    """Return the generator's loss of clips, or of blocks of them, by the loss contract.
+    """Return the generator's loss on clips, or on blocks of them, as in `losses.contract`.
 
-    The float64 sum adds the means of the frames' elements, so that sum / count is L_G. Its value
-    says nothing about convergence; ``dmdtrain_gradient_norm``, the mean of |D| over all frames
-    given, does.
+    The float64 sum adds up one mean over the elements of each frame, so that sum / count is L_G.
+    The value of L_G does not show convergence, but ``dmdtrain_gradient_norm`` does: the mean of |D|
+    over all frames of ``latents``.
 
     Args:
         latents: X with gradient, ``[b, t, c, h, w]``.
         direction: D of `dmd_direction` for these frames, in the shape of ``latents``.
         mask: frames that count, bool ``[b, t]``.
-        losses: one for each frame, ``[b, t]``, where the direction is the gradient of another loss
-            than L_G, times the elements of a frame; they then give the value.
+        losses: loss of each frame, ``[b, t]``, if the loss is not L_G. They give its value, and
+            ``direction`` is its gradient times the number of elements of a frame.
     """
     x, d = latents.double(), direction.double()
     counts = mask[..., None, None, None]
@@ -281,16 +285,16 @@ def critic_loss(
     kind: str = "flow",
     sigma: Tensor | None = None,
 ) -> Loss:
-    """Return the denoising loss of the critic on generated clips, by the loss contract.
+    """Return the denoising loss of the critic on generated clips, as in `losses.contract`.
 
-    Its kind says what is compared: the ``flow``, the clean latents that follow from it (``x0``,
-    whose error is sigma times that of the flow), the ``noise`` (1 - sigma times), or ``v`` of the
-    path with the same ratio of signal and noise whose variance stays (sqrt((1 - sigma)² + sigma²)
-    times). The float64 sum adds the means of the frames' elements.
+    ``kind`` is the quantity whose error is squared. The error of the ``flow`` is multiplied by
+    sigma for the clean latents ``x0``, by 1 - sigma for the ``noise``, and by sqrt((1 - sigma)² +
+    sigma²) for ``v`` of the variance-preserving path with the same signal-to-noise ratio. The
+    float64 sum adds up one mean over the elements of each frame.
 
     Args:
         flow: prediction of the critic for the noised clip, ``[b, t, c, h, w]``.
-        latents: X, in the shape of ``flow``, as the noise; no gradient reaches it.
+        latents, noise: X and its noise, in the shape of ``flow``; they get no gradient.
         mask: frames that count, bool ``[b, t]``; all of them for the first stage of LongLive.
         sigma: noise level of the clip, ``[b]``; unused for ``flow``.
     """
@@ -306,5 +310,5 @@ def critic_loss(
 
 
 def _by_frame(x: Tensor) -> Tensor:
-    """Return the means of frames, ``[b, t]`` from ``[b, t, c, h, w]``."""
+    """Return the mean over the elements of each frame, ``[b, t]`` from ``[b, t, c, h, w]``."""
     return x.flatten(2).mean(dim=2)
