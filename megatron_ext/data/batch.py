@@ -1,19 +1,18 @@
 """The batches of one training step on one rank: documents, targets, loss weights, slices.
 
-The first tensor-parallel rank of a pipeline stage reads the samples of a step, and all its
-tensor-parallel peers receive them by one broadcast.
+The first tensor-parallel rank of a pipeline stage reads the samples of a step and broadcasts them
+to its tensor-parallel peers.
 
-The reduction of a loss decides what weighs alike. With w_t the weight that the data gives a token
-(1 at a target, 0 elsewhere) and n_i the sum of w_t over the sample i that it belongs to, a token
-weighs
+The reduction of a loss sets the weight of each token. Let w_t be the weight that the data gives a
+token t (1 at a target, 0 elsewhere), and n_i the sum of w_t over the sample i that contains t:
 
-    token   w_t            every target alike
-    sample  w_t / n_i      every sample alike
-    square  w_t / sqrt n_i  every sample by the square root of its targets
+    reduction  weight of t    effect
+    token      w_t            every target has the same weight
+    sample     w_t / n_i      every sample has the same weight
+    square     w_t / sqrt n_i every sample weighs the square root of its number of targets
 
-and the loss of a step is the weighted mean over all micro-batches, data- and context-parallel
-ranks. A sample is a document of a packed row, else the row. A sample without targets weighs
-nothing.
+The loss of a step is the weighted mean over all micro-batches, data- and context-parallel ranks.
+A sample is a document of a packed row, else the row. A sample without targets weighs nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +38,11 @@ class Batch:
         tokens, labels, position_ids: ``[b, s/c]`` int64.
         loss_weights: weight of each label, ``[b, s/c]`` float32.
         attention_mask: True where attention is forbidden, ``[b, 1, s/c, s]``; None means causal.
-        mtp_labels, mtp_loss_weights: the same for each multi-token-prediction depth.
-        sample_ids: number in the dataset of the sample that each position belongs to, -1 in
-            padding, ``[b, s/c]`` int64; None where the dataset does not give them.
-        loss_inputs: what a loss of the user's own has prepared for this micro-batch.
+        mtp_labels, mtp_loss_weights: labels and their weights for each MTP depth (a
+            multi-token-prediction module).
+        sample_ids: index in the dataset of the sample that each position belongs to, -1 in
+            padding, ``[b, s/c]`` int64; None if the dataset does not provide them.
+        loss_inputs: values that a custom loss has prepared for this micro-batch.
     """
 
     tokens: Tensor
@@ -57,28 +57,31 @@ class Batch:
 
 
 def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
-    """Return the document, from 0, of each position ``[b, s]``; ``eod`` belongs to what it ends."""
+    """Return the document index of each position ``[b, s]``; ``eod`` is a document's last token."""
     is_end = (tokens == eod).long()
     return is_end.cumsum(dim=1) - is_end
 
 
 def documents_of_positions(position_ids: Tensor) -> Tensor:
-    """Return the document, from 0, of each position ``[b, s]``; position 0 begins a document."""
+    """Return the document index of each position ``[b, s]``; a document begins at position id 0."""
     return (position_ids == 0).long().cumsum(dim=1) - 1
 
 
 def document_attention_mask(documents: Tensor) -> Tensor:
-    """Return True ``[b, 1, s, s]`` for the future and for other documents, of ``[b, s]``."""
+    """Return the mask ``[b, 1, s, s]`` that is True at later positions and in other documents.
+
+    ``documents`` is the document index of each position, ``[b, s]``.
+    """
     position = torch.arange(documents.size(1), device=documents.device)
     future = position[None, :] > position[:, None]
     return (future | (documents[:, :, None] != documents[:, None, :])).unsqueeze(1)
 
 
 def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Shift ``[b, s]`` by a position; 0 where the sequence, or its document, has no next position.
+    """Shift ``[b, s]`` left by one position, with 0 at the end of the sequence or a document.
 
-    ``documents`` is the number of each position's document, negative in padding, ``[b, s]`` or
-    ``[1, s]``; None means that documents do not end.
+    ``documents`` is the document index of each position, negative in padding, ``[b, s]`` or
+    ``[1, s]``; None means that the sequence is one document.
     """
     shifted = torch.roll(tensor, -1, dims=1)
     shifted[:, -1] = 0
@@ -89,11 +92,11 @@ def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
 
 
 def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None) -> Batch:
-    """Add the labels and masks of each multi-token-prediction depth to a full-sequence batch.
+    """Add the labels and loss weights of each MTP depth to a full-sequence batch.
 
-    At depth k a position is to learn what the main model learns k positions on; at the end of the
-    sequence, or of its document (see `shift_left`), it learns nothing. The targets are made before
-    the context-parallel cut, so that no rank needs its neighbour's tokens.
+    The target of a position at depth k is the main model's target k positions later. It has weight
+    0 beyond the end of the sequence or document (see `shift_left`). Targets are made before the
+    sequence is sliced for context parallelism, so that no rank needs its neighbour's tokens.
     """
     labels, weights = [batch.labels], [batch.loss_weights]
     for _ in range(depths):
@@ -125,7 +128,7 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
 
     Args:
         weights: w_t of whole rows, ``[b, s]`` float32, not negative.
-        documents: number of each position's sample in its row, -1 in padding, ``[b, s]`` or
+        documents: index within its row of each position's sample, -1 in padding, ``[b, s]`` or
             ``[1, s]``; None means that a row is one sample.
     """
     exponent = EXPONENTS[reduction]
@@ -141,7 +144,7 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
 
 
 def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str) -> Batch:
-    """Weigh the labels of a batch of whole rows, those of each prediction depth by themselves."""
+    """Apply a reduction to a full-sequence batch's loss weights, separately at each MTP depth."""
     weights, *of_depths = (
         reduced_weights(mask, documents, reduction)
         for mask in (batch.loss_weights, *batch.mtp_loss_weights)
@@ -151,18 +154,18 @@ def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str)
 
 @dataclass
 class StepLoader:
-    """The loader of the micro-batches that this rank's pipeline stage needs, step by step.
+    """A loader of the micro-batches of this rank's pipeline stage, one step at a time.
 
     Attributes:
         samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
             (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks
             other than the first, which receive by broadcast.
         shape: ``(micro_batch_size, seq_length)``.
-        mask_documents_at: end-of-document id where neither attention nor multi-token prediction
-            may cross documents.
-        documents_by_position: the same, of documents that begin wherever a position is 0.
+        mask_documents_at: end-of-document id; neither attention nor multi-token prediction
+            crosses it. None does not split rows at a token.
+        documents_by_position: split rows into documents wherever a position id is 0 instead.
         with_sample_ids: the samples have ``sample_ids`` too.
-        ignore_index: the label of positions that weigh nothing.
+        ignore_index: the label of positions that get the loss weight 0.
     """
 
     samples: Iterator[dict[str, Tensor]] | None
@@ -183,7 +186,7 @@ class StepLoader:
         """Return the micro-batches of the next step, in order.
 
         Raises:
-            StopIteration: the data is at its end.
+            StopIteration: the data has ended.
         """
         ids, masks = self._receive(num_microbatches)
         batches = []
@@ -209,7 +212,7 @@ class StepLoader:
         return batches
 
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return ids ``[m, keys, b, s]`` and masks ``[m, b, s]`` on the device, after broadcast."""
+        """Broadcast m micro-batches; return ids ``[m, keys, b, s]`` and masks ``[m, b, s]``."""
         if self.samples is not None:
             parts, own = list[Tensor](), list[Tensor]()
             for _ in range(num_microbatches):
@@ -231,7 +234,7 @@ class StepLoader:
 
 
 class Sample(dict[str, Any]):
-    """A micro-batch under the names that its dataset gives, not cut for context parallelism."""
+    """A micro-batch with its dataset's own keys, not sliced for context parallelism."""
 
     mtp_loss_weights: tuple[Tensor, ...] = ()
 
@@ -241,7 +244,7 @@ class Sample(dict[str, Any]):
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return ``loss_mask`` ``[b, s/c]``, by which a step counts its targets, or 1 for a row."""
+        """Return this rank's slice of ``loss_mask``, ``[b, s/c]``; without a mask, ones ``[b]``."""
         mask = self.get("loss_mask")
         if not isinstance(mask, Tensor):
             first = next(x for x in self.values() if isinstance(x, Tensor))
@@ -253,14 +256,14 @@ class Sample(dict[str, Any]):
 
 @dataclass
 class MappingLoader:
-    """The loader of micro-batches as a dataset's own mappings; see `StepLoader`."""
+    """A loader that yields micro-batches as `Sample`, with the dataset's keys; see `StepLoader`."""
 
     samples: Iterator[dict[str, Any]] | None
     context: ParallelContext
     device: torch.device
 
     def next_step(self, num_microbatches: int) -> list[Sample]:
-        """Do the same as `StepLoader.next_step`."""
+        """Return the micro-batches of the next step; see `StepLoader.next_step`."""
         drawn: list[Any] = [None] * num_microbatches
         if self.samples is not None:
             drawn = [next(self.samples) for _ in range(num_microbatches)]

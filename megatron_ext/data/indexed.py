@@ -44,18 +44,18 @@ def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of the tokens."""
+    """Return the path of the dataset's tokens, `<prefix>.bin`."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of the index."""
+    """Return the path of the dataset's index, `<prefix>.idx`."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """The header and the sizes of one indexed dataset; a multimodal one stores modes."""
+    """The header and the sizes of one indexed dataset; if multimodal, sequences have modes."""
 
     prefix: str
     dtype: np.dtype[Any]
@@ -84,7 +84,7 @@ class Index:
 
 
 def byte_bar(what: str, total: int) -> tqdm[Any]:
-    """Return a progress bar with the time left, which shows on a terminal only."""
+    """Return a progress bar over ``total`` bytes, which is visible on a terminal only."""
     from tqdm import tqdm
 
     return tqdm(
@@ -96,7 +96,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Map `<prefix>.idx` into memory.
 
     Raises:
-        DataError: the file cannot be read, or is no whole index of a known kind.
+        DataError: the file cannot be read, is truncated, or is not an index of version 1.
     """
     path = idx_path(prefix)
     with readable(path):
@@ -105,7 +105,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn a failure to read a file into one sentence."""
+    """Turn an OSError inside the block into a DataError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -174,10 +174,12 @@ def _map_arrays(
 
 
 def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
-    """Check that `.idx` and `.bin` are whole and belong together: seconds for a billion sequences.
+    """Check that `.idx` and `.bin` are complete and match; return their sizes.
+
+    A billion sequences take seconds.
 
     Raises:
-        DataError: one sentence naming the file and what is wrong with it.
+        DataError: one sentence that names the file and its fault.
     """
     index = read_index(prefix)
     data = bin_path(prefix)
@@ -199,7 +201,7 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
 
 
 def _check_sequences(prefix: str | os.PathLike[str], index: Index) -> int:
-    """Check lengths against offsets; return the number of tokens."""
+    """Check that each sequence begins where the one before ends; return the number of tokens."""
     itemsize, end = index.dtype.itemsize, 0
     for start in range(0, len(index.lengths), SCAN_ITEMS):
         lengths = index.lengths[start : start + SCAN_ITEMS].astype(np.int64)
@@ -237,9 +239,9 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Return why files could not be written to a folder that need not exist yet, None if they can.
+    """Return why a folder, which need not exist yet, cannot be written to; None if it can.
 
-    A file is tried: permissions say nothing of a read-only mount or of a full disk.
+    A temporary file is written, since permissions do not reveal a read-only mount or a full disk.
     """
     nearest = folder.absolute()
     while not nearest.exists() and nearest != nearest.parent:
@@ -255,16 +257,14 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, name: str) -> None:
-    """Check the folders that indices are read from and written to.
+    """Check the folders where megatron-core caches the sample indices of datasets.
 
-    megatron-core lets numpy unpickle a file that is no array, and a stranger's data set may bring
-    such a file in its cache; on rank 0 it fails where it cannot write.
-
-    These are ``data_cache_path``, or folders beside each data set, named after its class.
+    The folder is ``data_cache_path`` or, without it, ``<prefix>/cache/<name>_indices`` for each
+    prefix; ``name`` is the dataset's class. megatron-core lets numpy unpickle a cached file that is
+    not an array, which can run code of an untrusted dataset. Rank 0 fails if it cannot write there.
 
     Raises:
-        DataError: a file that is no array, or a folder that can neither be written nor be used as
-            it is.
+        DataError: a `.npy` file is not an array, or a folder without any cannot be written to.
     """
     folders = [Path(prefix) / "cache" / f"{name}_indices" for prefix in prefixes]
     for folder in sorted(set(folders)) if data_cache_path is None else [Path(data_cache_path)]:

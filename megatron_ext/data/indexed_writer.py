@@ -1,4 +1,7 @@
-"""Writing and joining indexed datasets in flat memory, published by renaming."""
+"""Writing and joining indexed datasets without holding their tokens in memory.
+
+Files are written under temporary names and renamed when they are complete.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ def write_index(
     document_lengths: ArrayPieces,
     modes: ArrayPieces | None = None,
 ) -> None:
-    """Write one `.idx` in flat memory.
+    """Write one `.idx` a piece at a time, so that memory does not grow with the dataset.
 
-    Functions give, each time, in pieces: the ``lengths`` of sequences, the number of sequences of
-    each document, and the ``modes`` of sequences (multimodal sets only).
+    Each function returns all of its pieces anew at every call: the ``lengths`` of the sequences in
+    tokens, the number of sequences in each document, and the ``modes`` of the sequences
+    (multimodal datasets only).
     """
     code = indexed.CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())
@@ -52,7 +56,10 @@ def write_index(
 
 
 def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterator[Array]:
-    """Yield running sums across pieces, as i64."""
+    """Yield the running sums of the scaled values across pieces, i64.
+
+    With ``inclusive`` a sum includes its own value, else only the values before it.
+    """
     total = 0
     for piece in pieces:
         scaled = piece.astype("<i8") * scale
@@ -70,9 +77,9 @@ def append_file(
     *,
     advance: Callable[[int], object] = int,
 ) -> None:
-    """Append bytes [start, end) of `source` to `out`, inside the kernel where it can.
+    """Append bytes [start, end) of `source` to `out`, copied by the kernel where possible.
 
-    ``advance`` is told how many bytes were just copied.
+    ``advance`` is called after each copy with the number of bytes copied.
 
     Raises:
         DataError: the source ended early.
@@ -106,10 +113,10 @@ def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
 def publish(pairs: Sequence[tuple[Path, Path]]) -> None:
     """Rename finished temporary files into place, each `.idx` last.
 
-    An old `.idx` is removed before its `.bin` is replaced, so that no moment shows a mixed pair.
+    An old `.idx` is removed before its `.bin` is replaced, so that old and new are never paired.
 
     Raises:
-        DataError: a folder lies where a file must go; nothing is touched then.
+        DataError: a folder has the name of a final file; then no file is changed.
     """
     for _, final in pairs:
         if final.is_dir():
@@ -131,7 +138,8 @@ def merge_indexed(
     """Join datasets in the given order into one.
 
     Raises:
-        DataError: no input, a damaged one, different dtypes, or modes in some of them only.
+        DataError: there is no input, an input is damaged, dtypes differ, modes are present or
+            absent contrary to ``multimodal``, or the output cannot be written.
     """
     if not prefixes:
         raise DataError(
@@ -183,16 +191,16 @@ def merge_indexed(
 
 
 def _pieces(arrays: Iterable[Array], shared: int = 0) -> Iterator[Array]:
-    """Yield pieces that share ``shared`` numbers with the next."""
+    """Yield each array in pieces; neighbours in an array overlap by ``shared`` numbers."""
     for array in arrays:
         for start in range(0, len(array) - shared, indexed.SCAN_ITEMS):
             yield array[start : start + indexed.SCAN_ITEMS + shared]
 
 
 class IndexedWriter:
-    """A writer of one dataset, document by document, in flat memory, under temporary names.
+    """A context manager that writes one dataset, document by document, under temporary names.
 
-    Leaving its block publishes `<prefix>.bin` and `.idx`, an exception leaves nothing behind.
+    Leaving the block renames the files to `<prefix>.bin` and `.idx`; an exception removes them.
     """
 
     def __init__(
@@ -214,11 +222,12 @@ class IndexedWriter:
 
         Args:
             tokens: [sum(lengths)] ids.
-            lengths: tokens of each of its sequences; empty for an empty document.
-            modes: mode of each sequence, only in a multimodal dataset (0 where not given).
+            lengths: number of tokens of each sequence; empty for an empty document.
+            modes: mode of each sequence, used in a multimodal dataset only; None means 0.
 
         Raises:
-            DataError: lengths or modes do not fit, or an id is outside the dtype.
+            DataError: lengths do not add up to the tokens, modes do not match the lengths, or an id
+                is outside the dtype.
         """
         if sum(lengths) != tokens.size or (modes is not None and len(modes) != len(lengths)):
             raise DataError(
@@ -249,10 +258,10 @@ class IndexedWriter:
 
 
 def narrow(ids: Array, dtype: np.dtype[Any]) -> Array:
-    """Cast ids to the dtype of the file.
+    """Cast ids to ``dtype``.
 
     Raises:
-        DataError: an id does not fit, which numpy would wrap silently.
+        DataError: an id does not fit; numpy would silently wrap it.
     """
     if ids.size and np.issubdtype(dtype, np.integer) and ids.dtype != dtype:
         low, high = int(ids.min()), int(ids.max())

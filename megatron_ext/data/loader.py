@@ -1,4 +1,4 @@
-"""Data loaders of the three splits on the ranks that read data."""
+"""Data loaders of the training, validation and test splits on the ranks that read data."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from megatron_ext.parallel.context import ParallelContext, mtp_rank
 def stage_reads_data(
     model: ModelConfig, parallel: ParallelConfig, context: ParallelContext
 ) -> bool:
-    """Tell whether this pipeline stage needs ids, labels, or the masks that are made of ids."""
+    """Tell whether this pipeline stage needs token ids, labels, or masks made from token ids."""
     if context.is_first_stage or context.is_last_stage or model.document_masks:
         return True
     return context.pp_rank == mtp_rank(model, parallel)
 
 
 def reads_dataset(model: ModelConfig, parallel: ParallelConfig, context: ParallelContext) -> bool:
-    """Tell whether this rank opens the dataset; its tensor-parallel peers receive from it."""
+    """Tell whether this rank opens the dataset and broadcasts to its tensor-parallel peers."""
     return stage_reads_data(model, parallel, context) and context.tp_rank == 0
 
 
 class BatchSource:
-    """An endless or finite supply of the steps of one split on this rank.
+    """The micro-batches of one split on this rank, grouped by step.
 
     Args:
         loader: None on stages that read no data.
-        num_samples: length of the split, None where this rank does not open it.
-        plan: the micro-batches of each step, where the dataset brings a plan.
-        first_step: the step of the plan that comes next.
-        whole_epochs: the steps go through the whole split again and again, each time from its
-            beginning; the last step of a pass is filled up with samples without targets.
+        num_samples: length of the split, None on ranks that do not open it.
+        plan: the dataset's plan of the micro-batches of each step; None without a plan.
+        first_step: index in the plan of the next step.
+        whole_epochs: the steps repeat the whole split in order without end; the last step of each
+            pass is padded with samples that have no targets.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class BatchSource:
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
-        """Return the micro-batches of the coming step; ``usual`` where the batch size decides."""
+        """Return the next step's number of micro-batches, which is ``usual`` without a plan."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
     def next_step(self, num_microbatches: int) -> list[Any] | None:
         """Return the micro-batches of the next step; None on stages that read no data.
 
         Raises:
-            DataError: the data is at its end, or holds what cannot be trained on.
+            DataError: the data has ended, or the dataset raised a DataError.
         """
         self._coming += 1
         if self.loader is None:
@@ -98,17 +98,18 @@ def build_source(
     data_sharding: bool = True,
     as_mappings: bool = False,
 ) -> BatchSource:
-    """Return the steps of one split, from the sample after ``consumed_samples`` on.
+    """Return the micro-batches of one split, grouped by step, after ``consumed_samples`` samples.
 
     Args:
-        dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` is given
-            to every rank, and its samples name themselves.
+        dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` must be
+            given on every rank, and its samples must have ``sample_ids``.
         consumed_samples: samples used so far by all data-parallel ranks together.
-        mask_documents_at: the end-of-document id where attention stops; None lets it go on.
+        mask_documents_at: the end-of-document id that attention may not cross; None lets attention
+            cross documents.
         cyclic: shuffle anew in each epoch; else take the samples in order.
-        data_sharding: give each replica a shard of its own where ``cyclic`` shuffles.
-        full_epoch: go through the whole split again and again, in order (full validation).
-        as_mappings: give micro-batches as the dataset does, see `MappingLoader`.
+        data_sharding: with ``cyclic``, let each replica shuffle a shard of its own.
+        full_epoch: repeat the whole split in order without end (full validation).
+        as_mappings: return micro-batches with the dataset's own keys, see `MappingLoader`.
     """
     plan: StepPlan | None = getattr(dataset, "plan", None)
     first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
@@ -153,7 +154,11 @@ def build_source(
 
 
 def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
-    """Return the number of steps that these samples were, each a global batch."""
+    """Return the number of global batches in ``consumed_samples``.
+
+    Raises:
+        DataError: the samples are no whole number of global batches.
+    """
     _, batch = training.batch_sizes
     if consumed_samples % batch:
         raise DataError(
@@ -165,7 +170,7 @@ def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
 
 
 class FilledUp(Dataset[dict[str, Any]]):
-    """A dataset filled up to whole global batches with copies of a sample that have no targets."""
+    """A dataset padded to whole global batches with copies of its first sample without targets."""
 
     def __init__(self, dataset: Dataset[Any], global_batch_size: int) -> None:
         self._dataset = dataset
@@ -198,7 +203,7 @@ def _samples(
     full_epoch: bool,
     sharded: bool | None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Return the samples that this rank draws from a dataset without a plan."""
+    """Return the collated micro-batches that this rank draws from a dataset without a plan."""
     micro_batch_size, global_batch_size = training.batch_sizes
     if full_epoch:
         # Whole global batches, so that every pass over the split starts at its beginning.

@@ -1,7 +1,7 @@
 """Samplers: which samples each data-parallel rank reads in each micro-batch of a run.
 
-`SequentialSampler` and `RandomSampler` follow Megatron-LM's order, `StepSampler` a `StepPlan`,
-which a data set brings where its samples decide how many micro-batches a step has.
+`SequentialSampler` and `RandomSampler` follow Megatron-LM's order. `StepSampler` follows the
+`StepPlan` of a dataset whose samples determine the number of micro-batches of each step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron_ext.errors import DataError
 
 Ints = NDArray[np.int64]
 Row = list[int]
-"""Numbers of the samples that share a row; an empty row holds padding only."""
+"""Dataset indices of the samples that share a row; an empty row holds padding only."""
 
 
 @dataclass(eq=False)
 class SequentialSampler(Sampler[list[int]]):
     """Micro-batches in the order of the (already shuffled) dataset, ``--dataloader-type single``.
 
-    All data-parallel ranks together have consumed ``consumed_samples``.
+    ``consumed_samples`` counts the samples used by all data-parallel ranks together.
 
     Raises:
         DataError: no sample is left.
@@ -62,11 +62,12 @@ class SequentialSampler(Sampler[list[int]]):
 class RandomSampler(Sampler[list[int]]):
     """A new permutation for every epoch, ``--dataloader-type cyclic``; never ends.
 
-    With ``data_sharding`` each rank shuffles its own contiguous shard, otherwise all ranks deal
-    from one permutation. The seed of a permutation is the number of the epoch, as in Megatron-LM.
+    With ``data_sharding`` each rank shuffles its own contiguous shard; otherwise the ranks share
+    one permutation and each takes every ``dp_size``-th sample. The seed of a permutation is the
+    index of the epoch, as in Megatron-LM.
 
     Raises:
-        DataError: the dataset is smaller than one micro-batch on all ranks.
+        DataError: the dataset has fewer samples than one micro-batch on every rank needs.
     """
 
     total_samples: int
@@ -85,7 +86,10 @@ class RandomSampler(Sampler[list[int]]):
             )
 
     def _epoch_order(self, epoch: int, offset: int) -> list[int]:
-        """Return what this rank has left in an epoch after ``offset`` samples on all ranks."""
+        """Return this rank's remaining samples of an epoch.
+
+        ``offset`` counts the epoch's samples that all ranks together have used.
+        """
         unit = self._stride if self.data_sharding else self.micro_batch_size
         size = self.total_samples // unit * self.micro_batch_size
         order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
@@ -106,17 +110,17 @@ class RandomSampler(Sampler[list[int]]):
 
 
 def shuffled(length: int, *seeds: int) -> Ints:
-    """Return a permutation ``[length]`` made of raw generator bits, which numpy never changes."""
+    """Return a permutation ``[length]`` from raw PCG64 bits, the same in all versions of numpy."""
     return np.argsort(np.random.PCG64(seeds).random_raw(length), kind="stable").astype(np.int64)
 
 
 class Epochs(Protocol):
-    """The rows of each rank in each step of each epoch, which all ranks find by themselves."""
+    """The rows of each rank in each step of each epoch, computed on every rank alike."""
 
     steps_per_epoch: int
 
     def step(self, epoch: int, step: int) -> list[list[Row]]:
-        """Return the rows ``[rank][row]`` of a step, counted within its epoch."""
+        """Return the rows ``[rank][row]`` of a step; ``step`` is its index within the epoch."""
         ...
 
 
@@ -125,7 +129,8 @@ class StepPlan:
 
     Args:
         micro_batch_size: rows of one micro-batch.
-        identity: a digest of all that decides which samples a step sees; a layout does not.
+        identity: digest of everything that determines the samples of a step, which does not
+            include the parallel layout.
         packs_documents: a row may hold several documents, each with positions from 0, and neither
             attention nor multi-token prediction crosses from one into the next.
     """
@@ -153,11 +158,11 @@ class StepPlan:
         return self._last[1]
 
     def num_microbatches(self, step: int) -> int:
-        """Return the micro-batches of each rank in a step, counted from the start of the run."""
+        """Return each rank's number of micro-batches in the run's step of index ``step``."""
         return len(self._rows(step)[0]) // self._micro_batch_size
 
     def microbatches(self, step: int, rank: int) -> list[list[tuple[int, ...]]]:
-        """Return the sample numbers ``[micro-batch][row]`` of one data-parallel rank."""
+        """Return one data-parallel rank's rows ``[micro-batch][row]``, each of sample indices."""
         rows = [tuple(row) for row in self._rows(step)[rank]]
         size = self._micro_batch_size
         return [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -165,7 +170,7 @@ class StepPlan:
 
 @dataclass(eq=False)
 class StepSampler(Sampler[list[tuple[int, ...]]]):
-    """The micro-batches that a plan gives one data-parallel rank, from a step on; never ends."""
+    """One data-parallel rank's micro-batches of a plan from ``first_step`` on; never ends."""
 
     plan: StepPlan
     dp_rank: int

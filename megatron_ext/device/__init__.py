@@ -1,7 +1,7 @@
 """The device that ranks run on: CUDA with NCCL, or the CPU with Gloo.
 
-`select` is the only place in the package that asks whether a GPU exists. Work of a device beside
-the host stands here too: copies for which nobody waits, and CUDA graphs.
+`select` is the only place in the package that checks whether a GPU exists. Asynchronous copies and
+helpers for CUDA graphs are here too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Device:
-    """The device that ranks run on, and the collective library, ``"nccl"`` or ``"gloo"``."""
+    """The device that ranks run on, and its collective library (``"nccl"`` or ``"gloo"``)."""
 
     kind: Literal["cuda", "cpu"]
     backend: str
@@ -34,11 +34,11 @@ class Device:
     def activate(self, local_rank: int) -> torch.device:
         """Make this process use the device, before any group exists.
 
-        On a CPU this installs the shim of ``torch.cuda``. On GPUs it also sets the environment
-        that Megatron-LM makes its users export.
+        On a CPU this installs the shim of ``torch.cuda``. On a GPU it also sets
+        ``CUDA_DEVICE_MAX_CONNECTIONS``, which users of Megatron-LM must export.
 
         Raises:
-            ConfigError: more ranks than GPUs on this machine.
+            ConfigError: this machine has more ranks than GPUs.
         """
         if self.kind == "cpu":
             cuda_shim.install()
@@ -57,9 +57,10 @@ class Device:
 
 
 def select(backend: str | None = None) -> Device:
-    """Choose CUDA where there is a GPU, else the CPU, and by default the backend that fits it.
+    """Return CUDA if there is a GPU, else the CPU.
 
-    ``"nccl"`` on a machine without a GPU gives Gloo, so that a launch script runs unchanged.
+    The default backend is NCCL on a GPU and Gloo on a CPU. ``"nccl"`` on a machine without a GPU
+    becomes Gloo, so that a launch script runs unchanged.
 
     Raises:
         ConfigError: a backend that is neither ``nccl`` nor ``gloo``.
@@ -77,10 +78,10 @@ def select(backend: str | None = None) -> Device:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device, or the tensor itself where it lies there.
+    """Return a copy on the device, or the tensor itself if it is there already.
 
-    A GPU fetches it from pinned memory on a stream of its own, while it computes what was launched
-    before and the host goes on.
+    The copy to a GPU runs from pinned memory on a stream of its own. It overlaps the kernels
+    launched before, and the host does not wait for it.
     """
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device, non_blocking=True)
@@ -98,7 +99,7 @@ def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """A few numbers ``[n]``, on any device, on their way to the host."""
+    """An asynchronous copy of a few numbers ``[n]`` from any device to the host."""
 
     def __init__(self, values: Tensor) -> None:
         self._host = values
@@ -110,7 +111,7 @@ class HostCopy:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """Return the numbers; wait until they are computed, but not for later work."""
+        """Return the numbers; wait for their copy, but not for work launched after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         numbers: list[float] = self._host.tolist()
@@ -119,10 +120,10 @@ class HostCopy:
 
 @contextmanager
 def other_threads_go_on() -> Iterator[None]:
-    """Let other threads use the GPU without spoiling what this one captures within.
+    """Let other threads use the GPU while this thread captures CUDA graphs inside the block.
 
-    The thread of a data loader that pins memory would end a capture of the default mode, and with
-    it itself. `torch.cuda.make_graphed_callables` takes no mode, so it gets another `graph`.
+    In the default capture mode a data loader's pinning thread would break the capture and fail
+    itself. `torch.cuda.make_graphed_callables` takes no mode, so `torch.cuda.graph` is replaced.
     """
     original = torch.cuda.graph
     torch.cuda.graph = functools.partial(original, capture_error_mode="thread_local")  # type: ignore[assignment,misc]
@@ -133,7 +134,7 @@ def other_threads_go_on() -> Iterator[None]:
 
 
 def destroy_graphs() -> None:
-    """Destroy all CUDA graphs of this process, for whose operations NCCL would wait for ever.
+    """Destroy all CUDA graphs of this process, whose operations NCCL would wait for forever.
 
     A failed step's traceback may hold graphs:
     https://docs.nvidia.com/dl-cuda-graph/troubleshooting/process-hang.html

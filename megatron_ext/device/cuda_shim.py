@@ -1,8 +1,8 @@
 """The shim that stands in for ``torch.cuda`` on a machine without a GPU.
 
-megatron-core addresses ``torch.cuda`` by name. `install` puts the answers of `TABLE` in the place
-of those names, and `uninstall` takes them away again. Every row of the table names the file of
-megatron-core 0.16.1 that asks, and how far its answer is from a GPU's (`Heading`).
+megatron-core uses attributes of ``torch.cuda`` directly. `install` replaces them by the stand-ins
+of `TABLE`, and `uninstall` restores them. Each row of the table gives the file of megatron-core
+0.16.1 that uses the attribute, and how the stand-in differs from a GPU (`Heading`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CPU = torch.device("cpu")
 
 
 class _Done:
-    """Work of a device on a CPU: it is done already."""
+    """A stand-in for asynchronous work on a device, which is always finished."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Take a device, a priority and other options, as CUDA's streams and events do."""
+        """Accept and ignore the arguments of CUDA's streams and events."""
 
     def synchronize(self, *_awaited: Any) -> None:
         """Return at once, since nothing is outstanding."""
@@ -61,12 +61,12 @@ class CpuStream(_Done):
 
 
 class CpuEvent(_Done):
-    """A CUDA event on a CPU: it has happened, but when is not known."""
+    """A CUDA event on a CPU: it has always happened, at an unknown time."""
 
     record = wait = _Done.synchronize
 
     def elapsed_time(self, end_event: CpuEvent) -> float:
-        """Refuse what would be an invented measurement.
+        """Raise an error, since no GPU time was measured.
 
         Raises:
             DeviceNotSupported: always.
@@ -78,7 +78,7 @@ class CpuEvent(_Done):
 
 
 def as_cpu(device: Any) -> Any:
-    """Return the CPU for a CUDA device (an integer names one), else the argument itself."""
+    """Return the CPU for a CUDA device (an integer is its index), else the argument itself."""
     is_index = isinstance(device, int) and not isinstance(device, bool)
     if is_index or (isinstance(device, str) and device.split(":")[0] == "cuda"):
         return CPU
@@ -86,7 +86,7 @@ def as_cpu(device: Any) -> Any:
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a tensor factory whose ``device=`` may name a GPU, and which never pins memory."""
+    """Wrap a tensor factory: a CUDA ``device=`` means the CPU, and ``pin_memory=`` is ignored."""
 
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def moves_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``Tensor.to``, whose first argument or ``device=`` may be a GPU."""
+    """Wrap ``Tensor.to``: a CUDA device as first argument or ``device=`` means the CPU."""
     moved = on_cpu(move)
 
     @functools.wraps(move)
@@ -110,7 +110,7 @@ def moves_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stays(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``Tensor.cuda``, ``Module.cuda`` or ``Tensor.pin_memory`` that does nothing."""
+    """Wrap ``Tensor.cuda`` or ``Tensor.pin_memory`` in a method that returns the tensor itself."""
 
     @functools.wraps(move)
     def wrapper(self: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def stays(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``Tensor.type()`` that names a CUDA type; with an argument it converts as ever."""
+    """Wrap ``Tensor.type``: without an argument it returns the name of a CUDA type."""
 
     @functools.wraps(type_of)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,10 +133,12 @@ def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Heading(Enum):
-    """The distance of an answer from what a GPU would say.
+    """How a stand-in differs from the attribute on a GPU.
 
-    Nothing to wait for is true on a CPU; the CPU carries out what is redirected; megatron-core
-    needs what is untrue; what is denied would be an invented measurement.
+    TRUE_ON_A_CPU: the result is right, such as that no work is outstanding.
+    REDIRECTED: the CPU does the work.
+    UNTRUE: the result is wrong, but megatron-core needs it.
+    DENIED: a call raises an error, since any result would be an invented measurement.
     """
 
     TRUE_ON_A_CPU = "true on a CPU"
@@ -147,10 +149,10 @@ class Heading(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One name and its answer.
+    """The attribute ``name`` of ``owner`` and its stand-in.
 
     Attributes:
-        needed_by: the place that asks, relative to ``megatron/core/``.
+        needed_by: the file and line that use the attribute, relative to ``megatron/core/``.
         make: a function from the original attribute to its stand-in.
     """
 
@@ -162,7 +164,7 @@ class Row:
 
 
 def _answer(value: Any) -> Callable[[Any], Any]:
-    """Return the maker of a function that gives the same answer whatever it is asked."""
+    """Return a `Row.make` whose stand-in is a function that always returns ``value``."""
 
     def make(original: Any) -> Any:
         return functools.wraps(original)(lambda *_args, **_kwargs: value)
@@ -267,15 +269,15 @@ _saved: list[tuple[Any, str, Any]] = []
 
 
 def _filter(record: logging.LogRecord) -> bool:
-    """Leave out core's warning that the CPU's random state moved: it is the device's own."""
+    """Drop megatron-core's warning that the CPU's random state changed; here it is the device's."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def install() -> None:
-    """Put the answers in place, and let ``torch.compile`` run functions as they are written.
+    """Install the stand-ins of `TABLE`, and make ``torch.compile`` run functions eagerly.
 
     Raises:
-        ConfigError: this machine has a GPU, where the answers would be wrong.
+        ConfigError: this machine has a GPU, for which the stand-ins would be wrong.
     """
     if _saved:
         return

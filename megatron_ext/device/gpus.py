@@ -37,8 +37,8 @@ class Measured:
     """Rates of a machine as the doctor measured them and wrote them into the file ``source``.
 
     Attributes:
-        bf16, fp8: operations a second of large products; None on GPUs without them.
-        copy: bytes a second that a copy within the memory reads and writes.
+        bf16, fp8: operations a second of large matrix products; None on GPUs without fp8.
+        copy: bytes a second, read plus written, of a copy within the GPU's memory.
     """
 
     bf16: float
@@ -54,8 +54,8 @@ class Gpu:
     Attributes:
         bf16, fp8, fp32: dense operations a second, without TensorFloat; None on GPUs without fp8.
         memory, memory_bandwidth: bytes, and bytes a second.
-        link, network: bytes a second in one direction to a GPU of the node, and of another node.
-        hopper: Hopper or newer, whose matrix library takes more memory.
+        link, network: bytes a second in one direction to a GPU of the same and of another node.
+        hopper: True for Hopper and newer, whose cuBLAS takes more memory.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Gpu:
     measured: Measured | None = None
 
     def peak(self, width: int) -> float:
-        """Return the dense rate of products of numbers with ``width`` bytes.
+        """Return the operations a second of dense matrix products of ``width``-byte numbers.
 
         Raises:
             ConfigError: fp8 on a GPU without it.
@@ -86,7 +86,7 @@ class Gpu:
 
 
 def _gpu(name: str, bf16: float, fp8: float | None, fp32: float, memory: int, *rates: float) -> Gpu:
-    """Return a kind, given its figures in TFLOP/s, GB and GB/s."""
+    """Return a kind of GPU from its figures in TFLOP/s, GB and GB/s."""
     eight = None if fp8 is None else fp8 * TFLOPS
     bandwidth, link, network = (rate * GB for rate in rates)
     numbers = (bf16 * TFLOPS, eight, fp32 * TFLOPS, memory * GB, bandwidth, link, network)
@@ -110,11 +110,11 @@ PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
     "H100 PCIe": 756e12, "H800": 989e12, "GB200": 2500e12, "A800": 312e12, "A40": 150e12,
     "A10G": 70e12, "RTX 4090": 165e12,
 }  # fmt: skip
-"""Dense bfloat16 rates by a part of the device's name."""
+"""Dense bfloat16 operations a second, by a part of the device's name."""
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Return the dense bfloat16 rate of a GPU as torch names it, None where it is not known."""
+    """Return the dense bfloat16 operations a second of a GPU by torch's name; None if unknown."""
     if device_name is None:
         return None
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]
@@ -124,19 +124,19 @@ def peak_flops(device_name: str | None) -> float | None:
 Capability = tuple[int, int]
 
 FP8: Capability = (8, 9)
-"""The capability of the first GPUs with 8-bit products, Ada; Hopper and newer have them too."""
+"""The lowest compute capability with 8-bit matrix products (Ada)."""
 
 FIRST: dict[str, Capability] = {
     "delayed": FP8, "tensorwise": FP8, "blockwise": (9, 0), "mxfp8": (10, 0),
 }  # fmt: skip
-"""The first capability with the products of each recipe of Transformer Engine."""
+"""The lowest compute capability that supports each fp8 recipe of Transformer Engine."""
 
 CONSUMER_BLACKWELL: Capability = (12, 0)
-"""The first capability without MXFP8 again."""
+"""The compute capability from which on MXFP8 is again not supported."""
 
 
 def engine_recipes(capability: Capability) -> tuple[str, ...]:
-    """Return the recipes of Transformer Engine that a GPU has the products for.
+    """Return the fp8 recipes of Transformer Engine that a GPU supports.
 
     The rules are those of ``transformer_engine/pytorch/quantization.py`` 2.9.
     """
@@ -154,7 +154,7 @@ COPIED = 2**30
 def seconds_of(
     work: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3
 ) -> float:
-    """Return the median seconds of some work, by CUDA's events on a GPU and the clock on a CPU."""
+    """Return the median seconds of one call, by CUDA events on a GPU, else by the host's clock."""
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":
@@ -179,13 +179,14 @@ def has_fp8(device: torch.device) -> bool:
 def matrix_rate(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int = MATRIX
 ) -> float:
-    """Return the operations per second, 2 size^3 each, of a product of normal random numbers.
+    """Return the operations per second of a product of two ``[size, size]`` matrices.
 
-    Zeros would flatter the device, which then takes less power and clocks higher. Products of
-    ``float8_e4m3fn`` are scaled, and give bfloat16.
+    A product counts as 2 size^3 operations. The entries are normal random numbers: zeros would take
+    less power and let the device clock higher. Factors in ``float8_e4m3fn`` are scaled, and their
+    product is bfloat16.
 
     Raises:
-        DeviceNotSupported: the device multiplies no 8-bit floats.
+        DeviceNotSupported: the device does not multiply 8-bit floats.
     """
     eight = dtype == torch.float8_e4m3fn
     if eight and not has_fp8(device):
@@ -216,14 +217,14 @@ def copy_rate(device: torch.device, size: int = COPIED) -> float:
 def rates(
     device: torch.device, size: int = MATRIX, copied: int = COPIED
 ) -> dict[str, float | None]:
-    """Return the rates ``bf16``, ``fp8`` (None without a unit for it) and ``copy``."""
+    """Return the measured `Measured` rates ``bf16``, ``fp8`` (None if unsupported) and ``copy``."""
     eight = matrix_rate(device, torch.float8_e4m3fn, size) if has_fp8(device) else None
     half = matrix_rate(device, torch.bfloat16, size)
     return {"bf16": half, "fp8": eight, "copy": copy_rate(device, copied)}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the rates of one GPU."""
+    """Print the measured rates of one GPU as JSON; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--index", type=int, required=True, help="of the GPU, as torch counts")
     args = parser.parse_args(argv)

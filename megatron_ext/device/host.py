@@ -17,13 +17,15 @@ RDMA = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Host:
-    """The limits of what one process may take of its host or container; None without a limit.
+    """The resources of the host or container that one process may use; None without a limit.
 
     Attributes:
-        cores: number of cores; a fraction where a container limits the processor time.
-        shared_memory: bytes that ``/dev/shm`` holds, None where there is none.
-        locked_memory: bytes that may be kept from being swapped.
-        rdma: names of network cards that write into other hosts' memory.
+        cores: number of cores; a fraction if a container limits the processor time.
+        memory: bytes of main memory.
+        shared_memory: bytes that ``/dev/shm`` holds, None without ``/dev/shm``.
+        open_files: number of files that may be open at a time.
+        locked_memory: bytes that may be locked in memory, which keeps them from being swapped.
+        rdma: names of the RDMA network cards.
     """
 
     cores: float
@@ -35,7 +37,7 @@ class Host:
 
 
 def this_host() -> Host:
-    """Ask the operating system what this process may take."""
+    """Return the resources that the operating system grants this process."""
     return Host(
         cores=_cores(),
         memory=min(psutil.virtual_memory().total, _number(CGROUP / "memory.max") or 2**63),
@@ -47,7 +49,7 @@ def this_host() -> Host:
 
 
 def _cores() -> float:
-    """Return the cores that this process may run on, or its container's share of time."""
+    """Return the number of cores of this process, or its container's share of time if smaller."""
     mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = _words(CGROUP / "cpu.max")
     if len(quota) == 2 and quota[0] != "max":

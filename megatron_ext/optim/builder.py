@@ -21,7 +21,7 @@ OPTIMIZERS = {"adam": core.AdamOptimizerConfig, "sgd": core.SGDOptimizerConfig}
 
 
 def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Build the optimizer of this rank's chunks; biases and norm weights do not decay."""
+    """Build the optimizer of this rank's chunks; biases and norm weights have no weight decay."""
     cls = OPTIMIZERS[config.optimizer.optimizer]
     ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
     ours["params_dtype"] = params_dtype(config.precision)
@@ -46,7 +46,7 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
 
 
 def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
-    """Give torch's Adam or SGD, where it has made no update yet, its state of step 0: all zeros."""
+    """Create the all-zero state that torch's Adam or SGD has before its first update."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             if inner.state[parameter]:
@@ -66,7 +66,7 @@ class CountedAdam(torch.optim.AdamW):
     """torch's Adam whose state dict also counts the steps of each group, as apex's Adam does."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with the count of each group that has been updated."""
+        """Return the state dict, with the step count in each group that has been updated."""
         state = super().state_dict()
         for group in state["param_groups"]:
             counts = [state["state"][i]["step"] for i in group["params"] if i in state["state"]]
@@ -75,7 +75,7 @@ class CountedAdam(torch.optim.AdamW):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that may lack the count of each parameter."""
+        """Load a state dict; a step count of a group is given to each of its parameters."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             count = group.pop("step", None)
@@ -85,7 +85,10 @@ class CountedAdam(torch.optim.AdamW):
 
 
 def take_torchs_adam(optimizer: MegatronOptimizer) -> None:
-    """Replace an unused Adam of Transformer Engine or apex, which cannot skip updates by itself."""
+    """Replace Transformer Engine's or apex's Adam before its first update by torch's.
+
+    Only torch's fused Adam can skip an update by itself.
+    """
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if inner is not None and not isinstance(inner, torch.optim.Adam):
@@ -98,10 +101,10 @@ def take_torchs_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
-    """Let torch's Adam update all parameters in one kernel, or one after the other.
+    """Let torch's Adam update all parameters in one kernel (``fused``), or one after the other.
 
-    A checkpoint that says otherwise is not followed; what it does not say, because another
-    optimizer wrote it, keeps its default.
+    A loaded checkpoint does not change this choice. Settings that a checkpoint lacks, because
+    another optimizer wrote it, keep their defaults.
     """
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
@@ -120,7 +123,7 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
 
 
 def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the lengths of the scheduler's phases in samples, by the names of its arguments."""
+    """Return the schedule's phase lengths in samples, by `OptimizerParamScheduler` argument."""
     if training.train_samples is not None:
         total = training.train_samples
         decay = optimizer.lr_decay_samples or total

@@ -1,8 +1,8 @@
-"""Exponential moving average of the weights: fp32, cut like the shards of the optimizer.
+"""Exponential moving average of the weights, in fp32 and sharded like the optimizer's state.
 
-After each applied update ``average <- average + (1 - decay) * (weight - average)``, where the
-weight is the fp32 one that the optimizer updates. Each operation rounds once, so that no layout
-changes a bit of the average.
+After each applied update ``average <- average + (1 - decay) * (weight - average)``, where
+``weight`` is the fp32 weight that the optimizer updates. Each operation rounds once, so that the
+average is bitwise the same in every layout.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class _Part:
     """The part of one parameter that this rank averages.
 
     Attributes:
-        main: what the optimizer updates on this rank: the whole parameter, or a piece of the
-            flattened one, perhaps empty, from ``start`` on.
-        average: like ``main``, in fp32.
-        group: ranks that hold the other pieces, in order; None where this one holds the whole.
+        main: the tensor that the optimizer updates on this rank. It is the whole parameter, or a
+            (possibly empty) piece of the flattened parameter.
+        average: fp32, in the shape of ``main``.
+        start: index in the flattened parameter where the piece begins.
+        group: ranks that hold the other pieces; None if this rank holds the whole parameter.
     """
 
     parameter: Parameter
@@ -54,21 +55,21 @@ class _Part:
 
     @property
     def piece(self) -> slice:
-        """Return the place of the piece in the flattened parameter."""
+        """Return the slice of the flattened parameter that is the piece."""
         return slice(self.start, self.start + self.average.numel())
 
 
 class ShardedEMA:
     """The averages of the trained parameters of a rank's model chunks.
 
-    All methods but `update` communicate: all ranks call them together.
+    All ranks call `gathered` and `swapped_in` together, since these communicate.
 
     Args:
-        optimizer: megatron-core's, of any kind; None holds what a checkpoint gives the chunks,
-            whole.
-        decay: share of the average that an update leaves.
-        start: first training step, counted from 1, that is averaged. Until then the average is the
-            weights.
+        optimizer: any optimizer of megatron-core. None keeps the average of each parameter of the
+            chunks whole, for averages that a checkpoint gives.
+        decay: share of the old average in the new one.
+        start: first training step, counted from 1, that is averaged. Before it the average equals
+            the weights.
     """
 
     def __init__(
@@ -97,12 +98,12 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self, step: int, applied: Tensor | None = None) -> None:
-        """Average the weights that a step has left.
+        """Update the average with the weights after a training step.
 
         Args:
-            step: training steps done, this one and skipped ones included.
-            applied: whether the step updated the weights, bool ``[]`` on their device, where the
-                average stays after a skipped step; None means that it did.
+            step: number of training steps done, including this one and skipped ones.
+            applied: whether the step updated the weights, bool ``[]`` on their device; if False,
+                the average does not change. None means True.
         """
         if self._swapped:
             raise RuntimeError("The averaged weights are in the model; put the others back first.")
@@ -121,14 +122,14 @@ class ShardedEMA:
     def gathered(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Yield each trained parameter with its whole average on this rank, fp32.
 
-        One at a time is gathered from the data-parallel ranks, which consume all of them.
+        Averages are gathered one at a time, so each data-parallel rank must consume the iterator.
         """
         for part in self._parts:
             yield part.parameter, part.whole()
 
     @torch.no_grad()
     def load(self, averages: Sequence[Tensor]) -> None:
-        """Take other averages, whole, in the order of `gathered`."""
+        """Replace the averages by others, each whole, in the order of `gathered`."""
         for part, average in zip(self._parts, averages, strict=True):
             part.average.copy_(average.reshape(-1)[part.piece].view(part.average.shape))
 
@@ -139,13 +140,14 @@ class ShardedEMA:
 
     @contextmanager
     def swapped_in(self, chunks: Iterable[Module]) -> Iterator[None]:
-        """Put averaged weights in the chunks inside the block, and restore the others bit for bit.
+        """Put averaged weights in the chunks inside the block, then restore the trained ones.
 
-        The others wait in the host's memory, so that no rank needs another one to bring them back,
-        also after an error.
+        The trained weights are kept bit for bit in the host's memory, so that each rank restores
+        them without communication, also after an error.
 
         Raises:
-            RuntimeError: already swapped in, or not within `optim.update.ParameterGather.paused`.
+            RuntimeError: the averages are swapped in already, or the hooks that gather parameters
+                are on (see `optim.update.ParameterGather.paused`).
         """
         chunks = list(chunks)
         if self._swapped or any(getattr(x, "remove_forward_pre_hook_handles", ()) for x in chunks):
@@ -172,7 +174,7 @@ def _whole_part(parameter: Parameter, main: Tensor) -> _Part:
 
 
 def _parts_of(optimizer: Any) -> Iterator[_Part]:
-    """Yield a part for each parameter of one optimizer, in an order that its replicas share."""
+    """Yield a part for each parameter of one optimizer, in the same order on all its replicas."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
@@ -203,7 +205,7 @@ def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
 
 
 def _in_batches(parts: Sequence[_Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return weights and averages, so many at a time that their differences stay small."""
+    """Return batches of weights and their averages, which bounds the memory for differences."""
     batches, size = list[tuple[list[Tensor], list[Tensor]]](), _BATCH
     for part in (part for part in parts if part.main.numel()):
         size += part.main.numel()

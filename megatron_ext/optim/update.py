@@ -1,9 +1,9 @@
 """One optimizer update that a non-finite gradient cannot spoil.
 
-The global gradient norm, which all model-parallel ranks agree on, decides; megatron-core checks for
-infinities only under fp16. Where torch's fused Adam updates, the device decides by itself, and the
-host learns of it later. A skipped step uses up its samples and counts as an iteration, but the
-learning rate stays where it is.
+A step is skipped if the global gradient norm, which is the same on all model-parallel ranks, is not
+finite; megatron-core checks for infinities only under fp16. With torch's fused Adam the device
+decides by itself, and the host reads the decision later. A skipped step consumes its samples and
+counts as an iteration, but does not advance the learning rate.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_ext.device import HostCopy
 
 
 class UpdateResult:
-    """Result of an update, known on the device at once and on the host when it asks.
+    """Result of an update, as scalars on the device and as properties on the host.
 
-    The host then waits for this update, but not for what was launched after it. On the device
-    ``flag`` (`applied`) is bool, ``norm`` and ``zeros`` are float64 ``[]``.
+    The first read of a property waits for this update, but not for work launched after it. On the
+    device ``flag`` (`applied`) is bool, ``norm`` and ``zeros`` are float64, each ``[]``.
     """
 
     def __init__(self, flag: Tensor, norm: Tensor, zeros: Tensor | None = None) -> None:
@@ -42,7 +42,7 @@ class UpdateResult:
 
     @property
     def known(self) -> bool:
-        """Return whether the host has asked already."""
+        """Return whether the host has read the result already."""
         return "_numbers" in self.__dict__
 
     @property
@@ -57,15 +57,16 @@ class UpdateResult:
 
     @property
     def num_zeros(self) -> float | None:
-        """Return the zeros in the gradient, where they are counted and the step was not skipped."""
+        """Return the number of zero gradients; None if not counted or if the step was skipped."""
         return self._numbers[2] if self.zeros is not None and self.applied else None
 
 
 @torch.no_grad()
 def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateResult:
-    """Clip and apply the gradients of all chunks, reduced and normalized, or skip the step.
+    """Clip and apply the gradients of all chunks, or skip the step.
 
-    ``clip_grad`` is the largest allowed global norm; 0 switches clipping off.
+    The gradients are reduced and normalized already. ``clip_grad`` is the largest allowed global
+    norm; 0 switches clipping off.
     """
     if optimizer.prepare_grads():
         _share_loss_scale(optimizer)
@@ -90,9 +91,9 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
 
 
 def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Let all parts of a chain follow the one whose gradients have overflown.
+    """Give all optimizers of a chain the loss scale of the one whose gradients overflowed.
 
-    megatron-core lowers that one's scale only, but multiplies the loss by the first part's.
+    megatron-core lowers only that optimizer's scale, but scales the loss by the first one's.
     """
     parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
     scales = [p.grad_scaler.state_dict() for p in parts if p.found_inf.item() > 0]
@@ -101,7 +102,7 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 def decides_on_device(optimizer: MegatronOptimizer) -> bool:
-    """Return whether updates are skipped without asking the host, as torch's fused Adam does."""
+    """Return whether the device skips updates by itself, which torch's fused Adam does."""
     return all(
         isinstance(part.optimizer, torch.optim.Adam)
         and all(group["fused"] for group in part.optimizer.param_groups)
@@ -112,7 +113,10 @@ def decides_on_device(optimizer: MegatronOptimizer) -> bool:
 def _update_where_finite(
     optimizer: MegatronOptimizer, update: UpdateResult, clip_grad: float
 ) -> None:
-    """Let the fused kernel divide the gradients or skip, as torch's gradient scaler tells it to."""
+    """Let the fused kernel clip the gradients or skip the update.
+
+    It reads the attributes ``grad_scale`` and ``found_inf``, which torch's gradient scaler sets.
+    """
     inner = [part.optimizer for part in _with_parameters(optimizer)]
     for each in inner:
         each.found_inf = update.flag.logical_not().float()
@@ -125,12 +129,12 @@ def _update_where_finite(
 
 
 def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the parts of a chain that have something to update."""
+    """Return the optimizers of a chain that have parameters."""
     return [x for x in parts_of(optimizer) if not getattr(x, "is_stub_optimizer", False)]
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """Return the optimizers of a chain: one for the dense parameters, one for the experts."""
+    """Return the optimizers of a chain, or a list of the one that is no chain."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -138,13 +142,13 @@ def global_grad_norm(optimizer: MegatronOptimizer) -> Tensor:
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
     All ranks call this together. Squares are summed in short pieces, and the pieces in double
-    precision, so that it does not depend on how the ranks cut the gradients.
+    precision, so that the norm does not depend on how the gradients are sharded.
     """
     return _over_ranks(optimizer, _sum_of_squares).sqrt()
 
 
 def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
-    """Return the zeros of all gradients, as `global_grad_norm` the norm, float64 ``[]``."""
+    """Return the number of zeros in all gradients, each counted once, float64 ``[]``."""
 
     def zeros(grads: list[Tensor]) -> Tensor:
         return torch.stack([grad.numel() - torch.count_nonzero(grad) for grad in grads]).sum()
@@ -155,7 +159,7 @@ def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
 def _over_ranks(
     optimizer: MegatronOptimizer, statistic: Callable[[list[Tensor]], Tensor]
 ) -> Tensor:
-    """Sum a statistic of the gradients over the parts and the ranks that share them."""
+    """Sum a statistic of the gradients over a chain's optimizers and the ranks of each."""
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):
         grads = part.get_main_grads_for_grad_norm()
@@ -168,7 +172,7 @@ def _over_ranks(
 
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """Return the sum of squares; a GPU takes a few kernels, whose blocks sum short pieces."""
+    """Return the sum of squares; on a GPU, from a few kernels whose blocks sum short pieces."""
     if grads[0].is_cuda:
         return torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
     return sum(map(_square, grads), torch.zeros((), dtype=torch.float64))
@@ -203,7 +207,7 @@ class ParameterGather:
         self._overlap = self._on = overlap
 
     def switch_off(self, *, gather: bool) -> None:
-        """Remove the hooks; with ``gather``, collect the latest parameters now."""
+        """Remove the hooks; with ``gather``, gather the latest parameters now."""
         if self._on:
             for chunk in self._chunks:
                 chunk.disable_forward_pre_hook(param_sync=gather)
@@ -211,7 +215,7 @@ class ParameterGather:
             self._on = False
 
     def switch_on(self) -> None:
-        """Put the hooks back, where the run overlaps at all."""
+        """Put the hooks back, if the run uses ``--overlap-param-gather``."""
         if self._overlap and not self._on:
             for chunk in self._chunks:
                 chunk.enable_forward_pre_hook()

@@ -17,7 +17,7 @@ TITLES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep":
 
 
 def grid_table(layout: Layout) -> Table:
-    """Return a row for each rank, with its position along each axis."""
+    """Return a table with the position of each rank along each axis."""
     axes = [axis for axis in layout.order.split("-") if axis != "ep"]
     table = Table("rank", *(f"{TITLES[a]} ({layout.sizes()[a]})" for a in axes), title="ranks")
     for rank in range(layout.world_size):
@@ -27,7 +27,7 @@ def grid_table(layout: Layout) -> Table:
 
 
 def group_table(layout: Layout) -> Table:
-    """Return a row for each kind of group with more than one rank, with all its groups."""
+    """Return a table with all groups of each kind that has more than one rank per group."""
     table = Table("group", "size", "ranks of each group", title="process groups")
     kinds = [(axes, layout.groups(axes)) for axes in DENSE_GROUPS]
     if layout.expert_model_parallel_size > 1 or layout.expert_tp != layout.sizes()["tp"]:
@@ -39,7 +39,7 @@ def group_table(layout: Layout) -> Table:
 
 
 def _short(ranks: list[int]) -> str:
-    """Write ranks as ``[0-3]`` where they are neighbours, else as ``[0,4,8]``."""
+    """Return ranks as ``[0-3]`` if more than two and consecutive, else as ``[0,4,8]``."""
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"[{ranks[0]}-{ranks[-1]}]"
     return f"[{','.join(map(str, ranks))}]"

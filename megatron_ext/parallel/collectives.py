@@ -1,7 +1,7 @@
-"""Work of some ranks whose failure becomes every rank's, so that none waits for another for ever.
+"""Work on some ranks whose error is raised on every rank, so that no rank waits forever.
 
-`gather_or_raise` and `on_first_rank` are for work on checkpoints, the others for work that one rank
-does for the run or for its replica.
+`gather_or_raise` and `on_first_rank` are for work on checkpoints. The functions after them are for
+work that one rank does for the run or for its replica.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def from_all_ranks(
     """Gather the values of all ranks of a group, by rank; all of them call this together.
 
     Raises:
-        MegatronExtError: the first fault of a rank, on every rank.
+        MegatronExtError: on every rank, the fault of the lowest rank that has one.
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, (value, fault), group=group)
@@ -54,7 +54,7 @@ def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
 
 
 def on_first_rank(work: Callable[[], T], what: str) -> T:
-    """Run work that does not communicate on rank 0 alone, and return its result on every rank.
+    """Run work that does not communicate on rank 0 only, and return its result on every rank.
 
     Raises:
         CheckpointError: see `gather_or_raise`.
@@ -66,7 +66,7 @@ def on_first_rank(work: Callable[[], T], what: str) -> T:
 def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
     """Run work that does not communicate on the reporting rank; all ranks call this together.
 
-    The others get None.
+    The other ranks return None.
 
     Raises:
         MegatronExtError: on every rank of the run. An error that is not this package's becomes a
@@ -76,14 +76,17 @@ def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext
 
 
 def on_first_of_replica(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
-    """Do the same as `on_reporting_rank` on the first rank of each replica."""
+    """Run work as `on_reporting_rank` does, but on the first rank of each replica."""
     return _on_some_ranks(is_first_of_replica(context), work, what, context, None)
 
 
 def on_first_of_this_replica(
     work: Callable[[], T], what: str, context: ParallelContext
 ) -> T | None:
-    """Do the same as `on_first_of_replica` in one replica; the others do not hear of an error."""
+    """Run work as `on_first_of_replica` does, but in one replica only.
+
+    Only the ranks of that replica call this together, and only they raise its error.
+    """
     return _on_some_ranks(is_first_of_replica(context), work, what, context, context.pgs.tp_cp)
 
 
@@ -109,16 +112,16 @@ def _on_some_ranks(
 
 
 def is_first_of_replica(context: ParallelContext) -> bool:
-    """Return whether this rank is the first of its tensor- and context-parallel ranks."""
+    """Return whether this rank is the first of its tensor- and context-parallel group."""
     return context.tp_rank == 0 and context.cp_rank == 0
 
 
 def share(
     known: Tensor | None, shape: Sequence[int], context: ParallelContext, device: torch.device
 ) -> Tensor:
-    """Send a tensor from a replica's first rank to all its ranks, which call this together.
+    """Return the tensor ``known`` of a replica's first rank on all ranks of the replica, float32.
 
-    The result is float32; only the first rank has to give ``known``.
+    All ranks of the replica call this together. On the other ranks ``known`` is ignored.
     """
     if is_first_of_replica(context):
         assert known is not None

@@ -43,7 +43,7 @@ class ParallelContext:
 
     @property
     def placement(self) -> Placement:
-        """Return where each stage lies."""
+        """Return the pipeline rank and the chunk of each stage."""
         return self.layout.placement
 
     @property
@@ -73,13 +73,13 @@ class ParallelContext:
         return self.rank == self.reporting_rank
 
     def destroy(self) -> None:
-        """Take the CUDA graphs and the groups down; a rank may then build others."""
+        """Destroy the CUDA graphs and all process groups; new groups may be created after it."""
         destroy_graphs()
         destroy_groups()
 
 
 def destroy_groups() -> None:
-    """Take down what `init_groups` has built, or a part of it."""
+    """Destroy the process groups of `init_groups`, even if it has created only some of them."""
     parallel_state.destroy_model_parallel()
     # megatron-core forgets these two. A rank that is forked later would wait for their threads.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
@@ -89,7 +89,7 @@ def destroy_groups() -> None:
 
 
 class NoAnswer(Enum):
-    """The two ways to learn that another rank is not there, with the sentence for each."""
+    """The two ways in which contact with another rank fails, each with its sentence."""
 
     TIMEOUT = (
         "waited in vain for another rank until `--distributed-timeout-minutes` were over; look at "
@@ -99,9 +99,9 @@ class NoAnswer(Enum):
 
 
 def contact_fault(error: BaseException) -> NoAnswer | None:
-    """Return what an error of a collective says of other ranks, None of any other error.
+    """Return how contact with another rank failed; None if the error has another cause.
 
-    gloo raises a plain RuntimeError, which only its text tells apart.
+    gloo raises a plain RuntimeError, which only its text identifies.
     """
     text = str(error)
     if isinstance(error, torch.distributed.DistStoreError) and "timeout" in text:
@@ -121,7 +121,7 @@ def mtp_rank(model: ModelConfig, parallel: ParallelConfig) -> int | None:
 def embedding_ranks(
     model: ModelConfig, parallel: ParallelConfig
 ) -> Callable[[list[int]], list[int]]:
-    """Return a function to the ranks of a pipeline that hold copies of the word embedding."""
+    """Return a function that selects the ranks of a pipeline that hold the word embedding."""
     last = None if model.untie_embeddings_and_output_weights else -1
     places = [x for x in (0, last, mtp_rank(model, parallel)) if x is not None]
     return lambda pp_ranks: sorted({pp_ranks[place] for place in places})
@@ -139,7 +139,8 @@ def init_groups(
     """Create the process groups of a layout and check them against the grid.
 
     All ranks call this together. `torch.distributed` is initialized from the environment (RANK,
-    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already. A failure leaves no group.
+    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already. After a failure no group
+    is left.
 
     Args:
         get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
@@ -147,7 +148,8 @@ def init_groups(
         hierarchical_context_parallel_sizes: see ``--cp-comm-type a2a+p2p``.
 
     Raises:
-        ConfigError: the number of started ranks is not the layout's.
+        ConfigError: the number of started ranks differs from the layout's, or a group of
+            megatron-core differs from the grid's.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if not torch.distributed.is_initialized():
@@ -191,7 +193,10 @@ def init_groups(
 def pipeline_channels(
     layout: Layout, pipeline: ProcessGroup, timeout: timedelta
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Create two groups for each pipeline; with one stage nothing is ever sent."""
+    """Create two groups for each pipeline, and return this rank's two.
+
+    With pipeline size 1, which sends no messages, both are the group ``pipeline``.
+    """
     if layout.pipeline_model_parallel_size == 1:
         return pipeline, pipeline
     mine, rank = [], torch.distributed.get_rank()
@@ -203,7 +208,11 @@ def pipeline_channels(
 
 
 def _checked_context(layout: Layout, timeout: timedelta) -> ParallelContext:
-    """Return megatron-core's groups, which must be the grid's, or the run trains something else."""
+    """Return the context with megatron-core's groups.
+
+    Raises:
+        ConfigError: a group differs from the grid's, which would change what is trained.
+    """
     pgs = ProcessGroupCollection.use_mpu_process_groups()
     context = ParallelContext(
         layout=layout,
@@ -230,8 +239,9 @@ def _checked_context(layout: Layout, timeout: timedelta) -> ParallelContext:
 def seed_everything(
     context: ParallelContext, seed: int, *, data_parallel_random_init: bool = False
 ) -> None:
-    """Seed all generators as Megatron-LM does: apart for each pipeline stage, and, with
-    ``data_parallel_random_init``, for each replica.
+    """Seed all random generators as Megatron-LM does.
+
+    Pipeline stages get different seeds and, with ``data_parallel_random_init``, so do replicas.
     """
     seed += 100 * context.pp_rank
     if data_parallel_random_init:
@@ -243,10 +253,11 @@ def seed_everything(
 
 
 def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> ParallelContext:
-    """Create the groups of a second layout, for a network that lies otherwise on a run's ranks.
+    """Create the groups of a second layout, for a network with other parallel sizes.
 
-    All ranks of the run call this together. megatron-core's ``parallel_state`` keeps the run's
-    groups, so whatever is built on these, which hold none of experts, must be given them.
+    All ranks of the run call this together. megatron-core's ``parallel_state`` keeps the groups of
+    the first layout, so the modules of the network must be given the new ones. There are no expert
+    groups.
     """
     timeout = timedelta(minutes=timeout_minutes)
     groups = {axes: _group(layout.groups(axes), timeout) for axes in ("tp", "cp", "pp", "dp")}
@@ -265,10 +276,10 @@ def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> Parallel
 
 
 def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10) -> ProcessGroup:
-    """Create a group of the ranks at this rank's place in each of the stretches of a block.
+    """Create a group of every ``step``-th rank, through this rank, in its block of ranks.
 
-    All ranks of the run call this together. A stretch is ``step`` consecutive ranks, a block
-    ``block``, which is a multiple of ``step`` and divides the ``world_size``.
+    All ranks of the run call this together. A block is ``block`` consecutive ranks; ``block`` is a
+    multiple of ``step`` and divides ``world_size``.
     """
     sizes = {"place": step, "stretch": block // step, "block": world_size // block}
     ranks = groups_of(("place", "stretch", "block"), sizes, {"stretch"})
@@ -276,7 +287,7 @@ def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10
 
 
 def _group(groups: list[list[int]], timeout: timedelta) -> ProcessGroup:
-    """Create all groups of a kind; return this rank's."""
+    """Create all groups of ``groups``, and return the one that contains this rank."""
     own: ProcessGroup
     own, _ = torch.distributed.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
         groups, timeout=timeout

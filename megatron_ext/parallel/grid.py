@@ -20,8 +20,8 @@ from megatron_ext.errors import ConfigError
 class Placement:
     """The pipeline rank and the virtual chunk that hold each stage.
 
-    Stages run through the ranks again and again (0 1 2 0 1 2, the virtual chunks of interleaving),
-    or, in a V shape with two chunks on each rank, there and back (0 1 2 2 1 0).
+    The pipeline ranks of consecutive stages are 0 1 2 0 1 2 with interleaved virtual chunks, or, in
+    a V shape with two chunks on each rank, 0 1 2 2 1 0.
     """
 
     pipeline_size: int
@@ -30,7 +30,7 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Return the number of stages on all ranks."""
+        """Return the number of stages on all pipeline ranks together."""
         return self.pipeline_size * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
@@ -43,7 +43,7 @@ class Placement:
         return stage // self.pipeline_size
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Return the stage that a rank holds as one of its chunks."""
+        """Return the stage that is a pipeline rank's chunk of index ``chunk``."""
         position = self.pipeline_size - 1 - rank if self.v_shape and chunk == 1 else rank
         return chunk * self.pipeline_size + position
 
@@ -53,7 +53,10 @@ EXPERT_GROUPS = ("ep", "tp-ep", "tp-ep-pp", "dp")
 
 
 def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) -> list[list[int]]:
-    """Return all groups along the ``varying`` axes; the fastest-changing axis is first in order."""
+    """Return all groups along the ``varying`` axes.
+
+    ``order`` lists the axes of the grid, the one along which ranks are consecutive first.
+    """
     stride, step = {}, 1
     for axis in order:
         stride[axis] = step
@@ -76,10 +79,10 @@ class Layout:
     Attributes:
         expert_tensor_parallel_size: ranks that share each expert; None means the tensor size.
         virtual_pipeline_model_parallel_size: chunks of each rank, None without interleaving.
-        v_shape: stages run through the pipeline ranks there and back (zb-v).
+        v_shape: stages are placed in a V shape, see `Placement` (zb-v).
 
     Raises:
-        ConfigError: sizes that do not divide the ranks.
+        ConfigError: the sizes do not divide the number of ranks.
     """
 
     world_size: int
@@ -106,13 +109,13 @@ class Layout:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:
-        """Return the layout that a run asks for."""
+        """Return the layout of a run's parallel flags."""
         shared = {x.name: getattr(parallel, x.name) for x in fields(cls) if x.name != "v_shape"}
         return cls(**shared, v_shape=parallel.pipeline_schedule == "zb-v")
 
     @property
     def placement(self) -> Placement:
-        """Return where each stage lies."""
+        """Return the pipeline rank and the chunk of each stage."""
         return Placement(
             self.pipeline_model_parallel_size,
             self.virtual_pipeline_model_parallel_size or 1,
@@ -121,7 +124,7 @@ class Layout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Return how many ranks one replica of the model takes."""
+        """Return the number of ranks of one replica of the model."""
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         return tp * pp * self.context_parallel_size
 
@@ -132,7 +135,7 @@ class Layout:
 
     @property
     def expert_tp(self) -> int:
-        """Return how many ranks share each expert."""
+        """Return the number of ranks that share each expert."""
         size = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if size is None else size
 
