@@ -1,7 +1,7 @@
-"""The GPUs of a plan: a kind of `device.gpus` or a measured machine, and what is assumed of it.
+"""The GPUs of a plan: a kind of `device.gpus` or a measured machine, and the assumed efficiency.
 
-A plan prints the assumed shares of the datasheets' figures with where they come from; a file of the
-doctor (``tools/doctor.py --json``) takes the place of the first three.
+A plan prints the assumed shares of the datasheets' rates and their sources (`Efficiency`). Rates
+that ``tools/doctor.py --json`` has measured replace the first three shares.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ MIB = 2**20
 
 
 PCIE = 25.0 * GB
-"""Bytes a second each way between GPUs of which nothing is known but the slot, PCIe 4.0 x16."""
+"""Assumed bytes a second in one direction between GPUs of unknown links (PCIe 4.0 x16)."""
 FP32_SHARE = 1 / 16
-"""The rate of float32 products on GPUs that the table lacks, over the bf16 rate; about H100's."""
+"""Assumed ratio of the fp32 to the bf16 rate on GPUs not in the table; it is close to H100's."""
 _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine with GPUs"
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of this name in the table, or the slowest GPU in a ``.json`` of the doctor.
+    """Return the GPU of this name in the table, or the slowest GPU of a ``.json`` of the doctor.
 
-    The doctor cannot measure links and networks: their figures are those of the datasheet if the
-    table has this kind of GPU, and otherwise those of PCIe.
+    The doctor does not measure links and networks. Their rates are the datasheet's if the table
+    has this kind of GPU, else `PCIE`.
 
     Raises:
-        ConfigError: the table lacks the name, or the file lacks what is needed.
+        ConfigError: the table lacks the name, or the file has no readable rates.
     """
     if not name.endswith(".json"):
         known = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
@@ -102,10 +102,10 @@ def _assumed(value: float, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of rates that are reached; each says in its metadata what it is and why.
+    """Assumed ratios of reached to possible rates; the metadata of each says of what, and why.
 
     Raises:
-        ConfigError: a share outside of (0, 1], or of [0, 1] for what is hidden.
+        ConfigError: a ratio is not in (0, 1], or ``hidden`` is not in [0, 1].
     """
 
     products: float = _assumed(
@@ -159,7 +159,7 @@ DEFAULT = Efficiency()
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
-    """Return name, value and meaning of each share, and whether a measurement replaces it."""
+    """Return each ratio of `DEFAULT`: its name, value, meaning, and whether it is measured."""
     replaced = set[str]()
     if gpu.measured is not None:
         replaced = {"products", "copies", *["fp8_products"] * (gpu.measured.fp8 is not None)}
@@ -171,13 +171,13 @@ def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The operations and bytes a second that a kind of GPU is taken to reach."""
+    """The operations and bytes a second that a kind of GPU is assumed to reach."""
 
     gpu: Gpu
     efficiency: Efficiency = DEFAULT
 
     def products(self, width: int) -> float:
-        """Return the rate of the products of layers, for numbers with ``width`` bytes.
+        """Return the operations a second of layers' matrix products of ``width``-byte numbers.
 
         Raises:
             ConfigError: fp8 on a GPU without it.
@@ -192,25 +192,25 @@ class Rates:
 
     @property
     def memory(self) -> float:
-        """Return the rate of kernels that read and write."""
+        """Return the bytes a second that memory-bound kernels read and write."""
         measured, efficiency = self.gpu.measured, self.efficiency
         copied = self.gpu.memory_bandwidth * efficiency.copies
         return (copied if measured is None else measured.copy) * efficiency.kernels
 
     def link(self, span: int) -> float:
-        """Return the rate between ranks of which ``span`` neighbours form a group."""
+        """Return the bytes a second in a group that spans ``span`` consecutive ranks."""
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
 
 
 def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
-    """Return the bytes on a GPU that torch's tensors never fill, by what takes them.
+    """Return the bytes of a GPU that are not available to torch's tensors, by their use.
 
     CUDA's context and code take 0.4 to 0.6 GiB. torch gives cuBLAS and cuBLASLt a workspace each of
-    32 MiB on Hopper and newer, 8 MiB on others (``aten/src/ATen/cuda/CublasHandlePool.cpp``), for
-    the stream of the computation and a second one. NCCL has 4 MiB (``NCCL_BUFFSIZE``) both ways on
-    24 channels of each group of ranks. That the allocator leaves unused 5% of ``moving``, the bytes
-    of activations and transient tensors, is a guess.
+    32 MiB on Hopper and newer, 8 MiB on others (``aten/src/ATen/cuda/CublasHandlePool.cpp``), on
+    two streams. NCCL has a buffer of 4 MiB (``NCCL_BUFFSIZE``) in each direction on 24 channels of
+    each group of ranks. Fragmentation is guessed to be 5% of ``moving``, the bytes of activations
+    and transient tensors.
     """
     groups = [ranks.tp, ranks.cp, ranks.dp * ranks.cp, ranks.ep]
     count = sum(size > 1 for size in groups) + 2 * (ranks.pp > 1)
@@ -223,7 +223,7 @@ def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in GB, a small one in MB (powers of ten), a dash for none."""
+    """Format a number of bytes in GB, or in MB below 0.1 GB (powers of ten), or as a dash if 0."""
     if not count:
         return "–"
     return f"{count / GB:,.2f} GB" if count >= GB / 10 else f"{count / 1e6:,.2f} MB"

@@ -1,4 +1,4 @@
-"""The peak memory of each pipeline rank: its state, and a walk through the schedule."""
+"""The peak memory of each pipeline rank: its state, and its activations through the schedule."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the ranks of one place in the pipeline.
+    """Memory of one pipeline rank.
 
     Attributes:
-        activations: the most that the schedule lets it hold of all micro-batches in flight.
-        transient: bytes at the peak that live within one forward or backward pass.
+        rank: pipeline rank.
+        weights: parameters of each of its stages.
+        activations: bytes at the peak that are kept for backward passes and messages.
+        transient: bytes at the peak that are allocated within one forward or backward pass only.
         in_flight: micro-batches held at the peak, summed over its stages.
-        fp8_weights: weights in 8 bits, which are kept within a step.
+        fp8_weights: bytes of the 8-bit copies of weights, which are kept within a step.
     """
 
     rank: int
@@ -38,7 +40,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Return state and activations at the peak."""
+        """Return the bytes of all kinds at the peak."""
         return self.state.total + self.fp8_weights + self.activations + self.transient
 
 
@@ -59,18 +61,18 @@ def memory(network: Network) -> list[RankMemory]:
 
 
 def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
-    """Return the rank that needs most."""
+    """Return the rank with the highest peak."""
     return max(ranks, key=lambda rank: rank.total)
 
 
 def worst_case(cases: Sequence[Case]) -> tuple[Network, list[RankMemory]]:
-    """Return the network whose batches need most memory, and its memory."""
+    """Return the network of the case with the highest peak, and its memory on each rank."""
     found = [(case.network, memory(case.network)) for case in cases]
     return max(found, key=lambda entry: fullest(entry[1]).total)
 
 
 USES = {Kind.FORWARD: Kind.RECEIVE_INPUT, Kind.WEIGHT: None}
-"""The message that a computation uses up, where it is no gradient."""
+"""The message that a computation consumes; for kinds not listed it is RECEIVE_GRADIENT."""
 
 
 def walk(
@@ -81,15 +83,16 @@ def walk(
     deferred: Sequence[int] = (),
     boundary: int = 0,
 ) -> tuple[int, int, int]:
-    """Go through a rank's actions.
+    """Find the memory peak of a pipeline rank in its list of actions.
 
     Args:
         costs: bytes of one micro-batch in each stage of the model.
-        deferred: bytes that each stage keeps for weight gradients that the schedule puts off.
+        deferred: bytes of one micro-batch that each stage keeps between its input-gradient and its
+            weight-gradient pass.
         boundary: bytes of a message, whose buffer exists from the receive to its use.
 
     Returns:
-        Bytes held and transient bytes at the peak, and the stage activations held there.
+        At the peak: bytes held, transient bytes, and the number of held stage activations.
     """
     held = count = 0
     peak, waiting = (0, 0, 0), set[tuple[Kind | None, int, int]]()
@@ -121,11 +124,11 @@ def walk(
 def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """Check that a run on CPUs does not need more memory than this host has.
 
-    The least is counted: weights, gradients, optimizer state, and the activations of one
-    micro-batch, for an equal share of the ranks on each host.
+    The check takes a lower bound: weights, gradients, optimizer state, and the activations of one
+    micro-batch, for the ranks of this host. It is skipped if the cost needs the run's data.
 
     Raises:
-        ConfigError: the run needs more, where its cost follows from the flags alone.
+        ConfigError: the lower bound is above the host's memory.
     """
     if config.device != "cpu" or cost is None or not cost.from_flags:
         return
@@ -143,7 +146,7 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
 
 
 def _least_memory(network: Network) -> int:
-    """Return the bytes that one rank of each place in the pipeline needs at least, in all."""
+    """Return a lower bound of the bytes of one whole pipeline, one rank for each pipeline rank."""
     needed = sum(network.activations(stage).kept for stage in network.stages())
     for rank in range(network.sizes.pp):
         weights = [network.weights(stage) for stage in network.stages_of(rank)]

@@ -1,7 +1,7 @@
-"""The questions of a plan to a task: `TaskCost`, and behind it the formulas of a `Network`.
+"""The interface between planning and a task: `TaskCost`, and the formulas of a `Network`.
 
-Planning knows no model. A task hands in its networks, each of which counts the parameters, bytes,
-floating-point operations and messages of one pipeline stage; everything else follows from them.
+Planning contains no model. A task provides its networks, each of which counts the parameters,
+bytes, floating-point operations and messages of a pipeline stage. Planning derives the rest.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Plan
 
 MULTIPLY_AND_ADD = 2
-"""Operations for each product of two numbers that is added to a sum."""
+"""Floating-point operations of one multiply-add."""
 
 FORWARD_AND_BACKWARD = 3
-"""Matrix products of a step for each one forward: two more for the gradients of both factors."""
+"""Matrix products of a step per forward product: itself and the gradients of both factors."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Flops(Summed):
     """Floating-point operations of one micro-batch on one rank.
 
     Attributes:
-        linear, fp8: products with weights, forward, in 16 or 32 bits and in 8 bits.
-        scores: products without weights, forward, as attention has them.
-        again, fp8_again: products that the backward pass runs again.
-        weights, fp8_weights: products for the gradients of weights.
-        cast: bytes that casts to 8 bits read and write, in all passes together.
+        linear, fp8: forward matrix products with weights, in 16 or 32 bits and in 8 bits.
+        scores: forward matrix products without weights, such as those of attention.
+        again, fp8_again: matrix products that the backward pass recomputes.
+        weights, fp8_weights: matrix products for the gradients of weights.
+        cast: bytes (not operations) that casts to 8 bits read and write in all passes together.
     """
 
     linear: float = 0.0
@@ -65,6 +65,9 @@ class Volume(Summed):
     Attributes:
         tensor: all-reduces of tensor parallelism, or gathers and scatters of sequence parallelism.
         context: keys and values, or heads, of context parallelism.
+        expert: exchanges of tokens with experts on other ranks.
+        pipeline: messages between stages.
+        data: gradients and parameters between replicas.
         embedding: gradients of the copies of the word embedding.
     """
 
@@ -85,21 +88,22 @@ class Volume(Summed):
 
 
 def ring(ranks: int) -> float:
-    """Return the share of a tensor that a rank sends in a gather; an all-reduce sends it twice."""
+    """Return the fraction of a tensor that a rank sends in a ring gather; an all-reduce, twice."""
     return (ranks - 1) / ranks
 
 
 def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
-    """Return the bytes of the 8-bit matrices that a step keeps beside weights of 8-bit layers.
+    """Return the bytes of the 8-bit copies of weights that a step keeps beside the weights.
 
-    A weight is kept as it is and transposed; with ``--fp8-param-gather`` it is one of these.
+    A weight has a copy and a transposed copy in 8 bits. With ``--fp8-param-gather`` the weight
+    itself is in 8 bits, so that only the transposed copy is counted.
     """
     numbers = sum(weight.numel for weight in weights if LINEAR.search(weight.name))
     return (2 - fp8.fp8_param_gather) * numbers
 
 
 def step_plan(parallel: ParallelConfig, training: TrainingConfig) -> Plan:
-    """Return the pipeline schedule of a step of the whole batch."""
+    """Return the pipeline schedule of a step of the full global batch."""
     micro, batch = training.batch_sizes
     return build_plan(
         (parallel.pipeline_schedule or "no-pipelining").removeprefix("core-"),
@@ -117,7 +121,7 @@ class Network(ABC):
     sizes: Ranks
 
     def with_config(self, config: RunConfig) -> Network:
-        """Return the same model in a run with the same ranks and micro-batches."""
+        """Return the model in another run, which has the same ranks and micro-batches."""
         this: Any = self
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
 
@@ -132,62 +136,62 @@ class Network(ABC):
 
     @abstractmethod
     def stages(self) -> list[Stage]:
-        """Return all stages, along the model."""
+        """Return all stages of the model, first to last."""
 
     @abstractmethod
     def weights(self, stage: Stage) -> list[Weight]:
-        """Return the parameters of a stage, in the order of its module."""
+        """Return the parameters of a stage, in the order of its module's parameters."""
 
     @abstractmethod
     def activations(self, stage: Stage) -> LayerBytes:
-        """Return what a stage keeps for its backward pass."""
+        """Return the bytes of activations of one micro-batch in a stage."""
 
     def deferred(self, stage: Stage) -> int:
-        """Return the bytes that a stage keeps for weight gradients that are put off."""
+        """Return the bytes that one micro-batch keeps for a stage's deferred weight gradients."""
         return 0
 
     def fp8_weights(self, stage: Stage) -> int:
-        """Return the bytes of 8-bit matrices that all micro-batches of a step share."""
+        """Return the bytes of a stage's 8-bit copies of weights, see `fp8_bytes`."""
         fp8 = self.config.fp8
         return fp8_bytes(fp8, self.weights(stage)) if fp8.fp8_format is not None else 0
 
     @abstractmethod
     def layer(self) -> LayerBytes:
-        """Return a layer of the last or the most frequent kind, without full recomputation."""
+        """Return the bytes of a layer (of the last or main kind) without full recomputation."""
 
     @property
     @abstractmethod
     def layer_input(self) -> int:
-        """Return the bytes of a layer's input, all that a layer keeps that is run again."""
+        """Return the bytes of a layer's input, all that a fully recomputed layer keeps."""
 
     def loss(self) -> LayerBytes | None:
-        """Return what output layer and loss keep, None where a plan does not show it."""
+        """Return the bytes of the output layer and the loss; None if a plan does not show them."""
         return None
 
     @property
     @abstractmethod
     def boundary(self) -> int:
-        """Return the bytes that one stage sends to the next."""
+        """Return the bytes of one micro-batch's message from a stage to the next."""
 
     @abstractmethod
     def flops(self, stage: Stage) -> Flops:
-        """Return the floating-point operations of a stage."""
+        """Return the operations of one micro-batch in a stage."""
 
     @abstractmethod
     def traffic(self, stage: Stage) -> Volume:
-        """Return the bytes that a stage sends, forward and backward."""
+        """Return the bytes that a stage sends for one micro-batch, forward and backward."""
 
     @abstractmethod
     def step_flops(self) -> float:
-        """Return the operations of a training step on all ranks, recomputation not counted."""
+        """Return the operations of a training step on all ranks together, without recomputation."""
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Return the tokens of a sample."""
+        """Return the number of tokens of a sample."""
 
     def messages(self, stage: Stage) -> float:
-        """Return the bytes of a stage's output and of its input's gradient, where it sends them."""
+        """Return the bytes of the output and the input's gradient that a stage sends."""
         chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
         ends = (stage.index < self.sizes.pp * chunks - 1) + (stage.index > 0)
         return float(self.boundary * ends) if self.sizes.pp > 1 else 0.0
@@ -198,9 +202,9 @@ class Case:
     """A network on one kind of batch of a run, such as the samples of one size.
 
     Attributes:
-        name: what a report calls the kind; empty where a run has one kind only.
-        share: share of the steps of an epoch.
-        columns: what a report says about the kind besides, by the heads of its table.
+        name: name of the kind in a report; empty if the run has one kind only.
+        share: fraction of the steps of an epoch that have this kind.
+        columns: further cells of the kind in a report's table, by column heading.
     """
 
     network: Network
@@ -210,20 +214,20 @@ class Case:
 
 
 Report = tuple[Sequence[Table | str], bool]
-"""The parts of a report in their order, and whether the run fits the GPU that is asked about."""
+"""The parts of a report in order, and whether the run fits the given GPU."""
 
 
 @dataclass(frozen=True)
 class TaskCost:
-    """The cost of a task's runs, as the task hands it to planning.
+    """The functions by which a task tells planning the cost of its runs.
 
     Attributes:
-        cases: the kinds of batches of a resolved run; may open its data.
-        modes: modes of recomputation that a plan compares, from none to most.
-        recompute: the same run with one of the modes.
-        from_flags: the cases follow from the flags alone, without the data. Then layouts can be
-            searched, and a run on CPUs is checked against the memory of its host.
-        report: takes the place of the usual report where a step does not train one network.
+        cases: returns the kinds of batches of a resolved run; may open its data.
+        modes: modes of recomputation that a plan compares, from no to full recomputation.
+        recompute: returns the same run with one of the modes.
+        from_flags: whether the cases depend only on the flags, not on the data. Only then layouts
+            can be searched, and a run on CPUs is checked against the memory of its host.
+        report: replaces the usual report if a step does not train exactly one network.
     """
 
     cases: Callable[[RunConfig], Sequence[Case]] = lambda _: ()
@@ -233,5 +237,5 @@ class TaskCost:
     report: Callable[[RunConfig, Gpu | None], Report] | None = None
 
     def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
-        """Return the modes of recomputation that a run can have; graphs keep all activations."""
+        """Return the modes of recomputation that a run can have; with CUDA graphs, only none."""
         return self.modes if graphs.cuda_graph_impl == "none" else ("none",)

@@ -1,4 +1,4 @@
-"""A plan in tables and pictures: parameters, memory of pipeline ranks, bubble, messages, time."""
+"""Tables and pictures of a plan: parameters, memory of pipeline ranks, bubble, messages, time."""
 
 from __future__ import annotations
 
@@ -30,23 +30,27 @@ NO_COST = (
 
 
 def console() -> Console:
-    """Return a console that is wide enough for the tables where the output is no terminal."""
+    """Return a console of the terminal's width, or 160 columns if the output is no terminal."""
     return Console(
         width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, soft_wrap=False
     )
 
 
 def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
-    """Print the plan of ``--dry-run`` if it passes `check_core`, and return whether it fits."""
+    """Print the plan of ``--dry-run``; return whether the run fits the GPU.
+
+    Raises:
+        ConfigError: see `check_core` and `gpu_named`.
+    """
     check_core(config)
     name = config.planning.dry_run_gpu
     return show(config, None if name is None else gpu_named(name), cost)
 
 
 def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
-    """Print all tables of a run, without times if no GPU is named, or the schedule without a cost.
+    """Print the report of a run; return whether the run fits the GPU, or True without a GPU.
 
-    Return whether the run fits, True where no GPU is named.
+    Times are printed only with a GPU. Without a ``cost`` only the schedule is printed.
     """
     parts: Sequence[Table | str]
     if cost is None:
@@ -63,7 +67,7 @@ def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
 
 
 def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Report:
-    """Return the tables of a run, for the kind of batches that needs most memory."""
+    """Return the report of a run for the case with the highest memory peak."""
     network, ranks = worst_case(cases)
     parts: list[Table | str] = [headline(network, ranks), parameter_table(ranks)]
     if cases[0].name:
@@ -78,7 +82,7 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
 
 
 def headline(network: Network, ranks: list[RankMemory]) -> str:
-    """Return the layout and the format of the numbers in one line."""
+    """Return a line with the layout, parameters, micro-batches and number formats of a run."""
     x, config = network.sizes, network.config
     sizes = {"tp": x.tp, "cp": x.cp, "pp": x.pp, "dp": x.dp, "ep": x.ep}
     shown = " × ".join(f"{name} {count}" for name, count in sizes.items() if count > 1) or "1 rank"
@@ -96,12 +100,12 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
 
 
 def model_parameters(ranks: list[RankMemory]) -> int:
-    """Return the distinct parameters of the whole model; see `distinct`."""
+    """Return the number of parameters of the whole model; see `distinct`."""
     return distinct(chunk for rank in ranks for chunk in rank.weights)
 
 
 def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
-    """Return one row for each kind of batch, the most frequent and the fullest named."""
+    """Return a table of the kinds of batches, which marks the typical one and the worst."""
     table = Table(
         "bucket", *cases[0].columns, "share of steps", "peak", "step (s)", "", title="buckets"
     )
@@ -119,7 +123,7 @@ def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
 
 
 def parameter_table(ranks: list[RankMemory]) -> Table:
-    """Return one row for each stage."""
+    """Return a table with the parts and parameters of each stage."""
     table = Table("stage", "pipeline rank", "holds", "parameters of a rank", title="stages")
     for stage, weights in sorted(
         ((stage, w) for rank in ranks for stage, w in zip(rank.stages, rank.weights, strict=True)),
@@ -137,7 +141,7 @@ def parameter_table(ranks: list[RankMemory]) -> Table:
 
 
 def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
-    """Return one row for each pipeline rank, as the run is configured."""
+    """Return a table with the memory of each pipeline rank, as the run is configured."""
     table = Table(
         "pipeline rank", "weights", "gradients", "optimizer", "EMA", "fp8 weights", "activations",
         "in flight", "for a moment", "peak", title="memory of a rank",
@@ -161,12 +165,12 @@ def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
 
 
 def _distributed(config: RunConfig) -> RunConfig:
-    """Return the same run, whose optimizer state the replicas share."""
+    """Return the same run with the distributed optimizer."""
     return replace(config, optimizer=replace(config.optimizer, use_distributed_optimizer=True))
 
 
 def recomputation_table(network: Network, cost: TaskCost) -> Table:
-    """Return the activations of a layer and of the fullest rank in each mode."""
+    """Return a table with the memory of a layer and of the fullest rank, by recomputation mode."""
     table = Table(
         "recomputation", "a layer keeps", "fullest rank: activations", "peak",
         title="activations by recomputation",
@@ -185,7 +189,7 @@ def recomputation_table(network: Network, cost: TaskCost) -> Table:
 
 
 def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
-    """Return the bytes that a rank of each place in the pipeline sends in a step."""
+    """Return a table with the bytes that each pipeline rank sends in a step, by kind."""
     names = [field.name for field in fields(Volume)]
     table = Table("pipeline rank", *names, title="bytes that a rank sends in a step")
     for rank in ranks:
@@ -195,7 +199,7 @@ def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
 
 
 def schedule_line(plan: Plan) -> str:
-    """Say what the bubble of the schedule is when all stages take the same time."""
+    """Return a line with the bubble of the schedule if all stages take the same time."""
     return (
         f"schedule {plan.schedule}: bubble {price(plan).bubble_share:.1%} of the step with "
         f"{plan.num_microbatches} micro-batches (equal stages, forward : input gradient : weight "
@@ -204,7 +208,7 @@ def schedule_line(plan: Plan) -> str:
 
 
 def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
-    """Say time, throughput, utilization, and whether the run fits."""
+    """Return lines with the time, throughput and MFU of a step, and whether the run fits."""
     gpu, reserve = found.gpu, sum(found.reserve.values())
     lines = [
         f"estimated on {gpu.name}: {found.seconds:.3g} s a step, "
@@ -220,7 +224,7 @@ def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
 
 
 def reserve_table(found: Estimate) -> Table:
-    """Return what no tensor of the run may take; assumed, not measured."""
+    """Return a table of the assumed memory that is kept free on each GPU; see `reserve_on`."""
     table = Table("reserve (assumed)", "bytes", title="kept free on each GPU")
     for name, count in found.reserve.items():
         table.add_row(name, size(count))
@@ -228,7 +232,7 @@ def reserve_table(found: Estimate) -> Table:
 
 
 def assumption_table(gpu: Gpu) -> Table:
-    """Return the shares of rates that are taken to be reached, and which were measured."""
+    """Return a table of the assumed efficiencies, and which of them are measured."""
     table = Table("assumed", "share", "of what, and why", title="what the time rests on")
     for name, value, what, replaced in assumed(gpu):
         table.add_row(name, "measured" if replaced else value, what)
@@ -243,7 +247,7 @@ def assumption_table(gpu: Gpu) -> Table:
 
 
 def _advice(found: Estimate, cost: TaskCost) -> str:
-    """Return the first of the usual remedies that helps."""
+    """Return a sentence with the first remedy that makes the run fit, if any does."""
     config = found.network.config
     remedies = {"--use-distributed-optimizer": _distributed(config)}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
@@ -262,7 +266,7 @@ def _advice(found: Estimate, cost: TaskCost) -> str:
 
 
 def search_table(found: SearchResult) -> Table:
-    """Return one row for each of the best layouts."""
+    """Return a table of the best layouts of a search."""
     table = Table(
         "layout", "dp", "micro-batch", "recompute", "step (s)", "tokens/s", "MFU", "bubble", "peak",
         title=f"best of {found.fitting} layouts that fit ({found.tried} tried)",
@@ -283,9 +287,10 @@ def search_table(found: SearchResult) -> Table:
 
 
 def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
-    """Draw the schedule of a run, and one bar of memory for each pipeline rank; return both files.
+    """Draw the schedule of a run into ``path``, and the memory of each pipeline rank.
 
-    The picture of the memory lies next to ``path``, with ``_memory`` in its name.
+    Returns the paths of both pictures. The second is next to ``path``, with ``_memory`` added to
+    its name.
 
     Raises:
         ConfigError: see `write_figure`.

@@ -1,4 +1,4 @@
-"""How a run is cut into ranks and stages, and how the bytes that its layers keep add up."""
+"""The division of a run into ranks and stages, and sums of the memory of its layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = TypeVar("Numbers", bound="Summed")
 
 
 class Summed:
-    """A dataclass of numbers that are added field by field."""
+    """A base for dataclasses of numbers that are added field by field."""
 
     def __add__(self: Numbers, other: Numbers) -> Numbers:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -25,12 +25,14 @@ class Summed:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The parallel sizes of a run, whatever its model is.
+    """The parallel sizes of a run, its micro-batch size and its number format.
 
     Attributes:
         b: samples of a micro-batch.
+        dp, expert_dp: data-parallel size, which excludes ``cp``, and replicas of each expert.
+        ep, etp: expert-parallel and expert-tensor-parallel size.
         width: bytes of a number in activations and in the parameters of the forward pass.
-        gpu: the fused kernels of a GPU are used.
+        gpu: whether a GPU's fused kernels are used.
     """
 
     b: int
@@ -68,7 +70,7 @@ class Ranks:
 
     @property
     def sequence_size(self) -> int:
-        """Return how many tensor-parallel ranks cut the sequence between the parallel layers."""
+        """Return the number of ranks that shard the sequence by sequence parallelism."""
         return self.tp if self.sequence_parallel else 1
 
 
@@ -77,10 +79,12 @@ class Stage:
     """The parts of the model that one stage holds.
 
     Attributes:
-        index: position along the model.
-        chunk: its index among the chunks of its rank.
-        layers: numbers of its layers, from 0.
-        head: it holds the output layer and the loss.
+        index: position among all stages of the model.
+        rank: pipeline rank.
+        chunk: index among the chunks of its rank.
+        layers: indices of its layers.
+        depths: number of its MTP depths (multi-token-prediction modules).
+        head: whether it has the output layer and the loss.
     """
 
     index: int
@@ -96,7 +100,7 @@ class Stage:
     def of_layers(
         cls, layers: Sequence[int], index: int, num_stages: int, *, rank: int = 0, chunk: int = 0
     ) -> Stage:
-        """Return a stage whose model embeds on its first stage and ends on its last one."""
+        """Return a stage without MTP: the first has the embedding, the last the norm and head."""
         first, last = index == 0, index == num_stages - 1
         return cls(index, rank, chunk, tuple(layers), 0, first, last, last)
 
@@ -107,7 +111,7 @@ class LayerBytes:
 
     Attributes:
         kept: bytes from the forward to the backward pass.
-        transient: the most bytes beyond ``kept`` while its gradients are computed.
+        transient: peak of the bytes beyond ``kept`` while its gradients are computed.
     """
 
     kept: int
@@ -115,7 +119,7 @@ class LayerBytes:
 
 
 def in_order(*parts: LayerBytes) -> LayerBytes:
-    """Join parts that run one after the other; backward, a part is freed before those before it."""
+    """Return the memory of parts that run in sequence; backward frees the last part first."""
     transient = released = 0
     for part in reversed(parts):
         transient = max(transient, part.transient - released)
@@ -126,9 +130,10 @@ def in_order(*parts: LayerBytes) -> LayerBytes:
 def recomputed(
     layers: Sequence[LayerBytes], layer_input: int, *, size: int, limit: int
 ) -> list[LayerBytes]:
-    """Return the layers of a stage where the first ``limit`` are run again, ``size`` at a time.
+    """Return the memory of a stage whose first ``limit`` layers are recomputed.
 
-    These keep the bytes of their input only.
+    They are recomputed in groups of ``size`` layers. A group becomes one entry, which keeps only
+    its input of ``layer_input`` bytes.
     """
     run_again, others, found = layers[:limit], layers[limit:], []
     for first in range(0, len(run_again), size):
@@ -138,7 +143,7 @@ def recomputed(
 
 
 def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int:
-    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps besides its input."""
+    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps, not counting its input."""
     statistics = rows * FP32
     if ranks.gpu:
         return statistics

@@ -1,9 +1,9 @@
 """The exact bytes that a rank keeps between steps, counted without building the model.
 
 megatron-core lays the parameters of a chunk into one buffer, from the last to the first. With the
-distributed optimizer each starts at a multiple of 64 elements, each bucket ends at a multiple of
-128 and of the number of replicas, and a rank updates its equal share of each bucket (core's
-``param_and_grad_buffer.py``, as of 0.16.1). The same walk here makes the sums exact.
+distributed optimizer each parameter starts at a multiple of 64 elements, and each bucket ends at a
+multiple of 128 and of the number of replicas. A rank updates an equal share of each bucket
+(``param_and_grad_buffer.py`` of megatron-core 0.16.1). This module repeats that arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.layers.chunks import bucket_size
 from megatron_ext.planning.stages import FP32, Ranks, Summed
 
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|q|kv)\.weight$")
-"""Names of the matrices that may multiply in 8 bits."""
+"""Names of the weights whose matrix products may be in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,15 @@ class Weight:
     """One parameter as a rank holds it.
 
     Attributes:
-        name: its name in the module of its stage.
+        name: name of the parameter in the module of its stage.
         numel: elements on this rank.
-        parts: ranks that hold different parts of it.
-        expert: its replicas are expert-data-parallel, and it has a buffer of its own.
-        shared: it is a copy of the word embedding that other stages hold too.
-        frozen: it has no gradient, no optimizer state and no average.
-        fp8: it is held, and gathered, in 8 bits.
+        parts: number of ranks that hold different parts of the parameter. For experts it counts
+            the different experts of other ranks too.
+        expert: whether it belongs to experts. These have expert-data-parallel replicas and a
+            separate buffer.
+        shared: whether it is a word embedding of which other stages hold copies.
+        frozen: whether it is not trained. Then it has no gradient, optimizer state or average.
+        fp8: whether it is stored, and gathered, in 8 bits.
     """
 
     name: str
@@ -49,12 +51,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix as ranks share it, perhaps with a bias and an adapter (`layers.lora`).
+    """A linear layer sharded over ranks, perhaps with a bias and an adapter (`layers.lora`).
 
     Attributes:
-        outputs, inputs: sides of the whole matrix.
-        rows, columns: ranks that cut its outputs, or its inputs.
-        copies: equal layers that other ranks hold, as experts are.
+        outputs, inputs: features of the whole layer.
+        rows, columns: numbers of ranks that shard its outputs and its inputs.
+        copies: number of ranks that hold such layers with weights of their own, such as experts.
     """
 
     name: str
@@ -67,7 +69,7 @@ class Linear:
     expert: bool = False
 
     def weights(self, lora: LoraConfig) -> list[Weight]:
-        """Return weight, bias and both matrices of an adapter, in the order of the module."""
+        """Return a rank's weight, bias and two adapter matrices, in the order of the module."""
         height, width = self.outputs // self.rows, self.inputs // self.columns
         found = [self._weight("weight", height * width, self.rows * self.columns)]
         if self.bias:
@@ -83,16 +85,16 @@ class Linear:
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
-    """Return the weights, all but the adapters frozen where there are adapters."""
+    """Return the weights; if the run trains adapters, all other weights are frozen."""
     if lora.lora_rank is None:
         return list(weights)
     return [w if ".lora." in w.name else dataclasses.replace(w, frozen=True) for w in weights]
 
 
 def distinct(chunks: Iterable[Iterable[Weight]]) -> int:
-    """Return the elements of the whole model, given the weights of each stage on one rank.
+    """Return the number of parameters of the whole model, from the weights of every stage.
 
-    Copies of the embedding count once.
+    ``chunks`` holds the weights of one rank for each stage. Copies of the embedding count once.
     """
     weights = [weight for chunk in chunks for weight in chunk]
     first_copy = [weight for weight in weights if weight.shared][:1]
@@ -105,8 +107,9 @@ class State(Summed):
     """The memory that one rank keeps between steps.
 
     Attributes:
-        count: elements of its parameters, padding excluded; all others are bytes.
-        frozen: those of the parameters that are not trained.
+        count: number of elements of the parameters, without padding.
+        parameters, gradients, optimizer, average: bytes of each.
+        frozen: the part of ``parameters`` that is not trained, in bytes.
     """
 
     count: int = 0
@@ -124,7 +127,7 @@ class State(Summed):
 
 @dataclass
 class Bucket:
-    """A stretch of a buffer, and where the parameters in it lie."""
+    """A range of a buffer, and the ranges of the parameters in it, in elements."""
 
     start: int
     end: int
@@ -134,11 +137,12 @@ class Bucket:
 def buckets(
     weights: Sequence[Weight], *, distributed: bool, replicas: int, bucket_size: int | None
 ) -> list[Bucket]:
-    """Lay parameters, in the order of the module, into one buffer.
+    """Return the buckets of the buffer that holds the parameters of a module.
 
     Args:
-        distributed: the optimizer's state is shared over the ``replicas``.
-        bucket_size: elements that close a bucket; None for one bucket.
+        weights: the parameters in the order of the module.
+        distributed: whether the optimizer's state is sharded over the ``replicas``.
+        bucket_size: number of elements from which on a bucket is closed; None for one bucket.
     """
     alignment, ending = (64, math.lcm(replicas, 128)) if distributed else (1, 1)
     found: list[Bucket] = []
@@ -178,9 +182,11 @@ def rank_state(
     replica: int = 0,
     expert_replica: int = 0,
 ) -> State:
-    """Return what a rank keeps of all its model chunks, given the weights of each.
+    """Return the memory that a rank keeps between steps for all its model chunks.
 
     Args:
+        rank: pipeline rank.
+        chunks: weights of each chunk.
         replica: index of the rank among those that share its dense parameters.
         expert_replica: index of the rank among those that share its experts.
     """
@@ -217,7 +223,7 @@ def rank_state(
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
-    """Return the elements of a bucket that a replica updates, and the parameters they touch."""
+    """Return how many elements of a bucket a replica updates, and of how many parameters."""
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share
     parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]
@@ -226,9 +232,10 @@ def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
 
 
 def _optimizer_bytes(optimizer: OptimizerConfig, elements: int, touched: int, *, half: bool) -> int:
-    """Return the bytes of moments, and in 16 bits of the fp32 parameters, of what a rank updates.
+    """Return the bytes of the optimizer state for the ``elements`` that a rank updates.
 
-    torch's Adam keeps a float32 counter for each of the ``touched`` parameters.
+    The state is the moments and, with 16-bit parameters (``half``), the fp32 parameters. torch's
+    Adam also keeps a float32 step count for each of the ``touched`` parameters.
     """
     main = FP32 if half else 0
     if optimizer.optimizer == "sgd":

@@ -1,7 +1,7 @@
-"""An estimate of a step's time, and the search for the layouts that take least of it.
+"""An estimate of a step's time, and the search for the fastest layouts.
 
-It is a model, not a measurement: `hardware.Efficiency` says which shares of the rates are taken to
-be reached. Layouts of one model on one kind of GPU compare well; the seconds are rough.
+The estimate is a model, not a measurement, and rests on the assumptions of `hardware.Efficiency`.
+It compares layouts of one model on one kind of GPU well, but its seconds are rough.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Estimate:
 
     Attributes:
         ranks: memory of each pipeline rank.
-        price: the simulation of the schedule, in seconds.
-        flops: operations of the model in a step, on all ranks.
+        price: the simulated schedule, with times in seconds.
+        seconds: time of a step, including the optimizer's update.
+        flops: operations of a step on all ranks together, without recomputation.
     """
 
     network: Network
@@ -40,23 +41,23 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Return the operations of the model over what the GPUs could do by the datasheet.
+        """Return the MFU: the model's operations over what the datasheet rates allow in this time.
 
-        8-bit products are compared with the rate of 16 bits too, as is usual.
+        Runs in fp8 are compared with the 16-bit rate, as is usual.
         """
         world = self.network.config.parallel.world_size
         return self.flops / (self.seconds * world * self.gpu.peak(self.network.sizes.width))
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens that all ranks together go through in a second."""
+        """Return the tokens that all ranks together train on in a second."""
         x = self.network.sizes
         sequences = self.network.schedule.num_microbatches * x.b * x.dp
         return sequences * self.network.tokens / self.seconds
 
     @property
     def peak(self) -> int:
-        """Return the bytes of the rank that needs most, without the reserve."""
+        """Return the peak bytes of the fullest rank, without the reserve."""
         return fullest(self.ranks).total
 
     @property
@@ -66,7 +67,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Return whether the fullest rank leaves the reserve."""
+        """Return whether the peak of the fullest rank plus the reserve fits the GPU's memory."""
         return _fits(self.gpu, self.network, self.ranks)
 
 
@@ -88,7 +89,7 @@ class _Clock:
     rates: Rates
 
     def durations(self, stage: Stage) -> Durations:
-        """Return forward, input-gradient and weight-gradient pass of one micro-batch."""
+        """Return the times of a stage's three passes of one micro-batch."""
         network = self.network
         counted = network.flops(stage)
         rate = self.rates.products(network.sizes.width)
@@ -106,7 +107,7 @@ class _Clock:
         return Durations(forward, inputs, weights)
 
     def exchange(self, volume: Volume) -> float:
-        """Return the time of the collectives, but not of the messages, of a micro-batch."""
+        """Return the time of tensor, context and expert collectives that send ``volume``."""
         x, link = self.network.sizes, self.rates.link
         return (
             volume.tensor / link(x.tp)
@@ -115,7 +116,7 @@ class _Clock:
         )
 
     def latency(self) -> float:
-        """Return the time of a message between stages."""
+        """Return the time of one micro-batch's message between stages."""
         x = self.network.sizes
         mapped = self.network.config.parallel.use_tp_pp_dp_mapping
         stride = x.tp * x.cp * (1 if mapped else x.dp)
@@ -129,7 +130,10 @@ class _Clock:
         return moved / self.rates.memory
 
     def replicas(self, volume: Volume) -> float:
-        """Return the time of the exchange between replicas that computation does not hide."""
+        """Return the time of communication between replicas that computation does not hide.
+
+        The exchange of the gradients of the word embedding is included.
+        """
         x, flags = self.network.sizes, self.network.config.optimizer
         ranks, link = x.dp * x.cp, self.rates.link
         seconds = volume.data / link(x.tp * ranks) if ranks > 1 else 0.0
@@ -140,7 +144,7 @@ class _Clock:
         return seconds * shown + volume.embedding / link(x.tp * ranks * x.pp)
 
     def slowest(self) -> Durations:
-        """Return the times of the slowest rank, averaged over its chunks."""
+        """Return the times of the slowest pipeline rank, averaged over its chunks."""
         ranks = []
         for rank in range(self.network.sizes.pp):
             times = [astuple(self.durations(stage)) for stage in self.network.stages_of(rank)]
@@ -151,8 +155,8 @@ class _Clock:
 def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Estimate:
     """Estimate a step of a run.
 
-    The stages are priced as if all took as long as the slowest one, which is what a pipeline in
-    its steady phase waits for.
+    All stages are assumed to take as long as the slowest one, for which a pipeline in its steady
+    phase waits.
 
     Raises:
         ConfigError: fp8 on a GPU without it.
@@ -167,7 +171,7 @@ def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Es
 
 
 def rank_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:
-    """Return what a rank of one place in the pipeline sends in a step."""
+    """Return the bytes that a pipeline rank sends in a step."""
     total = Volume()
     for stage in rank.stages:
         total += network.traffic(stage) * num_microbatches
@@ -201,7 +205,7 @@ class Candidate:
     recompute: str
 
     def of(self, config: RunConfig, task: TaskFlags, world_size: int, cost: TaskCost) -> RunConfig:
-        """Return the run in this layout; raises ConfigError where it cannot be run so."""
+        """Return the run in this layout; raise ConfigError if the layout is not possible."""
         parallel = replace(
             config.parallel,
             tensor_model_parallel_size=self.tp,
@@ -234,7 +238,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The fastest layouts that fit, and how many candidates can be run and fit."""
+    """The fastest layouts that fit.
+
+    Attributes:
+        tried: number of candidates that are possible.
+        fitting: number of layouts that fit the GPU's memory.
+    """
 
     best: list[tuple[Candidate, Estimate]]
     tried: int
@@ -242,7 +251,7 @@ class SearchResult:
 
 
 def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
-    """Yield all layouts worth trying, with the run's micro-batch and its halves down to 1."""
+    """Yield the layouts to try, with the run's micro-batch size and its halves down to 1."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     layers = config.model.num_layers or 1
     in_node = [size for size in sizes if size <= gpu.per_node]
@@ -268,17 +277,18 @@ def search(
     *,
     count: int = 10,
 ) -> SearchResult:
-    """Find the layouts of a run that fit on a number of GPUs and take the least time.
+    """Return the fastest layouts of a run that fit on ``world_size`` GPUs.
 
-    Of each layout the cheapest mode of recomputation that fits is priced.
+    Each layout uses the first mode of recomputation of `TaskCost.modes` that fits.
 
     Args:
-        config: the run in any layout; what is not a matter of layout is kept, but the optimizer is
-            distributed and sequences are cut wherever matrices are.
-        cost: the task's, whose cases must follow from the flags alone.
+        config: the run in any layout. Other flags are kept, except that Adam is distributed, and
+            that sequence parallelism is used with tensor parallelism.
+        cost: cost of the task, which must have ``from_flags``.
+        count: the most layouts to return.
 
     Raises:
-        ConfigError: no layout can be run at all, with some of the reasons.
+        ConfigError: no layout is possible; the message has some of the reasons.
     """
     tried, priced = 0, list[tuple[Candidate, Estimate]]()
     errors, settled = dict[str, None](), set[Candidate]()

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: made, drawn, priced, proven, and run by one small runtime.
+"""Pipeline schedules as data, which can be drawn, simulated, and run by one runtime.
 
-``python -m megatron_ext.schedules`` draws one and tells its bubble.
+``python -m megatron_ext.schedules`` draws a schedule and prints its bubble.
 """

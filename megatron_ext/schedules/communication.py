@@ -1,7 +1,7 @@
-"""Communication within a step: messages between pipeline ranks, and gradients of done chunks.
+"""Communication within a step: messages between pipeline ranks, and reduction of gradients.
 
-Messages to higher and to lower ranks go through process groups of their own: the channel between
-two ranks then carries one direction only, and both ends use it in the order of the plan.
+Messages to higher and to lower pipeline ranks use separate process groups. The channel between two
+ranks then carries messages in one direction only, in the order of the plan at both ends.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Kind
 
 _PENDING = 64
-"""Messages that may be on their way from one rank."""
+"""The number of messages of one rank that may be in flight."""
 
 
 class Channels:
     """The messages of one step on one rank.
 
     Args:
-        shape: shape of all messages, ``[s, b, h]``; where shapes vary each is sent ahead of its
-            message.
+        shape: shape of all messages, ``[s, b, h]``. If shapes vary it is not used, and each shape
+            is sent before its message.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Channels:
         self.received: dict[tuple[Kind, int, int], tuple[torch.distributed.Work, Tensor]] = {}
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start to send; the message holds the memory until it has left."""
+        """Start to send a message, which is kept in memory until it is sent."""
         assert action.peer is not None
         message = tensor.detach().contiguous()
         ahead = []
@@ -61,7 +61,7 @@ class Channels:
             self._wait(*next(iter(self.sent)))
 
     def receive(self, action: Action) -> None:
-        """Start to receive."""
+        """Start to receive a message."""
         assert action.peer is not None
         group = self.groups[self.rank < action.peer]
         shape = self.shape
@@ -75,7 +75,7 @@ class Channels:
         self.received[action.kind, action.microbatch, action.stage] = (work, message)
 
     def take(self, kind: Kind, action: Action) -> Tensor:
-        """Wait for the message that a computation needs."""
+        """Wait for the message of kind ``kind`` that a computation needs, and return it."""
         work, message = self.received.pop((kind, action.microbatch, action.stage))
         work.wait()
         if kind is Kind.RECEIVE_GRADIENT:
@@ -88,20 +88,20 @@ class Channels:
             work.wait()
 
     def finish(self) -> None:
-        """Wait until all messages have left."""
+        """Wait until all messages are sent."""
         for key in list(self.sent):
             self._wait(*key)
 
 
 class GradientSync:
-    """Starts the data-parallel communication of each chunk when the chunk is done.
+    """Starts the data-parallel communication of each chunk when its gradients are complete.
 
-    Until the last backward pass of a chunk its gradients are only added up. With
-    ``--overlap-grad-reduce`` their reduction starts during that pass; with ``--align-grad-reduce``,
-    or where weight gradients are deferred, right after it. As in megatron-core's schedules the
-    first chunk of the pipeline, whose backward pass is the last, aligns with nothing.
+    Until the last backward pass of a chunk its gradients are only accumulated. With
+    ``--overlap-grad-reduce`` their reduction starts during that pass. With ``--align-grad-reduce``,
+    or if weight gradients are deferred, it starts after that pass. As in megatron-core, the first
+    stage does not align if its rank has one chunk.
 
-    A bucket that is not complete after the pass, because a parameter was not used, is reduced then.
+    A bucket that is incomplete after the pass, because a parameter was not used, is reduced then.
     """
 
     def __init__(
@@ -126,25 +126,25 @@ class GradientSync:
         self.gathered = 0
 
     def start(self) -> None:
-        """Stop the reduction of gradients, before the first action."""
+        """Suspend the reduction of gradients of all chunks; called before the first action."""
         if self.no_sync:
             for index, no_sync in enumerate(self.no_sync):
                 self.waiting[index] = no_sync()
                 self.waiting[index].__enter__()
 
     def before_forward(self, chunk: int) -> None:
-        """Gather the parameters of this chunk and the next, where that is to be overlapped."""
+        """Start to gather the parameters of this chunk and the next, if gathers are overlapped."""
         while self.param_sync and self.gathered < min(chunk + 2, len(self.chunks)):
             self.param_sync[self.gathered](self.chunks[self.gathered].parameters())
             self.gathered += 1
 
     def before_backward(self, action: Action) -> None:
-        """Let the last backward pass of a chunk start the reduction of its buckets."""
+        """Resume the reduction of a chunk's gradients before its last backward pass."""
         if self.during and self.last.get(action.stage) == action:
             self._release(self.placement.chunk_of(action.stage))
 
     def computed(self, action: Action) -> None:
-        """Reduce the gradients of a chunk that is done, after gradients were computed."""
+        """Start the reductions that are left if ``action`` completes a chunk's gradients."""
         if not self.grad_sync or self.last.get(action.stage) != action:
             return
         chunk = self.placement.chunk_of(action.stage)
@@ -161,7 +161,7 @@ class GradientSync:
                 bucket.start_grad_sync()
 
     def finish(self) -> None:
-        """Release all chunks, after the last action."""
+        """Resume the reduction of gradients of all chunks; called after the last action."""
         for chunk in list(self.waiting):
             self._release(chunk)
 
@@ -171,7 +171,7 @@ class GradientSync:
 
 
 def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
-    """Return megatron-core's hooks, one function or one for each chunk, as a list."""
+    """Return a hook of megatron-core, which is one function or one for each chunk, as a list."""
     if hook is None:
         return []
     return list(hook) if isinstance(hook, list) else [hook] * length

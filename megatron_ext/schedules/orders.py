@@ -23,9 +23,9 @@ from megatron_ext.schedules.plan import (
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
-    """Return one forward, one backward (arXiv:2006.09503; arXiv:2104.04473, fig. 3).
+    """Return the 1F1B order of each rank (arXiv:2006.09503; arXiv:2104.04473, fig. 3).
 
-    A rank warms up with one forward pass for each stage after it.
+    A rank warms up with one forward pass for each stage after its own.
     """
     return [
         _alternate(
@@ -40,8 +40,8 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
 def interleaved(placement: Placement, num_microbatches: int, group_size: int) -> list[Order]:
     """Return interleaved 1F1B (arXiv:2104.04473, section 2.2), in megatron-core's order.
 
-    A chunk handles a group of micro-batches before the next chunk takes over. Micro-batches that
-    are left over and too few to fill the pipeline join the last group.
+    A rank runs a group of micro-batches through one chunk before the next chunk. Remaining
+    micro-batches that are too few to fill the pipeline join the last group.
     """
     size, chunks = placement.pipeline_size, placement.num_chunks
     groups = _groups(num_microbatches, group_size, at_least=size)
@@ -57,7 +57,10 @@ def interleaved(placement: Placement, num_microbatches: int, group_size: int) ->
 
 
 def forward_only_order(placement: Placement, num_microbatches: int) -> list[Order]:
-    """Return forward passes alone, for evaluation; groups of micro-batches pass chunk by chunk."""
+    """Return the order of an evaluation, in groups of ``pipeline_size`` micro-batches.
+
+    A rank runs a group through one chunk before the next chunk.
+    """
     groups = _groups(num_microbatches, placement.pipeline_size, at_least=1)
     table = chunk_order(groups, placement.num_chunks)
     return [
@@ -67,7 +70,7 @@ def forward_only_order(placement: Placement, num_microbatches: int) -> list[Orde
 
 
 def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[int]:
-    """Return the sizes of the groups; a last one below ``at_least`` joins the one before it."""
+    """Return the sizes of the groups; a last group below ``at_least`` joins the one before it."""
     whole, rest = divmod(num_microbatches, group_size)
     sizes = [group_size] * whole
     if rest and sizes and rest < at_least:
@@ -78,7 +81,7 @@ def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[in
 
 
 def chunk_order(groups: list[int], num_chunks: int) -> list[tuple[int, int]]:
-    """Return ``(microbatch, chunk)`` group by group, within a group chunk by chunk."""
+    """Return pairs ``(microbatch, chunk)``, group by group and, within a group, chunk by chunk."""
     table, first = [], 0
     for size in groups:
         table += [(first + i, chunk) for chunk in range(num_chunks) for i in range(size)]
@@ -87,7 +90,10 @@ def chunk_order(groups: list[int], num_chunks: int) -> list[tuple[int, int]]:
 
 
 def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """Return warm-up, one forward and one backward in turn, cool-down."""
+    """Return the warm-up, then one forward and one backward in turn, then the cool-down.
+
+    The warm-up is the first ``warmup`` forward passes.
+    """
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]
@@ -97,9 +103,9 @@ def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
 def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
     """Return ZB-H1 (arXiv:2401.10241, section 2.2): the memory of 1F1B, a third of its bubble.
 
-    Rank r warms up as in 1F1B and runs the weight gradient of a micro-batch r micro-batches late,
-    so each rank holds ``pipeline_size`` activations at most. The bubble is ``(pipeline_size - 1) *
-    (forward + input_gradient - weight_gradient)``.
+    Rank r warms up as in 1F1B and computes weight gradients r micro-batches after input gradients,
+    so that each rank holds at most ``pipeline_size`` activations. The bubble is
+    ``(pipeline_size - 1) * (forward + input_gradient - weight_gradient)``.
     """
     orders = []
     for rank in range(placement.pipeline_size):
@@ -118,7 +124,10 @@ def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
 
 @dataclass
 class _Rank:
-    """The state of one rank in the scheduler; counts are indexed by kind and chunk."""
+    """The state of one rank in the scheduler of `zb_v`.
+
+    ``counts`` has the computations done so far, by kind and chunk.
+    """
 
     placement: Placement
     rank: int
@@ -130,10 +139,10 @@ class _Rank:
     )
 
     def may_forward(self, chunk: int) -> bool:
-        """Return whether the memory of 1F1B leaves room for one more forward pass.
+        """Return whether the memory of 1F1B leaves room for a forward pass of a chunk.
 
-        A rank holds ``2 * pipeline_size`` activations of its half-size chunks. On the way forth it
-        leaves room for those that it will hold on the way back before any gradient arrives.
+        That memory is ``2 * pipeline_size`` activations of the half-size chunks. Chunk 0 must
+        leave room for the activations of chunk 1 before the first gradient arrives.
         """
         size, done = self.placement.pipeline_size, self.counts
         if sum(done[Kind.FORWARD]) - sum(done[Kind.WEIGHT]) >= 2 * size:
@@ -142,7 +151,10 @@ class _Rank:
         return chunk == 1 or pending < 2 * size - self.rank - 1
 
     def choose(self, now: float, ends: dict[tuple[Kind, int, int], float]) -> Action | None:
-        """Return the best computation that is ready, None while the rank is busy or has to wait."""
+        """Return the next computation, or None if the rank is busy or no computation is ready.
+
+        ``ends`` has the end times of computations, by the keys of `gives`.
+        """
         if self.free_at > now:
             return None
         for kind, chunk in product((Kind.INPUT, Kind.FORWARD, Kind.WEIGHT), (1, 0)):
@@ -160,9 +172,9 @@ class _Rank:
 def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVEN) -> list[Order]:
     """Return ZB-V (arXiv:2405.15362): two chunks on each rank in V shape, in the memory of 1F1B.
 
-    Time runs, and a rank that is free takes the first computation that is ready, input gradients
-    before forward passes before weight gradients, later stages first. The order is right for any
-    durations, and best for the given ones.
+    A greedy simulation builds the orders. A free rank runs a computation that is ready: input
+    gradients before forward passes before weight gradients, and chunk 1 before chunk 0. The orders
+    are valid for any durations, but made for the given ones.
     """
     ranks = [_Rank(placement, rank, num_microbatches) for rank in range(placement.pipeline_size)]
     ends, now = dict[tuple[Kind, int, int], float](), 0.0
@@ -195,12 +207,13 @@ def build_plan(
 
     Args:
         num_chunks: stages on each rank; more than one for interleaved, two for zb-v.
-        group_size: micro-batches that an interleaved chunk handles before the next chunk; default
-            and least: the pipeline size.
-        durations: expected times; they decide zb-v's order and when receives are posted.
+        group_size: micro-batches that an interleaved chunk runs before the next chunk; default and
+            minimum are the pipeline size.
+        durations: expected times, which decide zb-v's order and when receives are posted.
 
     Raises:
-        ConfigError: a number of chunks or a group size that the schedule cannot have.
+        ConfigError: the schedule is unknown, or does not allow the pipeline size, the number of
+            chunks or the group size.
     """
     _check(schedule, pipeline_size, num_chunks, group_size)
     placement = Placement(pipeline_size, num_chunks, v_shape=schedule == "zb-v")

@@ -1,4 +1,4 @@
-"""A plan drawn over time: one row for each rank, one box for each computation."""
+"""Drawings of a plan over time: one row for each rank, one box for each computation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STYLES = {
 
 
 def text(plan: Plan, cost: Price) -> str:
-    """Draw the timeline in letters, with three columns for the shortest computation.
+    """Draw the timeline as text, in which the shortest computation has three columns.
 
-    A computation is its letter and the micro-batch's number, then dashes while it lasts; later
-    chunks are in small letters, and dots are idle time.
+    A computation is its letter (see `Kind`), the index of its micro-batch, and dashes up to its
+    end. Chunks after a rank's first have lower-case letters. Dots are idle time.
     """
     scale = 3 / min(entry.end - entry.start for rank in cost.timeline for entry in rank)
     rows = []
@@ -43,7 +43,7 @@ def text(plan: Plan, cost: Price) -> str:
 
 
 def save(plan: Plan, cost: Price, path: Path) -> None:
-    """Draw the timeline into a PNG file; later chunks are hatched.
+    """Draw the timeline into a PNG file; chunks after a rank's first are hatched.
 
     Raises:
         ConfigError: see `write_figure`.
@@ -87,10 +87,10 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a picture that a flag names.
+    """Write a figure to the file of ``--png``.
 
     Raises:
-        ConfigError: the file cannot be written, or its ending names no format of pictures.
+        ConfigError: the file cannot be written, or its suffix is no image format.
     """
     try:
         figure.savefig(path, bbox_inches="tight", dpi=120)

@@ -1,9 +1,9 @@
-"""A pipeline schedule is data: for each pipeline rank, a list of actions, and what they cost.
+"""Pipeline schedules as data: a list of actions for each pipeline rank, and their cost.
 
-An order says which forward and backward passes a rank runs (`orders`). `with_messages` adds the
-sends and receives, so that all lists are cuts of one total order of events in which each message is
-a single event. Such lists cannot deadlock: whatever the channels hold, the first event in that
-order that has not happened can happen.
+An order lists the forward and backward passes of a rank (`orders`). `with_messages` adds the sends
+and receives. Every list is then a part of one total order of events, in which each message is a
+single event. Such lists cannot deadlock: the first event of the total order that has not happened
+yet can always happen.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_ext.parallel.grid import Placement
 class Kind(Enum):
     """Kinds of actions.
 
-    BACKWARD computes the gradients of the input and of the weights together; INPUT and WEIGHT are
-    its two halves (arXiv:2401.10241, where they are called B and W).
+    BACKWARD computes the gradients of the input and of the weights together. INPUT computes only
+    those of the input, WEIGHT only those of the weights (B and W in arXiv:2401.10241).
     """
 
     FORWARD = "F"
@@ -42,7 +42,7 @@ class Action:
     """One entry of a rank's list.
 
     Attributes:
-        stage: model stage that this rank acts for, counted along the whole model.
+        stage: index of the stage among all stages of the model.
         peer: pipeline rank at the other end of a message, None for computation.
     """
 
@@ -61,7 +61,7 @@ Order = list[Action]
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Times of the actions of one stage that holds 1/num_stages of the model, in any unit.
+    """Times of one stage's computations, in any unit; all stages are taken to be equal.
 
     A full backward pass takes ``input_gradient + weight_gradient``.
     """
@@ -83,11 +83,14 @@ EVEN = Durations()
 
 
 class CyclicOrder(ValueError):
-    """The ranks' lists wait for each other in a circle."""
+    """The error that computations of the ranks wait for each other in a cycle."""
 
 
 def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:
-    """Yield what must have been computed before, ``(kind, microbatch, stage)``, see `gives`."""
+    """Yield the keys ``(kind, microbatch, stage)`` of the computations an action waits for.
+
+    The keys are those of `gives`.
+    """
     kind, microbatch, stage = action.kind, action.microbatch, action.stage
     if kind is Kind.FORWARD and stage > 0:
         yield Kind.FORWARD, microbatch, stage - 1
@@ -100,7 +103,7 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return the key under which other actions need this computation; BACKWARD counts as INPUT."""
+    """Return the key of a computation for `needs`, in which BACKWARD counts as INPUT."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
 
@@ -120,12 +123,13 @@ def timeline(
     durations: Durations = EVEN,
     latency: float = 0.0,
 ) -> list[list[Timed]]:
-    """Return when each rank runs each computation, if every one starts as soon as it can.
+    """Return the times of each rank's computations, each started as early as possible.
 
-    Messages in the orders are ignored; each takes the time ``latency``.
+    Sends and receives in the orders are ignored. A result is available on another rank after
+    ``latency``.
 
     Raises:
-        CyclicOrder: an action waits for one that never comes.
+        CyclicOrder: a computation waits for one that never runs.
     """
     lists = [[a for a in order if a.kind in COMPUTE] for order in orders]
     ends: dict[tuple[Kind, int, int], float] = {}
@@ -153,7 +157,7 @@ def timeline(
 
 
 def _message(action: Action, placement: Placement) -> tuple[Action, Action] | None:
-    """Return the send and the receive that a computation causes, None where its result stays."""
+    """Return a computation's send and receive, or None if its result stays on the rank."""
     sender = placement.rank_of(action.stage)
     if action.kind is Kind.FORWARD:
         kinds, stage = (Kind.SEND_OUTPUT, Kind.RECEIVE_INPUT), action.stage + 1
@@ -172,11 +176,11 @@ def with_messages(
 ) -> list[Order]:
     """Add the sends and receives to the ranks' computations.
 
-    A send follows its computation; the receive stands where that computation ends in the timeline,
-    before what the receiver finishes later, so it is posted ahead of its use.
+    A send follows its computation. The receive is placed before the receiver's computations that
+    end after the sender's computation, so that it is posted before its message is used.
 
     Raises:
-        CyclicOrder: the orders cannot be run.
+        CyclicOrder: computations wait for each other in a cycle.
     """
     computed = sorted(
         (timed for rank in timeline(orders, placement, durations) for timed in rank),
@@ -210,9 +214,9 @@ class Price:
 
     Attributes:
         makespan: time from the first start to the last end.
-        bubble: time that the busiest rank is idle.
-        peak_activations: for each rank, the most stage activations held until their weight gradient
-            is done.
+        bubble: idle time of the busiest rank; ``bubble_share`` is its fraction of the makespan.
+        peak_activations: for each rank, the peak number of stage activations, each of which is held
+            until its weight gradients are computed.
     """
 
     timeline: list[list[Timed]]
@@ -223,7 +227,7 @@ class Price:
 
 
 def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Price:
-    """Simulate a plan with given times of its actions; ``latency`` is the time of a message."""
+    """Simulate a plan and return its cost; ``latency`` is the time of a message."""
     timed = timeline([list(rank) for rank in plan.ranks], plan.placement, durations, latency)
     makespan = max((rank[-1].end for rank in timed if rank), default=0.0)
     work = max(sum(entry.end - entry.start for entry in rank) for rank in timed)
@@ -233,7 +237,10 @@ def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Pric
 
 
 def _peak(actions: Sequence[Action]) -> int:
-    """Return the most activations held at once; one never let go counts for its own time only."""
+    """Return the peak number of activations of a rank.
+
+    Without backward passes each activation is held during its own forward pass only.
+    """
     trains = any(action.kind is not Kind.FORWARD for action in actions if action.kind in COMPUTE)
     held = peak = 0
     for action in actions:

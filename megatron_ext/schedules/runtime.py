@@ -1,7 +1,7 @@
 """Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``.
 
-With CUDA graphs the first step runs without and shows what the layers are called with; before the
-second the graphs are recorded, while all gradients are zero.
+With ``--cuda-graph-impl local``, the first step runs without CUDA graphs and shows the arguments of
+the layers. The graphs are recorded before the second step, while all gradients are zero.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def scale_by_tokens(
 ) -> None:
     """Divide the summed gradients by the tokens of all data- and context-parallel ranks.
 
-    megatron-core's ``finalize_model_grads`` waits for the device to learn whether there was a token
-    at all; here the device decides by itself. ``num_tokens`` counts this rank's, int ``[]``, on the
-    last stage; it is overwritten.
+    Unlike megatron-core's ``finalize_model_grads``, the host does not wait for the device to check
+    that the number is positive. ``num_tokens``, int ``[]``, is this rank's number of tokens; only
+    the last stage's value is used, and it is overwritten.
     """
     last = context.last_stage_rank
     torch.distributed.broadcast(num_tokens, group=context.pgs.pp, group_src=last)
@@ -53,12 +53,12 @@ def scale_by_tokens(
 
 
 def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
-    """Return whether the layers of a run are recorded."""
+    """Return whether the layers of a run are recorded as CUDA graphs."""
     return flags.cuda_graph_impl == "local" and device == "cuda"
 
 
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
-    """Return how many micro-batches each chunk of a rank holds at most between the two passes."""
+    """Return for each chunk of a rank the peak number of micro-batches between their two passes."""
     now, most = [0] * placement.num_chunks, [0] * placement.num_chunks
     for action in actions:
         chunk = placement.chunk_of(action.stage)
@@ -73,10 +73,10 @@ def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]
 def step_graphs(
     flags: CudaGraphConfig, device: str, chunks: Sequence[torch.nn.Module]
 ) -> list[ChunkGraphs]:
-    """Return the graphs of a rank's chunks; none if the run records none.
+    """Return the CUDA graphs of each chunk of a rank; an empty list if the run records none.
 
     Raises:
-        ConfigError: the model has layers of its own.
+        ConfigError: a chunk has no ``decoder`` whose layers are all `TransformerLayer`.
     """
     graphs = []
     for chunk in chunks if records_graphs(flags, device) else ():
@@ -97,10 +97,11 @@ class PipelineEngine:
     """Runs plans on this rank's model chunks.
 
     Args:
-        schedule: its name in `orders.SCHEDULES`.
+        schedule: one of `orders.SCHEDULES`.
         chunks: chunks of this rank in the order of their stages, wrapped for data parallelism.
-        transformer_config: its hooks are set as for megatron-core's own schedules.
-        graphs: graphs of each chunk's layers; without any they run kernel by kernel.
+        transformer_config: configuration with the hooks that megatron-core's schedules use.
+        group_size: see `build_plan`.
+        graphs: CUDA graphs of each chunk's layers; empty to run without graphs.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class PipelineEngine:
         self.transformer_config, self.context = transformer_config, context
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
-        """Return the plan of a step, the same on all ranks."""
+        """Return the plan of a step, which is the same on all ranks."""
         return build_plan(
             self.schedule,
             pipeline_size=self.context.layout.pipeline_model_parallel_size,
@@ -144,13 +145,13 @@ class PipelineEngine:
         Args:
             forward_step: maps ``(data_iterator, model)`` to the output and the loss function, as
                 megatron-core's schedules take it.
-            shape: shape of what passes from stage to stage on this rank, ``[s, b, h]``; not used
-                where shapes vary and are sent along.
-            collect_non_loss_data: the loss function is called with ``non_loss_data=True``.
-            force_all_reduce: every data-parallel rank gets all reduced gradients.
+            data_iterators: one for each chunk.
+            shape: shape of this rank's messages, ``[s, b, h]``; see `Channels`.
+            collect_non_loss_data: call the loss function with ``non_loss_data=True``.
+            force_all_reduce: give every data-parallel rank all reduced gradients.
 
         Returns:
-            What the loss function reports of each micro-batch, on the last stage.
+            The loss function's report of each micro-batch; empty on ranks without the last stage.
         """
         plan = self.plan(num_microbatches, forward_only=forward_only)
         step = _Step(self, plan, forward_step, data_iterators, shape)
@@ -174,7 +175,10 @@ class PipelineEngine:
         return step.reports
 
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
-        """Record what a training step lacks, and let the chunks replay that have enough."""
+        """Record the graphs that each chunk lacks; switch its graphs on if it has enough.
+
+        ``in_flight`` has the peak number of micro-batches of each chunk, see `most_in_flight`.
+        """
         for chunk, needed in zip(self.graphs, in_flight, strict=True):
             if chunk.num_slots < needed:
                 chunk.capture(needed)
@@ -182,7 +186,7 @@ class PipelineEngine:
 
 
 class _Step:
-    """One run through a rank's actions."""
+    """The execution of one rank's actions in one step."""
 
     trains: bool
     collect_non_loss_data: bool
@@ -211,7 +215,7 @@ class _Step:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
     def run(self) -> None:
-        """Run all actions, in order; then wait for the last messages."""
+        """Run all actions in order, then wait for the last messages."""
         if self.trains:
             self.sync.start()
         for action in self.actions:
@@ -270,7 +274,7 @@ class _Step:
             self.outputs[key] = output
 
     def _input(self, action: Action) -> Tensor | None:
-        """Return what the stage before gave, None for the first stage."""
+        """Return the output of the previous stage, or None on the first stage."""
         if action.stage == 0:
             return None
         before = action.microbatch, action.stage - 1
@@ -283,7 +287,7 @@ class _Step:
         return entering.requires_grad_(self.trains)
 
     def backward(self, action: Action) -> None:
-        """Run the backward pass of a micro-batch through a chunk, whole or of the input alone."""
+        """Run a micro-batch's backward pass through a chunk, with INPUT only for the input."""
         key = action.microbatch, action.stage
         gradient = None
         if action.stage < self.placement.num_stages - 1:
