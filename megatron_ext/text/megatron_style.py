@@ -1,7 +1,7 @@
 """Programs written for Megatron-LM: its ``pretrain``, and functions that such a program calls.
 
 A ``pretrain_*.py`` of Megatron-LM runs if it imports from here instead of ``megatron.training``.
-The providers keep their signatures; docs/porting.md explains them by the example of a program.
+The providers keep their signatures; docs/porting.md explains how to port a program.
 
 A data iterator yields micro-batches on the device, the same on all tensor-parallel ranks; it is
 None on stages that read no data. `megatron.core.utils.get_batch_on_this_cp_rank` divides a

@@ -1,9 +1,9 @@
-"""All that decides the tokens of a conversation: tokenizer, chat template, columns of a row.
+"""All that determines the tokens of a conversation: tokenizer, chat template, columns of a row.
 
-Where the first messages of a conversation end in its text: templating them before each turn anew
-costs the square of their number. Most templates write one message after the other and look at
-nothing that follows; for these, which their syntax tree shows, one templating with a mark before
-each message finds all ends.
+The masks need the places where the first n messages end in the text of a conversation. To template
+the first n messages for every n takes quadratic time. But most templates write one message after
+the other, independently of later messages. If the syntax tree of a template shows this, its text is
+generated once with a mark before each message, which gives all places.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _COLUMNS = (
 
 
 class ChatTokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The interface of a transformers tokenizer that is used here."""
 
     is_fast: bool
     pad_token_id: int | None
@@ -46,7 +46,7 @@ class ChatTokenizer(Protocol):
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse keywords of `apply_chat_template` that this module sets itself."""
+    """Raise a ConfigError for keywords of `apply_chat_template` that this module sets itself."""
     for name in kwargs:
         if name in _OURS:
             raise ConfigError(
@@ -56,9 +56,9 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 class Template:
-    """The chat template applied to the first messages of one conversation.
+    """The chat template, ready to be applied to the first messages of one conversation.
 
-    A row's `enable_thinking` goes before one among the keywords of the run.
+    A row's `enable_thinking` overrides that of ``--sft-template-kwargs``.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class Template:
             ) from error
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
-        """Return the tokens of the first ``count`` messages, with the generation prompt or not."""
+        """Return the tokens of the first messages; ``prompt`` adds the generation prompt."""
         wanted = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
         return list(self.apply(count, **wanted)["input_ids"])
 
     def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
-        """Return the text of the first ``count`` messages, with the generation prompt or not."""
+        """Return the text of the first messages; ``prompt`` adds the generation prompt."""
         return str(self.apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
 
     def source(self) -> str:
-        """Return the template itself, in Jinja's language."""
+        """Return the Jinja source of the template."""
         own = self._kwargs.get("chat_template")
         return self._tokenizer.get_chat_template(own, self._kwargs.get("tools"))
 
     def encode(self, text: str) -> Any:
-        """Return the token ids of a text that was templated, and where each lies in it."""
+        """Return `input_ids` and `offset_mapping` (in characters) of a text from the template."""
         try:
             return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # such as half a surrogate pair, in ways of their own
@@ -112,12 +112,12 @@ def _reason(error: Exception) -> str:
 
 
 CONTENT_VERSION = 1
-"""Raised whenever this package makes other tokens or masks of the same rows."""
+"""A version to increase whenever this package makes other tokens or masks of the same rows."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """The means by which rows become tokens; `identity` holds what decides a store's content."""
+    """The tokenizer and options of conversations; `identity` describes what determines tokens."""
 
     tokenizer: ChatTokenizer
     settings: TokenizerConfig
@@ -127,9 +127,9 @@ class Chat:
 
 
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
-    """Return the `Chat` that the flags ask for, with the token ids of ``tokenizer``.
+    """Return the `Chat` of a run, whose token ids are those of ``tokenizer``.
 
-    Raise a ConfigError without a template, a DataError if a file cannot be read.
+    Raise a ConfigError without a chat template, a DataError if a file cannot be read.
     """
     # Where a file's digest identifies the tokenizer, its path does not count.
     about = dict(tokenizer.unique_identifiers)
@@ -191,13 +191,13 @@ def _digest(value: Any) -> str:
 
 
 def key_of(*values: Any) -> str:
-    """Return a short name for plain values."""
+    """Return the first 20 hex digits of a digest of JSON values, to name a file."""
     return _digest(values)[:20]
 
 
 Beginning = Callable[[int, bool], int | None]
-"""A function from a number of messages, and whether the generation prompt follows, to the length of
-their text; None where the whole text does not begin with it."""
+"""A function of n and of a bool that adds the generation prompt: the number of characters of the
+first n messages' text; None if the whole text does not begin with that text."""
 
 _MARK = "\ue000message\ue001"
 _FOR = r"\{%[-+]?\s*for\s+\w+\s+in\s+(?:NAMES)\s*([-+]?%\})"
@@ -205,7 +205,7 @@ _OF_PASSED_MESSAGES = ("first", "index", "index0", "previtem", "cycle", "changed
 
 
 def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
-    """Return the function to the ends of the first messages in the text of all ``count``."""
+    """Return the `Beginning` of a conversation of ``count`` messages with the text ``whole``."""
 
     def templated(messages: int, prompt: bool) -> int | None:
         text = template.text(messages, prompt=prompt)
@@ -228,7 +228,7 @@ def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Return the ends of the first n messages, n up to one less than all; None if unknown."""
+    """Return where the first n messages end in the text, by n < ``count``; None if unknown."""
     source = marked_source(template.source())
     if source is None or count < 2 or _MARK in whole:
         return None
@@ -245,7 +245,7 @@ def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] |
 
 @lru_cache(maxsize=8)
 def marked_source(source: str) -> str | None:
-    """Return the template with a mark before each message; None if one may depend on later ones."""
+    """Return a template with a mark before each message; None if a message may need later ones."""
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except TemplateSyntaxError:
@@ -276,7 +276,7 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """Return the variable that an assignment gives another name, whole or but for its first."""
+    """Return the variable in ``names`` that is assigned, whole or without its first item."""
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
         part = value.arg
@@ -287,7 +287,7 @@ def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
 
 
 def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
-    """Tell whether messages but the first are read outside the loop, or it asks how many follow."""
+    """Tell whether a template may use later messages, by their list or by the variable `loop`."""
     known = [loop.iter]
     for item in tree.find_all(nodes.Getitem):
         if isinstance(item.arg, nodes.Const) and item.arg.value == 0:
@@ -303,7 +303,7 @@ def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool
 
 
 def _asks_what_follows(node: nodes.Node) -> bool:
-    """Tell whether a node asks `loop` for what follows; inner loops have their own."""
+    """Tell whether a node may read later items from `loop`; ignore the `loop` of inner loops."""
     if isinstance(node, nodes.Getattr) and _is_loop(node.node):
         return node.attr not in _OF_PASSED_MESSAGES
     inner = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
@@ -315,7 +315,7 @@ def _is_loop(node: nodes.Node) -> bool:
 
 
 def _is_constant(tail: list[nodes.Node], tree: nodes.Template) -> bool:
-    """Tell whether what follows the loop writes the same after any number of messages."""
+    """Tell whether the nodes after the loop write the same text for any number of messages."""
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     output = nodes.Output(tail)
     names = {name.name for name in output.find_all(nodes.Name)}

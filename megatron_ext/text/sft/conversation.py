@@ -1,6 +1,6 @@
-"""The conversation in a row of a jsonl or parquet file, every field checked.
+"""Reads the conversation in a row of a jsonl or parquet file, and checks every field.
 
-Three layouts of a row are read: a column of messages as `apply_chat_template` of transformers
+A row has one of three layouts: a column of messages as `apply_chat_template` of transformers
 takes them, one prompt and one response column, and ShareGPT's column of `from`/`value` pairs.
 """
 
@@ -30,7 +30,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 
 
 class Place(NamedTuple):
-    """The origin of a row: its file and its number there, counted from 1."""
+    """The origin of a row: its file, and its number in the file, from 1."""
 
     file: str
     row: int
@@ -41,11 +41,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One checked conversation, whose messages have no `loss_mask` and no keys that are null.
+    """One checked conversation; `loss_mask` and null values are removed from its messages.
 
     Attributes:
-        trained: for each message, whether it is an assistant's whose tokens are trained.
-        enable_thinking: the row's own choice; None leaves it to the run's.
+        trained: for each message, whether its tokens are trained (an assistant's only).
+        enable_thinking: the value in the row; None means that the run's value holds.
     """
 
     messages: tuple[Message, ...]
@@ -63,7 +63,7 @@ def read_conversation(
 
 
 def plain(value: Any) -> Any:
-    """Turn numpy arrays, as parquet readers nest them, into lists, and scalars into Python's."""
+    """Convert nested numpy arrays of parquet readers to lists, and numpy scalars to Python's."""
     if isinstance(value, np.ndarray):
         return [plain(item) for item in value.tolist()]
     if isinstance(value, np.generic):
@@ -77,7 +77,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row, its place, and the options that name its columns."""
+    """A row with its place, and the options that name its columns."""
 
     columns: Mapping[str, Any]
     place: Place
@@ -149,7 +149,7 @@ class _Row:
         return messages
 
     def _system_column(self, turns: list[Any]) -> list[Message]:
-        """Return the system message of a column of its own, which some ShareGPT files have."""
+        """Return the system message of a ShareGPT row with a system column, else an empty list."""
         name, conversations = self.sft.sft_system_key, self.sft.sft_conversations_key
         text = plain(self.columns.get(name))
         if text is None or text == "":
@@ -161,7 +161,7 @@ class _Row:
         return [{"role": "system", "content": text}]
 
     def _calls(self, text: str, field: str) -> Message:
-        """Return the assistant's calls of tools from their JSON text, one or a list of them."""
+        """Return the message fields of tool calls; ``text`` is JSON of one call or a list."""
         try:
             value = json.loads(text)
         except ValueError as error:
@@ -182,7 +182,7 @@ class _Row:
         ]
 
     def _is_trained(self, message: Message, field: str) -> bool:
-        """Check a message, and tell whether its tokens are trained."""
+        """Check a message; return whether its tokens are trained."""
         role = message.get("role")
         if not isinstance(role, str) or not role:
             self._refuse(f"{field}.role", f"must be a text such as user or assistant, not {role!r}")
@@ -204,7 +204,7 @@ class _Row:
         return role == ASSISTANT and (mask is None or bool(mask))
 
     def _tools(self) -> tuple[Any, ...] | None:
-        """Return the schemas; a text of JSON holds those that parquet would merge."""
+        """Return the tool schemas; JSON text avoids that parquet merges keys of objects."""
         name = self.sft.sft_tools_key
         tools = plain(self.columns.get(name))
         if isinstance(tools, str):

@@ -1,9 +1,9 @@
 """The three splits of a fine-tuning run: rows of conversations as tensors, and their steps.
 
-One rule for lengths: a conversation of n tokens takes n - 1 positions of a row, since position t
-reads token t and predicts token t + 1. ``--sft-max-length`` counts tokens, ``--seq-length``
-positions. No label crosses from one conversation into the next. Padding is known by its place,
-never by its id, which may be the end token's.
+A conversation of n tokens takes n - 1 positions of a row, since position t reads token t and
+predicts token t + 1. ``--sft-max-length`` counts tokens; ``--seq-length`` counts positions. No
+label belongs to another conversation than its input. Padding is recognized by its position, never
+by its id, which may be that of the end token.
 """
 
 import functools
@@ -38,7 +38,7 @@ Truncation = Literal["error", "left", "right"]
 
 
 def kept_tokens(max_length: int, truncation: Truncation) -> slice:
-    """Return which tokens of a conversation of any length are kept: its last, or its first."""
+    """Return the slice of tokens to keep: the last ``max_length`` for "left", else the first."""
     return slice(-max_length, None) if truncation == "left" else slice(max_length)
 
 
@@ -47,12 +47,12 @@ def lay_out(
 ) -> dict[str, NDArray[Any]]:
     """Lay conversations side by side, each shifted by one, and pad the row.
 
-    Position t reads ``ids[t]`` and predicts ``ids[t + 1]``, whose mask is the weight: the first
-    token is never a label.
+    Position t reads ``ids[t]`` and predicts ``ids[t + 1]`` with the loss weight ``mask[t + 1]``.
+    The first token is never a label.
 
     Args:
-        conversations: ids and mask of trained tokens, at least 2 of each, by number.
-        length: s, positions of the row; raise a DataError if they are not enough.
+        conversations: ids and mask of each conversation (at least 2 tokens), by its number.
+        length: positions s of the row; raise a DataError if the conversations need more.
 
     Returns:
         ``tokens``, ``labels``, ``position_ids`` (0 in padding) and ``sample_ids`` (-1 in padding),
@@ -83,14 +83,14 @@ def lay_out(
 
 
 class SftDataset(Dataset[dict[str, Tensor]]):
-    """The conversations of one split; an index is a row, a tuple of their numbers.
+    """The conversations of one split; an item is a row, indexed by the tuple of its conversations.
 
-    ``members`` are the numbers of the split's conversations among those of all stores, ``[n]``. One
-    that is longer than ``max_length`` is a DataError under the truncation "error".
+    ``members [n]`` are the indices of the split's conversations in all stores together. With the
+    truncation "error", raise a DataError if one is longer than ``max_length`` tokens.
 
     Attributes:
         lengths: positions that each conversation takes, ``[n]``.
-        plan: rows of each step of a run; None until the split is given one.
+        plan: the rows of each step of a run; None until `build_splits` sets it.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         return len(self._members)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the plan, which a loader's process does not need."""
+        """Return the state without the plan, which a data loader's worker does not need."""
         return {**self.__dict__, "plan": None}
 
     def __getitem__(self, row: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return a row; see `lay_out`. ``()`` is a row of padding."""
+        """Return the row of these conversations (`lay_out`); ``()`` gives a row of padding."""
         conversations = {}
         for sample in row:
             store, number = self.place_of(sample)
@@ -139,14 +139,14 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         return {name: torch.from_numpy(column) for name, column in laid.items()}
 
     def place_of(self, sample: int) -> tuple[SftStore, int]:
-        """Return the store of a conversation, and its number there."""
+        """Return the store that holds conversation ``sample`` of the split, and its index there."""
         number = int(self._members[sample])
         store = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self._stores[store], number - int(self._begins[store])
 
 
 def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
-    """Return the multiply-adds of a forward pass by the lengths of a row's documents.
+    """Return the compute of a forward pass as a function of document lengths, up to a factor.
 
     A layer of width h takes ``12 h**2 L + h L**2`` where the MLP is ``4 h`` wide, so that attention
     costs as much as all else at ``L = 12 h``. Source: Narayanan et al. 2021 (arXiv:2104.04473),
@@ -161,7 +161,7 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
 
 
 def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
-    """Return the rows of each step, whose order the seed decides; None makes all epochs alike."""
+    """Return the rows of each step; the seed shuffles each epoch, None gives equal epochs."""
     micro_batch_size, batch = config.training.batch_sizes
     replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length
     batching = config.section(SftConfig).sft_batching
@@ -186,8 +186,8 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
 def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
     """Build the splits with their plans on every rank; see `Task.datasets`.
 
-    A split without conversations is None. Ranks that read no data need the plan of the steps. Raise
-    a ConfigError for flags without data or template, a DataError for data that cannot be used.
+    A split without conversations is None. Ranks that read no data need the plans too. Raise a
+    ConfigError if data or chat template are not given, a DataError for unusable data.
     """
     sft = config.section(SftConfig)
     chat = build_chat(tokenizer, config.section(TokenizerConfig), sft)

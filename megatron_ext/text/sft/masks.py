@@ -1,12 +1,12 @@
-"""The token ids of a conversation and the mask of trained ones, by the chat template.
+"""The token ids of a conversation and the mask of trained tokens, found by the chat template.
 
-A template that marks the assistant's text with ``{% generation %}`` says itself what is trained.
-For any other, each assistant turn is found by templating the messages before it (with the
-generation prompt) and the messages up to it: the tokens between the two are the turn's, from its
-first word to its end-of-turn token and what the template writes after that. Both must be the
-beginning of the whole conversation, token for token. The texts are compared first, so that a
-conversation is tokenized once; where a turn does not begin and end between two tokens, the tokens
-of its beginnings decide.
+A template with ``{% generation %}`` marks the trained text itself. With any other template, each
+assistant turn is found by applying the template to the messages before the turn (with the
+generation prompt), and to the messages up to and including the turn. The tokens between the two
+ends belong to the turn: its words, its end-of-turn token and all that the template writes after it.
+Both results must be beginnings of the whole conversation, token for token. Texts are compared
+first, which needs only one tokenization. If a turn begins or ends inside a token of the whole
+conversation, the two results are tokenized and compared instead.
 """
 
 import re
@@ -24,7 +24,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class TokenizedConversation(NamedTuple):
-    """The token ids ``[s]`` and, for each, 1 where it is trained, else 0."""
+    """The token ids ``[s]`` of a conversation, and its mask ``[s]``: 1 if trained, else 0."""
 
     ids: list[int]
     mask: list[int]
@@ -33,9 +33,9 @@ class TokenizedConversation(NamedTuple):
 def tokenize_conversation(
     tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig | None = None
 ) -> TokenizedConversation:
-    """Return the token ids and the trained tokens of a conversation.
+    """Return the token ids and the mask of a conversation.
 
-    Raise a ConfigError without a template, a DataError if it refuses the conversation or its mask.
+    Raise a ConfigError without a chat template, a DataError if no ids or no mask can be found.
     """
     sft = sft or SftConfig()
     kwargs, realign = sft.template_kwargs, sft.sft_on_mismatch == "realign"
@@ -54,10 +54,10 @@ def tokenize_conversation(
 
 
 def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return the template's own mask, less the turns that the row takes out.
+    """Return the mask of the template's own marks, without turns whose `loss_mask` is 0.
 
-    transformers drops the turns after one whose first character has no token, and marks all
-    that follows one whose last character has none: so the marked runs are counted.
+    transformers drops all turns after one whose first character has no token, and marks all text
+    after one whose last character has none. To detect this, the marked runs are counted.
     """
     conversation = template.conversation
     encoded = template.apply(
@@ -95,10 +95,10 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
 
 
 def _by_text(template: Template) -> TokenizedConversation | None:
-    """Return the mask by the places of the turns in the text; None where that cannot tell.
+    """Return the mask by the positions of the turns in the text; None if these do not suffice.
 
-    A byte-pair encoding that has an edge between two tokens gives what lies before it the same
-    tokens alone, since no merge reached across.
+    If a byte-pair encoding has a token boundary at a position, no merge crosses it, and the text
+    before it has the same tokens when it is encoded alone.
     """
     conversation = template.conversation
     count = len(conversation.messages)
@@ -121,16 +121,16 @@ def _by_text(template: Template) -> TokenizedConversation | None:
 
 
 def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
-    """Return the token that begins at a place of the text; None inside of a token."""
+    """Return the index of the token that begins at character ``place``; None inside a token."""
     token = bisect_left(offsets, place, key=lambda offset: offset[0])
     return token if token and offsets[token - 1][1] == place else None
 
 
 def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return the mask by templating the messages before and up to each trained turn.
+    """Return the mask by tokenizing the messages before, and up to, each trained turn.
 
-    A prefix never ends within a group of tool messages, since both its ends are at assistant
-    turns; templates that merge such a group are thus templated as they will be in the whole.
+    Both prefixes end at an assistant turn, never within a group of tool messages. A template that
+    merges such a group therefore writes it as in the whole conversation.
     """
     conversation = template.conversation
     whole = template.ids(len(conversation.messages))
@@ -147,7 +147,7 @@ def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
 
 
 def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
-    """Return the span of one assistant turn, from after the generation prompt to its end."""
+    """Return (start, end) of the tokens of one assistant turn, without the generation prompt."""
     before = template.ids(turn, prompt=True)
     if not _begins(whole, before):
         rule = "does not begin with the generation prompt: " + _MISMATCH.format("before")
@@ -168,7 +168,7 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Return the length of what the template writes of the first messages; None if it differs."""
+    """Return the number of tokens of the first ``count`` messages; None if ``whole`` differs."""
     # Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
     # written with and without the generation prompt is that of the messages.
     prefix = template.ids(count)
@@ -195,7 +195,10 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 
 
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
-    """Look for a turn in a whole not written like its beginnings; it has the first edge's token."""
+    """Find (start, end) of a turn in a conversation that need not begin with its own prefixes.
+
+    A token that joins generation prompt and turn belongs to the turn.
+    """
     messages = template.conversation.messages
     at = _place_of(template, whole, turn)
     bare, prompted = template.ids(turn), template.ids(turn, prompt=True)
@@ -215,7 +218,7 @@ def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[in
 
 
 def _place_of(template: Template, whole: list[int], count: int) -> int:
-    """Return the place in the whole conversation where its first messages end."""
+    """Return the token index in ``whole`` at which the first ``count`` messages end."""
     at = _end_of_prefix(template, whole, count)
     if at is None:
         at = _after_longest_tail(whole, template.ids(count), 0, len(whole))
@@ -225,7 +228,7 @@ def _place_of(template: Template, whole: list[int], count: int) -> int:
 
 
 def _after_longest_tail(whole: list[int], part: list[int], low: int, high: int) -> int | None:
-    """Return the position in ``(low, high]`` after the longest end of ``part``, the first one."""
+    """Return the first end in ``(low, high]`` of the longest suffix of ``part`` in ``whole``."""
     best, length = None, 0
     for end in range(low + 1, high + 1):
         shared = 0

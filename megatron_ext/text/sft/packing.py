@@ -1,10 +1,10 @@
 """Dynamic packing: which samples share a row, and which rows a data-parallel rank computes.
 
-Everything here is a function of the samples' lengths and of ``(seed, epoch, step)``, in integers
-and with no communication, so that all ranks find the same rows and a run resumes at any step.
+Everything is computed from the samples' lengths and ``(seed, epoch, step)``, in integers and
+without communication: all ranks find the same rows, and a run can resume at any step.
 
-An epoch is exact: every conversation is seen once. Its last step may be short, and is filled with
-empty rows (``[]``), which weigh nothing in the loss.
+In an epoch every conversation is used exactly once. If its last step has too few rows, it is filled
+with empty rows (``[]``), whose loss weight is 0.
 """
 
 import heapq
@@ -19,7 +19,7 @@ from megatron_ext.data.samplers import Ints, Row, shuffled
 from megatron_ext.errors import ConfigError, DataError
 
 EVEN_ENOUGH = 1000
-"""Rows are swapped no more once the busiest rank is less than 1/1000 above the mean."""
+"""Swapping of rows stops when the busiest rank is at most 1/1000 above the mean."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class CostModel:
 
 
 def cost(lengths_in_row: ArrayLike, model: CostModel) -> int:
-    """Return the compute of a packed row, whose documents do not attend to each other."""
+    """Return the compute of a packed row, in which documents do not attend to each other."""
     return int(model.of_documents(lengths_in_row).sum())
 
 
 def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
     """Put each sample, longest first, into the first row that has room (first-fit decreasing).
 
-    At most 11/9 of the fewest possible rows plus 6/9 (Dósa 2007). Rows with room for the current
-    length are kept in a heap by number; lengths only fall, so that a row re-enters the heap at
-    most once per sample: O(n log n).
+    The number of rows is at most 11/9 of the optimum plus 6/9 (Dósa 2007). A heap holds the indices
+    of the rows with room for the current length. Since lengths only decrease, a row re-enters the
+    heap at most once per sample, which takes O(n log n).
     """
     sizes = fitting_lengths(lengths, capacity)
     order = np.argsort(-sizes, kind="stable").tolist()
@@ -95,12 +95,13 @@ def fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
 def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
     """Deal the rows of one step to ranks: equally many for each, and about the same cost.
 
-    Costliest first to the cheapest rank that has room (Graham 1969), then swaps between the
-    busiest rank and another as long as one lowers the higher of the two. `small_ends` orders the
-    rows of all ranks alike, for ranks that meet in every micro-batch (expert parallelism).
+    Each row, costliest first, goes to the cheapest rank that has room (Graham 1969). Then the
+    busiest rank swaps rows with others as long as this lowers the higher of the two loads.
+    `small_ends` orders the rows of all ranks in the same way, since expert parallelism synchronizes
+    ranks in every micro-batch.
 
-    Return for each rank positions in ``costs [rows]`` in the order of its micro-batches; raise a
-    ConfigError if the rows cannot be dealt equally.
+    Return for each rank the indices of its rows in ``costs [rows]``, in the order of micro-batches.
+    Raise a ConfigError if the number of rows is not a multiple of ``num_ranks``.
     """
     weights = np.asarray(costs, dtype=np.int64)
     if weights.size % num_ranks or not weights.size:
@@ -114,7 +115,7 @@ def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
 
 
 def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
-    """Deal members, costliest first, to the cheapest of the groups with fewer than ``most``."""
+    """Give each member, costliest first, to the cheapest group with fewer than ``most`` members."""
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     loads = [(0, group) for group in range(num_groups)]
     for member in np.argsort(-weights, kind="stable").tolist():
@@ -126,7 +127,7 @@ def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
 
 
 def _swap_rows(ranks: Ints, weights: Ints) -> None:
-    """Swap entries of ``ranks [ranks, rows]`` in place; the sum of squared loads always falls."""
+    """Even out loads by swaps in ``ranks [ranks, rows]``, in place; each lowers the squared sum."""
     loads = weights[ranks].sum(axis=1)
     mean = int(loads.sum()) // len(loads)
     while True:
@@ -145,7 +146,7 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
 
 
 def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
-    """Order micro-batches by cost, cheap ones at both ends, where pipeline stages wait."""
+    """Order micro-batches by cost with cheap ones at both ends, where pipeline stages are idle."""
     rising = sorted(members, key=lambda member: (int(weights[member]), member))
     return rising[::2] + rising[1::2][::-1]
 
@@ -155,9 +156,9 @@ def token_budget(
 ) -> list[list[Row]]:
     """Deal the samples of one step to ranks and to micro-batches of at most ``budget`` tokens.
 
-    Samples are dealt to ranks by cost. The rank that needs most micro-batches sets their number,
-    and every rank spreads its samples over that many; some are empty where samples do not suffice.
-    Return for each rank equally many micro-batches of positions in ``lengths``.
+    Samples are dealt to ranks by cost. The rank that needs most micro-batches determines their
+    number, and every rank distributes its samples over this number; some may stay empty. Return for
+    each rank its micro-batches, each a list of indices in ``lengths``.
     """
     sizes = fitting_lengths(lengths, budget)
     costs = model.of_documents(sizes)
@@ -175,7 +176,7 @@ def token_budget(
 
 
 def named(rows: list[Row], members: Sequence[int]) -> list[Row]:
-    """Return rows of positions in ``members`` as rows of the members themselves."""
+    """Replace the indices in rows by the ``members`` with these indices."""
     return [[members[position] for position in row] for row in rows]
 
 
@@ -191,10 +192,10 @@ def _filled(rows: list[Row], count: int) -> list[Row]:
 class PackedEpochs:
     """Rows of ``capacity`` tokens that several conversations share.
 
-    Every epoch is packed anew with samples of equal length exchanged (the number of rows stays),
-    and its rows are shuffled by ``seed``; the row that packing could not fill comes last. Without
-    a seed all epochs are the same, in the order of packing. A rank with fewer than eight rows in a
-    step may have too few to swap for an even share of the work.
+    Every epoch is packed anew, which exchanges samples of equal length; the number of rows stays.
+    ``seed`` shuffles the rows, except the last one that packing opened. Without a seed all epochs
+    are equal, in the order of packing. With fewer than eight rows per rank and step, swaps may not
+    suffice to balance the work.
     """
 
     lengths: ArrayLike
@@ -228,9 +229,9 @@ class PackedEpochs:
 
 @dataclass
 class PaddedEpochs:
-    """Rows of one conversation each; a rank takes ``micro_batch_size`` of a step at each turn.
+    """Rows of one conversation each; ranks take ``micro_batch_size`` rows of a step in turn.
 
-    The seed decides the order, anew in each epoch; without one it is the order of the split.
+    The seed shuffles the conversations anew in each epoch; without one they keep their order.
     """
 
     num_samples: int
@@ -254,9 +255,9 @@ class PaddedEpochs:
 
 @dataclass
 class BudgetEpochs(PackedEpochs):
-    """Steps of as many rows as ``rows_per_step`` conversations need, in the order of the seed.
+    """Steps of ``rows_per_step`` conversations, in as many rows as these need (`token_budget`).
 
-    Empty rows fill those of a rank up to a multiple of ``multiple``; see `token_budget`.
+    The seed shuffles the conversations. A rank's rows are filled up to a multiple of ``multiple``.
     """
 
     multiple: int = 1

@@ -1,6 +1,6 @@
-"""The making of a store, by tools/preprocess_data.py or when a run starts.
+"""Tokenizes conversations into a store, in tools/preprocess_data.py or at the start of a run.
 
-A run tokenizes files of conversations once, by one process, into a cache.
+A run tokenizes each file of conversations once, into a cache; other processes wait for it.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ _WITHOUT_MEANING = {
 
 
 KEYS = ("document", "mask")
-"""The parts of a conversation in a store: its token ids, and 1 for each trained one."""
+"""The two datasets of a store: token ids, and the mask with 1 for each trained token."""
 
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """A `BlockEncoder` of conversations: one document for each, under both `KEYS`."""
+    """A `BlockEncoder` of conversations: each is one document in the datasets of both `KEYS`."""
 
     chat: Chat
 
@@ -65,7 +65,7 @@ class ConversationEncoder:
         return len(kept)
 
     def tokenize(self, line: bytes, number: int) -> TokenizedConversation:
-        """Return ids and mask of a line's conversation; raise a BadLine if none can be trained."""
+        """Return ids and mask of a line's conversation; raise a BadLine if it is not usable."""
         place = Place("", number)
         try:
             conversation = read_conversation(read_object(line), place, self.chat.sft)
@@ -112,7 +112,7 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 
 
 def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
-    """Tokenize conversations into a store, with tokenizer and template at hand."""
+    """Tokenize conversations into a store with the tokenizer and template of ``chat``."""
     start = time.monotonic()
     with planned(options, {"sft": chat.identity}, say) as (folder, parts, done):
         resumed = len(done)
@@ -153,10 +153,10 @@ def open_stores(
     vocab_size: int,
     say: Say = say_to_stderr,
 ) -> list[SftStore]:
-    """Open the stores of files of conversations, or of prefixes that were preprocessed.
+    """Open one store for each name, a file of conversations or the prefix of a store.
 
     Args:
-        flag: the flag that names them, for errors.
+        flag: the flag that gives the names, for errors.
         cache: ``--data-cache-path``.
 
     Raises:
@@ -185,7 +185,7 @@ def open_stores(
 
 
 def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
-    """Return the prefix of the store of one file, made now if the cache lacks it."""
+    """Return the prefix of the store of one file; write the store if the cache lacks it."""
     prefix = folder / f"{Path(name).name}.{key_of([identity_of(name)], chat.identity)}"
     if about_path(prefix).exists():
         return str(prefix)

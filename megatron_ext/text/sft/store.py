@@ -1,8 +1,8 @@
-"""A store of tokenized conversations: two indexed datasets, and a JSON file on their making.
+"""A store of tokenized conversations: two indexed datasets, and a JSON file that describes them.
 
-``PREFIX_sft_document.bin/.idx`` holds the token ids, one document for each conversation, uncut;
-``PREFIX_sft_mask.bin/.idx`` holds 1 for each trained token, else 0 (uint8); ``PREFIX_sft.json``
-says what decided the content, and is written last: without it the others do not count.
+``PREFIX_sft_document.bin/.idx`` holds the token ids, one untruncated document per conversation.
+``PREFIX_sft_mask.bin/.idx`` holds 1 for each trained token, else 0 (uint8). ``PREFIX_sft.json``
+records tokenizer, template and options. It is written last; without it the store is incomplete.
 """
 
 import json
@@ -29,12 +29,12 @@ def about_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def prefix_of(name: str) -> str:
-    """Return the prefix of a store, which may be given with the ending of its token files."""
+    """Return the prefix of a store, given the prefix itself or that of its document dataset."""
     return name.removesuffix(_SUFFIX)
 
 
 def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[str, int]]) -> None:
-    """Publish a store in place, made of input files with so many conversations each."""
+    """Write the JSON file that completes a store; ``files`` are (input file, conversations)."""
     path = about_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
     about = {"format": FORMAT, **identity, "files": [list(file) for file in files]}
@@ -46,12 +46,12 @@ def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[
 
 
 Arrays = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.uint8]]
-"""The first token of each of n conversations, and the end of the last, ``[n + 1]``; the ids and the
+"""The first token index of each of n conversations, with the end of the last, ``[n + 1]``; ids and
 mask of all tokens, ``[t]``."""
 
 
 class SftStore:
-    """The conversations of a prefix, in the order of rows; damaged parts raise a DataError."""
+    """The conversations of a store in the order of rows; raise a DataError if it is damaged."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -73,7 +73,7 @@ class SftStore:
         return len(self.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the mapped arrays, which a loader's process maps itself."""
+        """Return the state without the mapped arrays, which a data loader's worker maps itself."""
         return {**self.__dict__, "_arrays": None}
 
     def _map(self, key: str) -> NDArray[Any]:
@@ -95,7 +95,7 @@ class SftStore:
         return ids[kept], mask[kept]
 
     def source_of(self, number: int) -> tuple[str, int]:
-        """Return the input file that a conversation came from, and its number there from 1."""
+        """Return the input file of a conversation, and its number in that file, from 1."""
         for path, count in self.about["files"]:
             if number < count:
                 return str(path), number + 1
