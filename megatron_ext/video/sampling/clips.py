@@ -128,7 +128,7 @@ def write_clips(
 
     Raises:
         ConfigError: PyAV or pillow is not installed.
-        DataError: the folder holds other files.
+        DataError: the folder holds files other than samples.
     """
     target = Path(folder)
     writing = open_folder(target)
@@ -148,7 +148,7 @@ def open_folder(target: Path) -> Path:
     """Make and return an empty folder beside the target for its new samples; see `publish`.
 
     Raises:
-        DataError: the target holds other files.
+        DataError: the target holds files other than samples.
     """
     if target.exists() and not _is_ours(target):
         raise DataError(

@@ -157,14 +157,14 @@ class _Formulas:
         return Clip("", frames, height // patch, width // patch, length, micro)
 
     def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> DiTNetwork:
-        """Return critic or teacher on a clip, whose frames all attend to each other."""
+        """Return the cost formulas of critic or teacher on a clip with bidirectional attention."""
         clip = self._clip(self._streaming.chunk_frames, samples=samples)
         ranks = replace(self._ranks, b=clip.micro_batch_size)
         plan = AttentionPlan.bidirectional(clip.frames)
         return DiTNetwork(config, ranks, self._streaming.sizes(role), clip, plan)
 
     def _on_block(self) -> DiTNetwork:
-        """Return the generator on one frame block behind a full window."""
+        """Return the cost formulas of the generator on a frame block with a full past window."""
         window, clip = self._window, self._clip(self._streaming.frame_block)
         # The block is so far on that the window is full of cached frames.
         first = window.block * (1 + window.window // window.block)

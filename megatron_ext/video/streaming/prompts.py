@@ -203,7 +203,7 @@ def at_block_starts(
 def video_prompts(
     sample: SampleConfig, own: StreamingSampleConfig, streaming: StreamingConfig
 ) -> list[VideoPrompt]:
-    """Return the prompts that the flags give, with switches at the starts of blocks."""
+    """Return the prompts from the flags of sampling, with switches moved to starts of blocks."""
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
         prompts = read_video_prompts(sample.sample_prompts)
