@@ -152,7 +152,7 @@ class Row:
     """The attribute ``name`` of ``owner`` and its stand-in.
 
     Attributes:
-        needed_by: the file and line that use the attribute, relative to ``megatron/core/``.
+        needed_by: a place in ``megatron/core/`` that uses the attribute; if DENIED, a reason.
         make: a function from the original attribute to its stand-in.
     """
 
