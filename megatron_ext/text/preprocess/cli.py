@@ -58,15 +58,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sft_flags() -> list[Flag]:
-    """Return the trainer's flags of conversations, but for those that concern batches only."""
+    """Return the trainer's flags of conversations, except those about lengths and batches."""
     of_batches = ("sft_max_length", "sft_truncation", "sft_batching")
     return [flag for flag in flags_of("sft", SftConfig) if flag.field not in of_batches]
 
 
 def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
-    """Return options and notes on flags without effect.
+    """Parse a command line; return its options, and notes on flags without effect.
 
-    Raise a ConfigError that names every flag that cannot be honoured.
+    Raise a ConfigError that names every unknown or unsupported flag.
     """
     parser = _parser()
     # A flag may have underscores for dashes: `--json_keys` is `--json-keys`.

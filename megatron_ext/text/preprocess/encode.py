@@ -1,8 +1,8 @@
-"""Lines of JSON to token arrays: what a worker does with each block of a part.
+"""Encodes lines of JSON as token arrays, block by block; splits text into sentences.
 
-Text is cut into sentences by rule, without any model to download. A sentence ends at `. ! ? …`
-(with closing quotes or brackets) before white space, unless the period closes a known abbreviation,
-an initial, or an ordinal number, or the next word starts in lower case; and at the full stops of
+Sentences are split by rules, without a model. A sentence ends at `. ! ? …` (with closing quotes or
+brackets) before white space. It does not end if the period closes a known abbreviation, an initial
+or an ordinal number, or if the next word starts in lower case. It also ends at the full stops of
 Chinese, Japanese and Hindi, which need no white space.
 """
 
@@ -24,13 +24,13 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class BadLine(Exception):
-    """A line that holds no usable document; the message is the predicate of a sentence."""
+    """Raised at a line without a usable document; the message completes "The line ..."."""
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
-    """Return, for each key, the texts of its sequences: one for a string, several for a list.
+    """Return the texts under each key: one for a string, several for a list of strings.
 
-    Raise a BadLine if there is no JSON object, or a key has neither a text nor a list of texts.
+    Raise a BadLine if the line is no JSON object, or a key has neither a string nor such a list.
     """
     document = read_object(line, keys)
     texts: list[list[str]] = []
@@ -49,9 +49,9 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
 
 
 def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the JSON object of a line, whose texts under keys hold no half of a surrogate pair.
+    """Return the JSON object of a line.
 
-    Raise a BadLine if there is none.
+    Raise a BadLine if it is no JSON object, or a text under ``keys`` has half a surrogate pair.
     """
     try:
         document = orjson.loads(line)
@@ -65,7 +65,7 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
-    """Read a line by Python's parser, which takes NaN, and half surrogate pairs."""
+    """Read a line by Python's parser, which accepts NaN; refuse half surrogate pairs."""
     try:
         document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -82,12 +82,18 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
 
 
 _CHECKED_CHARACTERS = 16_384
-"""A document longer than this is not used for the running comparison of engines."""
+"""A longer text is not used to compare the engines during the run."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as the dataset stores them: ids, tokens of each sequence, sequences of each one."""
+    """Documents as the dataset stores them.
+
+    Attributes:
+        tokens: the ids of all documents.
+        lengths: tokens of each sequence.
+        documents: sequences of each document.
+    """
 
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int32]
@@ -97,7 +103,7 @@ class Encoded:
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return the fast engine if it is exact on samples of the input, and a line that says which."""
+    """Return the fast engine if it is exact on ``samples``, else None, and a line for the user."""
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
     try:
@@ -112,9 +118,9 @@ def choose_engine(
 
 
 Refuse = Callable[[int, str], None]
-"""A function that takes the number of a bad line in its part, from 0, and the reason."""
+"""A function called with the number of a bad line in its part, from 0, and the reason."""
 Write = Callable[[int, int, Encoded], None]
-"""A function that takes a key, a stream, and their documents."""
+"""A function called with the index of a key, the index of a stream, and documents to write."""
 
 
 Splitter = Callable[[str], list[str]]
@@ -123,16 +129,17 @@ Splitter = Callable[[str], list[str]]
 
 class BlockEncoder(Protocol):
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
-        """Encode whole lines of a part, from number ``first`` on; return how many were kept."""
+        """Encode lines of a part, numbered from ``first``; return how many are kept."""
         ...
 
 
 @dataclass
 class TextEncoder:
-    """A `BlockEncoder` of the texts under the same keys of each line.
+    """A `BlockEncoder` of the texts under ``keys`` in each line.
 
-    Lines go to stream `line number within the part % streams`; a document that is not empty may end
-    with the tokenizer's eod. The ids of ``fast`` are those of the tokenizer, which is compared.
+    A line goes to the stream `line number within the part % streams`. ``append_eod`` ends each
+    non-empty document with the tokenizer's eod. If ``fast`` is given it encodes, and a text of each
+    batch is compared with the tokenizer.
     """
 
     tokenizer: Tokenizer
@@ -179,7 +186,7 @@ class TextEncoder:
     def _encode_streams(
         self, texts: list[list[list[str]]], numbers: list[int], write: Write
     ) -> None:
-        """Encode first and write after, so that a refused text leaves nothing behind."""
+        """Encode all texts before writing, so that nothing is written if a text is refused."""
         encoded = []
         for stream in range(self.streams):
             mine = [t for t, n in zip(texts, numbers, strict=True) if n % self.streams == stream]
@@ -189,7 +196,7 @@ class TextEncoder:
             write(key, stream, batch)
 
     def _encode(self, documents: Sequence[list[str]]) -> Encoded:
-        """Encode documents, each a list of texts, its sequences; raise `InexactEngine`."""
+        """Encode documents, each a list of sequences; raise an InexactEngine if engines differ."""
         texts = [text for document in documents for text in document]
         ids = (self.tokenizer if self.fast is None else self.fast).encode_batch(texts)
         if self.fast is not None and texts:
@@ -240,10 +247,10 @@ _LAST_WORD = re.compile(r"[^\s(\[\"'“‘«„¿¡]*$")
 
 
 def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
-    """Return the function from a text in one of `LANGUAGES` to its sentences.
+    """Return a function that splits a text in ``lang``, one of `LANGUAGES`, into sentences.
 
-    White space between sentences is dropped; with `keep_newlines` it stays at the end of the
-    sentence before it, so that the sentences joined give the text again.
+    White space between sentences is dropped. With `keep_newlines` it stays at the end of the
+    preceding sentence, and the joined sentences are the text.
     """
     known = frozenset((_COMMON + " " + _ABBREVIATIONS[lang]).split())
     ordinals = lang in ("german", "dutch")

@@ -1,6 +1,6 @@
-"""Input files: what the patterns name, how they are cut into parts, and how they are unpacked.
+"""Input files: finds them by patterns, cuts them into parts, and unpacks them.
 
-Packed inputs become lines of JSON: gzip, zstd, and parquet, whose rows become lines.
+gzip, zstd and parquet files are unpacked to lines of JSON; each row of a parquet file is one line.
 """
 
 import glob
@@ -36,10 +36,10 @@ _SECONDS_FOR_A_WRITER = 10.0
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of one input that one worker turns into one set of part files.
+    """A piece of one input, which one worker encodes into one set of part files.
 
-    It is the bytes from ``start`` to ``end`` of a file, both at line ends, or a whole packed file.
-    The path of a stream is that of its copy; the source is the name to show to the user.
+    It has the bytes from ``start`` to ``end`` of a file, both at line ends, or a whole packed file.
+    ``path`` is the file to read, such as the copy of a stream; ``source`` is shown to the user.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Part:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files of paths and sorted globs; raise a DataError if one cannot be read."""
+    """Return the files that paths and globs (sorted) name; raise a DataError for a bad one."""
     files: list[str] = []
     for pattern in patterns:
         if pattern == "-":
@@ -79,15 +79,15 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def is_stream(path: str) -> bool:
-    """Tell whether a file can be read only once, as a pipe, a device or a socket."""
+    """Tell whether a file can be read only once: a pipe, a device or a socket."""
     return path == "-" or not stat.S_ISREG(os.stat(path).st_mode)
 
 
 def identity_of(path: str) -> list[Any]:
-    """Return what tells a file from others under its name; a stream is never the same again.
+    """Return values that differ if the file at a path was changed; those of a stream always differ.
 
-    Size and modification time can be kept over a change (`rsync -t`, `touch -r`), so the inode,
-    the time of its last change and both ends of the content count as well.
+    Size and modification time may survive a change (`rsync -t`, `touch -r`). Inode, change time
+    (ctime) and a digest of both ends of the content are therefore included.
     """
     if is_stream(path):
         return [os.path.abspath(path), os.getpid(), time.time_ns()]
@@ -101,14 +101,14 @@ def identity_of(path: str) -> list[Any]:
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
-    """Return the inputs to copy first: streams, and packed files too few for all workers."""
+    """Return the inputs to copy first: streams, and packed files if workers outnumber files."""
     streams = [path for path in files if is_stream(path)]
     packed = [path for path in files if path not in streams and packing_of(path) != "plain"]
     return [*streams, *packed] if len(files) < workers else streams
 
 
 def spool(source: str, target: Path) -> None:
-    """Copy a stream, or a packed file unpacked, to a file; raise a DataError if it is not whole."""
+    """Copy a stream, or unpack a file, to ``target``; raise a DataError if it is not whole."""
     temporary = target.with_suffix(".unpacking")
     with open(temporary, "wb") as out:
         if is_stream(source):
@@ -120,7 +120,7 @@ def spool(source: str, target: Path) -> None:
 
 
 def _copy_stream(source: str, out: BinaryIO) -> None:
-    """Copy all that a stream gives; standard input, which may be a socket, by its descriptor."""
+    """Copy a stream to its end; standard input, which may be a socket, is read by descriptor 0."""
     standard = source == "-"
     with suppress(OSError):
         standard = standard or os.path.samestat(os.stat(source), os.fstat(0))
@@ -141,7 +141,7 @@ def _copy_stream(source: str, out: BinaryIO) -> None:
 
 
 def _await_writer(source: str, descriptor: int) -> bytes:
-    """Wait until a program has opened a FIFO for writing; return what was read meanwhile."""
+    """Wait until a program has opened a FIFO for writing; return the bytes read by that."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     first = b""
@@ -163,9 +163,10 @@ def cut(
     part_megabytes: float | None,
     smallest: int = 4_000_000,
 ) -> list[Part]:
-    """Cut plain files, each a path and a name to show, at line ends; a packed file is one part.
+    """Cut plain files at line ends into parts; a packed file is one part.
 
-    Without ``part_megabytes`` each worker gets a few parts of at least ``smallest`` bytes.
+    ``files`` are (path, name to show). Without ``part_megabytes``, parts have at least ``smallest``
+    bytes, and each worker gets about four.
     """
     sizes = [os.path.getsize(path) for path, _ in files]
     if part_megabytes is None:
@@ -197,7 +198,7 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (whole lines of about 4 MB, bytes read for them); raise a DataError at damage."""
+    """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file."""
     rest: list[bytes] = []
     seen = 0
     pieces = _plain(part) if part.packing == "plain" else unpacked(part.path, part.packing)
@@ -229,7 +230,7 @@ def _plain(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def packing_of(path: str) -> str:
-    """Return gzip, zstd, parquet or plain by the first bytes; raise a DataError for another."""
+    """Return gzip, zstd, parquet or plain by the first bytes; refuse bzip2, xz and zip."""
     with open(path, "rb") as stream:
         head = stream.read(4)
     for magic, name in _OTHER_MAGIC.items():
@@ -242,7 +243,7 @@ def packing_of(path: str) -> str:
 
 
 def unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (unpacked bytes, packed bytes read for them)."""
+    """Yield (unpacked bytes, number of packed bytes read for them)."""
     if packing == "parquet":
         yield from _json_lines(path)
         return
@@ -292,7 +293,7 @@ def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _json_lines(path: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (lines of JSON, one for each row; bytes of the file that they stand for)."""
+    """Yield (lines of JSON, one per row; estimated number of file bytes of these rows)."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet
@@ -317,9 +318,9 @@ def _json_lines(path: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """Return a row as JSON, without nulls of structs and with null for bytes, which JSON lacks.
+    """Return a row as a line of JSON, without null fields in structs; a bytes value becomes null.
 
-    Parquet gives every struct the keys of all rows and fills those that a row lacks with null.
+    In parquet every struct has the keys of all rows, and missing ones are null.
     """
     plain = {column: _without_nulls(value) for column, value in row.items()}
     return orjson.dumps(plain, default=_otherwise, option=orjson.OPT_APPEND_NEWLINE)

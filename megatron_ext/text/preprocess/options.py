@@ -25,7 +25,7 @@ _ADVICE = "leave it out for the default"
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The options of one run, checked; outputs are `<prefix>_<key>_document.bin/.idx` and so on."""
+    """The checked options of one run; outputs are such as `<prefix>_<key>_document.bin/.idx`."""
 
     inputs: Sequence[str]
     output_prefix: str
@@ -131,11 +131,11 @@ class PreprocessOptions:
 
     @property
     def streams(self) -> int:
-        """Return how many datasets workers deal lines to; sequential ones are cut at the end."""
+        """Return the streams that workers write; contiguous partitions are cut from one at the end."""
         return 1 if self.keep_sequential_samples else self.partitions
 
     def dataset_prefix(self, key: str, partition: int | None = None) -> str:
-        """Return the prefix of the dataset of a key, of all lines or of one partition."""
+        """Return the prefix of a key's dataset, of one partition or (None) of all lines."""
         part = "" if partition is None else f"_{partition}"
         return f"{self.output_prefix}{part}_{key}_{self.level}"
 
@@ -148,7 +148,7 @@ TOKENIZER_FLAGS = tuple(
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
-    """Add flags of a section to a parser, as a group; ranges are checked with the section."""
+    """Add flags to a parser as a group; ranges are checked later, with the whole section."""
     group = parser.add_argument_group(title)
     for each in flags:
         if each.type is bool:
@@ -172,7 +172,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Return the tokenizer's section of parsed arguments, its numbers checked by `check_ranges`."""
+    """Return the `TokenizerConfig` of parsed arguments, with ranges checked (`check_ranges`)."""
     section = TokenizerConfig(**{each.field: values[each.field] for each in TOKENIZER_FLAGS})
     check_ranges(section)
     return section

@@ -1,10 +1,10 @@
-"""Part files in `<prefix>.parts/`, where the work on finished parts survives a kill.
+"""Part files in `<prefix>.parts/`, which keep finished parts if the run is killed.
 
-A part's tokens, sequence lengths and document lengths lie in `<stem>.k<key>.s<stream>.bin`,
-`.len` and `.doc`, refused lines in `<stem>.rejected`. Its marker `<part>.json` is renamed into
-place last, so that a marker means whole files; the process id in the stem keeps a worker that
-outlived its killed run from writing into files of the next. At the end the kernel joins bytes of
-the parts into published datasets, and running sums make the indices.
+The files `<stem>.k<key>.s<stream>.bin`, `.len` and `.doc` hold a part's tokens, tokens per sequence
+and sequences per document; `<stem>.rejected` holds refused lines. The marker `<part>.json` is
+renamed into place last, so that its existence means complete files. The process id in the stem
+prevents a worker that outlives its killed run from writing into files of the next run. At the end
+the kernel joins the bytes of the parts to published datasets; indices are cumulative sums.
 """
 
 import json
@@ -32,9 +32,9 @@ _SECONDS_FOR_DYING_WORKERS = 1.0
 
 @dataclass(frozen=True)
 class PartMarker:
-    """The marker of a finished part: lines read, kept as documents, and set aside.
+    """The marker of a finished part: numbers of lines read, documents, tokens and refused lines.
 
-    The names of its files begin with ``stem``; their sizes in bytes tell one damaged since.
+    The names of its files begin with ``stem``; ``sizes`` in bytes detect later damage.
     """
 
     stem: str
@@ -46,7 +46,7 @@ class PartMarker:
 
 
 class PartWriter:
-    """A writer of the files of one part, with a dtype for each key; `finish` makes them count."""
+    """A writer of the files of one part, with a dtype for each key; `finish` writes the marker."""
 
     def __init__(self, folder: Path, number: int, streams: int, dtypes: Sequence[Any]) -> None:
         self._folder, self._number, self._dtypes = folder, number, dtypes
@@ -69,7 +69,7 @@ class PartWriter:
         self._counts["tokens"] += len(encoded.tokens)
 
     def reject(self, line: int, reason: str, raw: bytes) -> None:
-        """Set a line aside; `line` counts from 0 within the part."""
+        """Record a refused line; `line` is its number within the part, from 0."""
         text = raw.decode("utf-8", errors="backslashreplace")
         record = {"line": line, "reason": reason, "text": text}
         self._rejected.write(json.dumps(record).encode() + b"\n")
@@ -80,7 +80,7 @@ class PartWriter:
         self._counts["documents"] += documents
 
     def finish(self) -> None:
-        """Close the files and put the marker into place."""
+        """Close the files and write the marker."""
         sizes = {}
         for name, stream in self._files.items():
             stream.close()
@@ -102,7 +102,7 @@ def marker_path(folder: Path, number: int) -> Path:
 
 
 def read_marker(folder: Path, number: int) -> PartMarker | None:
-    """Return the marker of a part whose files are all there in full size, else None."""
+    """Return the marker of a part if all its files exist in full size, else None."""
     try:
         done = PartMarker(**json.loads(marker_path(folder, number).read_bytes()))
         if any(Path(name).name != name for name in (done.stem, *done.sizes)):
@@ -114,7 +114,7 @@ def read_marker(folder: Path, number: int) -> PartMarker | None:
 
 
 def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
-    """Yield the records of the lines set aside in one part, which count from 0 within it."""
+    """Yield the records of one part's refused lines, numbered from 0 within the part."""
     if done.rejected:
         with open(folder / f"{done.stem}.rejected", "rb") as stream:
             for line in stream:
@@ -122,13 +122,13 @@ def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
 
 
 class WorkDirectory:
-    """The folder `<prefix>.parts/`, held by one run at a time.
+    """The folder `<prefix>.parts/`, locked by one run at a time.
 
-    It is kept after a failure if a later run can read the same input again (``resumable``).
+    It stays after a failure if a later run can read the same input again (``resumable``).
 
     Raises:
-        ConfigError: the folder cannot be made, or holds files that are no run's.
-        DataError: another run holds it.
+        ConfigError: the folder cannot be made, or holds files of other origin.
+        DataError: another run has locked it.
     """
 
     def __init__(self, output_prefix: str, *, resumable: bool = True) -> None:
@@ -162,7 +162,7 @@ class WorkDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, _trace: object
     ) -> None:
-        """Free the folder, and remove it when nothing in it is worth resuming."""
+        """Unlock the folder; remove it after success, or if there is nothing to resume."""
         keep = self.resumable and any(self.folder.glob("p[0-9]*.json"))
         if kind is None or not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -175,7 +175,7 @@ class WorkDirectory:
             ) from value
 
     def resumed_parts(self, fingerprint: dict[str, Any]) -> list[Part] | None:
-        """Return the parts of an earlier run that did the same with the same input, else None."""
+        """Return the parts of an earlier run with the same fingerprint, else None."""
         try:
             plan = json.loads((self.folder / "plan.json").read_bytes())
             if plan["fingerprint"] != _plain(fingerprint):
@@ -188,7 +188,7 @@ class WorkDirectory:
         return parts
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
-        """Record a new plan, after which finished parts count."""
+        """Record the plan of a new run; from then on, finished parts can be resumed."""
         plan = {"fingerprint": _plain(fingerprint), "parts": [asdict(part) for part in parts]}
         temporary = self.folder / "plan.new"
         temporary.write_text(json.dumps(plan))
@@ -200,7 +200,7 @@ class WorkDirectory:
                 path.unlink()
 
     def finished(self, count: int) -> dict[int, PartMarker]:
-        """Return the markers of the finished parts; remove files of unfinished ones."""
+        """Return the markers of finished parts by number; remove the files of unfinished ones."""
         done = {i: marker for i in range(count) if (marker := read_marker(self.folder, i))}
         stems = tuple(f"{marker.stem}." for marker in done.values())
         for path in self.folder.glob("p[0-9]*.*"):
@@ -210,13 +210,13 @@ class WorkDirectory:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Return a fingerprint as JSON gives it back, with the format of part files."""
+    """Return a fingerprint after a round trip through JSON, with the format of part files."""
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Documents [start, end) of one stream of one part; all of them where both are None."""
+    """Documents [start, end) of one stream of one part; all of them if both are None."""
 
     done: PartMarker
     stream: int
@@ -229,8 +229,8 @@ def _partitions(
 ) -> list[list[Segment]]:
     """Return the segments of each partition, in order.
 
-    Round-robin: line n of all the input goes to partition n % partitions. Sequential: blocks of
-    ceil(lines / partitions) lines.
+    Round-robin: line n of the whole input goes to partition n % partitions. Sequential: each
+    partition has ceil(lines / partitions) consecutive lines.
     """
     count = options.partitions
     if count == 1:
@@ -250,7 +250,7 @@ def _partitions(
 
 
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
-    """Return the documents of lines [first, last) of a part; the lines may reach beyond it."""
+    """Return the segment of lines [first, last), cut to those that the part has, or none."""
     first, last = max(first, 0), min(last, done.lines)
     if first >= last:
         return []
@@ -262,7 +262,7 @@ def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment
 
 
 class Dataset:
-    """One `.bin/.idx` to write: the segments of one key, under temporary names."""
+    """One `.bin/.idx` to write from segments of one key, first under temporary names."""
 
     def __init__(
         self, folder: Path, prefix: str, key: int, segments: Sequence[Segment], dtype: Any
@@ -285,7 +285,7 @@ class Dataset:
         return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
 
     def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
-        """Return the documents, sequences or bytes of tokens that a segment takes of its file."""
+        """Return the range of a segment in its file: of documents, sequences or bytes of tokens."""
         start, end = segment.start, segment.end
         if start is None or end is None:
             return 0, None
@@ -307,7 +307,7 @@ class Dataset:
 def publish_datasets(
     options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker], dtypes: Sequence[Any]
 ) -> list[str]:
-    """Write and rename all datasets; return the prefixes of the merged ones."""
+    """Write and rename all datasets; return the prefixes of those with all lines, one per key."""
     partitions = _partitions(options, folder, markers)
     datasets: list[Dataset] = []
     prefixes = []
@@ -333,7 +333,10 @@ def publish_datasets(
 def publish_rejected(
     options: PreprocessOptions, folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker]
 ) -> Path | None:
-    """Write file, line (from 1), reason and text of each bad line, or remove an older file."""
+    """Write `PREFIX.rejected.jsonl`: file, line (from 1), reason and text of each refused line.
+
+    Return its path, or None without such lines; an older file is then removed.
+    """
     path = Path(f"{options.output_prefix}.rejected.jsonl")
     if not any(marker.rejected for marker in markers):
         path.unlink(missing_ok=True)

@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a run, with tokens over all keys and the merged dataset of each."""
+    """The outcome of a run; `tokens` sums all keys, `prefixes` has one dataset for each key."""
 
     prefixes: Sequence[str]
     documents: int
@@ -56,7 +56,7 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
     """Tokenize the input into one dataset for each key.
 
     Raises:
-        ConfigError, DataError: one sentence; finished parts are kept for the next try.
+        ConfigError, DataError: finished parts are kept for the next run of the same command.
     """
     start = time.monotonic()
     # Every worker is a process of its own; threads inside the libraries would only compete.
@@ -104,9 +104,9 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
 def planned(
     options: PreprocessOptions, identity: dict[str, Any], say: Say
 ) -> Iterator[tuple[Path, list[Part], dict[int, PartMarker]]]:
-    """Hold the work directory; yield it, the parts of the input, and those that are finished.
+    """Lock the work directory; yield it, the parts of the input, and markers of finished parts.
 
-    Parts of an interrupted run with the same input and ``identity`` are taken over; otherwise the
+    The parts of an interrupted run with the same input and ``identity`` are resumed; otherwise the
     input is cut anew.
     """
     files = inputs.expand(options.inputs)
@@ -136,7 +136,7 @@ def planned(
 
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
-    """Return texts from places all over the input; the run itself reports lines that are bad."""
+    """Return texts from places all over the input; skip bad lines, which the run reports later."""
     chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
     lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
     if not lines and parts:  # documents longer than the samples: one of them will do
@@ -151,7 +151,7 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
 
 
 def _lines_at(part: Part, place: int) -> list[bytes]:
-    """Return whole lines from one place of a part, from its beginning where it is packed."""
+    """Return whole lines from one place of a part, or from its beginning if it is packed."""
     if part.packing != "plain":
         return next(inputs.blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
     within = part.num_bytes * (place * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES
@@ -175,7 +175,7 @@ def run_parts(job: Job, done: dict[int, PartMarker]) -> None:
 
 
 def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: float) -> Report:
-    """Publish the datasets of finished parts, and what was set aside; ``start`` began the run."""
+    """Publish datasets and refused lines of a job; it began at ``start`` (`time.monotonic`)."""
     markers = [done[i] for i in range(len(job.parts))]
     return Report(
         prefixes=publish_datasets(job.options, job.folder, markers, job.dtypes),
@@ -190,7 +190,7 @@ def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: f
 
 
 def run_or_explain(run: Callable[[], Report], say: Say = say_to_stderr) -> int:
-    """Run and report; return the exit code, and say each error in its own sentence."""
+    """Call ``run`` and print its report or its errors, one per line; return the exit code."""
     try:
         report = run()
     except MegatronExtError as error:

@@ -1,7 +1,7 @@
 """The worker pool of a run: forked processes that encode its parts, and its progress.
 
-Workers inherit what they share when they are forked, so that nothing but the numbers of parts is
-pickled. The first failure, also the death of a worker, ends the run at once.
+Workers inherit shared objects when they are forked; only the numbers of parts are pickled. The
+first failure, including the death of a worker, ends the run at once.
 """
 
 import gc
@@ -38,7 +38,7 @@ _SECONDS_IN_LOG = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """The objects that all workers share, with the dtype of each key."""
+    """The objects that all workers share; `dtypes` has one entry for each key."""
 
     options: PreprocessOptions
     folder: Path
@@ -48,11 +48,11 @@ class Job:
 
 
 class StopAtLine(Exception):
-    """A bad line where none is allowed: its number within the part, from 0, and the reason."""
+    """Raised with (number, reason) at a bad line that ends the run; see `Refuse`."""
 
 
 class _Board:
-    """A board in shared memory with a row for each part, where workers write numbers."""
+    """Shared memory in which workers write bytes, documents and process id of each part."""
 
     def __init__(self, num_parts: int) -> None:
         shared = mmap.mmap(-1, 24 * max(num_parts, 1))
@@ -61,11 +61,11 @@ class _Board:
 
 
 _shared: tuple[Job, _Board]
-"""The job of a worker process."""
+"""The job and the board of a worker process."""
 
 
 def _start_worker(job: Job, board: _Board, parent: int) -> None:
-    """Make a forked process a worker, which Ctrl-C leaves to its parent."""
+    """Set up a forked worker process; it ignores Ctrl-C, which its parent handles."""
     global _shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -74,7 +74,7 @@ def _start_worker(job: Job, board: _Board, parent: int) -> None:
 
 
 def _encode_part(number: int) -> None:
-    """Encode one part in a worker process; a defect is a RuntimeError with its traceback."""
+    """Encode one part in a worker; raise a RuntimeError with the traceback of unknown errors."""
     job, board = _shared
     board.process_ids[number] = os.getpid()
     try:
@@ -118,10 +118,10 @@ def _refuse(
 
 
 def encode_parts(job: Job, todo: Sequence[int]) -> None:
-    """Encode the parts of these numbers in worker processes.
+    """Encode the parts with the numbers ``todo`` in worker processes.
 
-    Raise a DataError at a bad line, a damaged file or the death of a worker, and an InexactEngine
-    where the fast engine fails its running comparison.
+    Raise a DataError for a bad line, a damaged file or the death of a worker, and an InexactEngine
+    if the fast engine gives other ids than the tokenizer.
     """
     if not todo:
         return
@@ -153,7 +153,7 @@ def encode_parts(job: Job, todo: Sequence[int]) -> None:
 
 
 def _check(future: Future[None], part: Part) -> None:
-    """Raise what ended a part; a bad line is named by its number in the whole file."""
+    """Raise the error of a part, if any; name a bad line by its number in the whole file."""
     try:
         future.result()
     except StopAtLine as stop:
@@ -167,7 +167,7 @@ def _check(future: Future[None], part: Part) -> None:
 
 
 def _death(processes: Sequence[BaseProcess], parts: Sequence[Part], board: _Board) -> DataError:
-    """Return the sentence on a worker that died; the pool has ended the others by SIGTERM."""
+    """Return an error about the worker that died; the pool ended the other ones by SIGTERM."""
     codes = [process.exitcode for process in processes]
     worker = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGTERM)), 0)
     code = codes[worker]
@@ -180,7 +180,7 @@ def _death(processes: Sequence[BaseProcess], parts: Sequence[Part], board: _Boar
 
 
 class _Progress:
-    """The progress of a run: tqdm's bar on a terminal, a line now and then elsewhere."""
+    """The progress of a run: a tqdm bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, parts: Sequence[Part], todo: Sequence[int], log_interval: int) -> None:
         self._total = sum(part.num_bytes for part in parts)
@@ -203,7 +203,7 @@ class _Progress:
             print(self.line(done, documents, now - self._start), file=sys.stderr, flush=True)
 
     def line(self, done: int, documents: int, seconds: float) -> str:
-        """Return the line of a log after so many bytes, documents and seconds."""
+        """Return the log line for ``done`` bytes and ``documents`` after ``seconds``."""
         share = min(1.0, (self._earlier + done) / max(self._total, 1))
         left = round(max(0.0, (self._total - self._earlier - done) * seconds / max(done, 1)))
         clock = f"{left // 60}:{left % 60:02}" if left < 3600 else tqdm.format_interval(left)
