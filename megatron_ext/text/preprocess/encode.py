@@ -65,7 +65,7 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
-    """Read a line by Python's parser, which accepts NaN; refuse half surrogate pairs."""
+    """Read a line by Python's parser, which accepts NaN; check texts under ``keys``."""
     try:
         document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

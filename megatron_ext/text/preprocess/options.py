@@ -131,7 +131,7 @@ class PreprocessOptions:
 
     @property
     def streams(self) -> int:
-        """Return the streams that workers write; contiguous partitions are cut from one at the end."""
+        """Return how many streams workers write; contiguous partitions are cut from one."""
         return 1 if self.keep_sequential_samples else self.partitions
 
     def dataset_prefix(self, key: str, partition: int | None = None) -> str:
