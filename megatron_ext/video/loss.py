@@ -1,14 +1,14 @@
 """Flow matching on latent videos: timesteps, paths from data to noise, velocities, and the loss.
 
 Rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps and the shift
-of arXiv:2403.03206, the latter as Open-Sora 2.0 (arXiv:2503.09642) makes it grow with the size and
-the length of a clip. At t = 1 there is only noise, at t = 0 (almost) only data:
+of arXiv:2403.03206; the shift grows with the size and the length of a clip, as in Open-Sora 2.0
+(arXiv:2503.09642). x_t is pure noise at t = 1, and data with noise of size sigma_min at t = 0:
 
     x_t = (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1
     v   = d x_t / d t = (1 - sigma_min) * x1 - x0
 
-Times, x_t and v are made in float32 even where the network runs in 16 bits, in which 1000 * t
-would be known to 4 and sigma_min would vanish.
+Times, x_t and v are computed in float32 even where the network runs in 16 bits: bfloat16 would
+round timesteps 1000 * t near 1000 to multiples of 4 and lose sigma_min.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
 
 
 def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
-    """Return the shift a for the times of clips of a size, in training and in sampling.
+    """Return the factor a of `shift` for clips of latent ``shape``, in training and in sampling.
 
-    It follows the tokens of a latent frame; patches that do not fill it raise DataError.
+    `--flow-shift` fixes it; otherwise it is linear in the number of tokens of a latent frame.
+
+    Raises:
+        DataError: the patch size does not divide the latent frame.
     """
     if config.flow_shift is not None:
         return config.flow_shift
@@ -48,20 +51,20 @@ def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> flo
 
 
 def shift(times: Tensor, factor: float) -> Tensor:
-    """Move times towards the noise, a * s / (1 + (a - 1) * s); 0 and 1 stay."""
+    """Map times s to ``a * s / (1 + (a - 1) * s)``; a factor a > 1 moves them towards noise."""
     return factor * times / (1 + (factor - 1) * times)
 
 
 def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
-    """Return training times t in [0, 1], float32 in the shape of standard ``normals`` u."""
+    """Map standard normal samples to shifted training times in [0, 1], float32, same shape."""
     u = config.timestep_mean + config.timestep_std * normals.float()
     return shift(torch.sigmoid(u), factor)
 
 
 def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Tensor, Tensor]:
-    """Return x_t and v for data and noise ``[b, ...]``, float32 (float64 where ``x0`` is).
+    """Return x_t and v for data ``x0`` and noise ``x1``, ``[b, ...]``, in float32 or wider.
 
-    ``times`` are ``[b]``, or for the frames of ``[b, c, t, h, w]``, ``[b, t]``.
+    ``times`` are ``[b]``, or ``[b, t]`` with one per frame of data ``[b, c, t, h, w]``.
     """
     dtype = torch.promote_types(x0.dtype, torch.float32)
     x0, x1 = x0.to(dtype), x1.to(dtype)
@@ -74,7 +77,7 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
 def token_weights(mask: Tensor, normalization: str) -> Tensor:
     """Return the weights of the tokens of whole clips in the loss, ``[b, n]`` float32.
 
-    ``mask`` is 1 where a token counts; a clip without such tokens weighs nothing.
+    ``mask`` is 1 for tokens that count; a clip without any has weight 0.
     """
     return reduced_weights(mask, None, _REDUCTIONS[normalization])
 
@@ -85,8 +88,8 @@ def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = 
     Args:
         prediction: ``[b, n, d]`` in any float type.
         velocity: ``[b, n, d]`` float32.
-        weights: ``[b, n]``; where they are 0 the loss is 0, and so is the gradient, whatever the
-            prediction.
+        weights: ``[b, n]``; tokens of weight 0 get loss 0 and gradient 0, even where the prediction
+            is not finite.
 
     Raises:
         ConfigError: the prediction has another shape.
@@ -109,10 +112,10 @@ class FlowTargets:
     Attributes:
         velocity: v of the tokens, ``[b, n, d]`` float32.
         weights: result of `token_weights`, ``[b, n]`` float32.
-        times: t, ``[b]``, or for each token ``[b, n]``.
+        times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: indices into `MODES`, ``[b]``.
-        usual_weight: see `losses.contract.share_of_step`; text goes with the first of the
-            context-parallel ranks, so that they hold unequal numbers of image tokens.
+        usual_weight: see `losses.contract.share_of_step`. Needed because the first context-parallel
+            ranks hold the text, which leaves ranks with unequal numbers of image tokens.
     """
 
     velocity: Tensor
@@ -134,7 +137,7 @@ def flow_matching_loss(
     Args:
         prediction: velocity of the image tokens, ``[b, n, d]``.
         share: see `losses.contract.share_of_step`.
-        reported_modes: condition modes that get an entry in the log, on all ranks alike.
+        reported_modes: condition modes that get an entry in the log; the same on all ranks.
     """
     weights = targets.weights
     losses = token_losses(prediction, targets.velocity, weights) * weights
@@ -147,7 +150,7 @@ def flow_matching_loss(
         quarter = quarter.flatten()
 
     def among(sums: Tensor, groups: Tensor, number: int) -> Tensor:
-        """Return sums ``[k, 2]`` of the samples or tokens of a group, added up, ``[2]``."""
+        """Add up the rows of ``sums`` ``[k, 2]`` whose group is ``number``, to ``[2]``."""
         return torch.where((groups.to(sums.device) == number)[:, None], sums, 0.0).sum(dim=0)
 
     report = {"loss": pair(total, weights.sum())}
@@ -163,13 +166,13 @@ def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
 
     The path is ``x_t = (1 - sigma) * x0 + sigma * noise``, ``[b, t, c, h, w]``, with one sigma for
     each sample ``[b]`` or each frame ``[b, t]``. Computed in float64, since x0 is a difference of
-    numbers of like size; the result has the type of ``x_t``.
+    numbers of similar size; the result has the dtype of ``x_t``.
     """
     x0 = x_t.double() - spread(sigma, x_t) * flow.double()
     return x0.to(x_t.dtype)
 
 
 def spread(sigma: Tensor, x: Tensor) -> Tensor:
-    """Return sigma of shape ``[]``, ``[b]`` or ``[b, t]`` in float64, to broadcast over ``x``."""
+    """Return sigma ``[]``, ``[b]`` or ``[b, t]`` in float64, reshaped to broadcast over ``x``."""
     sigma = sigma.to(x.device, torch.float64)
     return sigma.view(*sigma.shape, *[1] * (x.dim() - sigma.dim()))

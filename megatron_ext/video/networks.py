@@ -1,4 +1,4 @@
-"""The networks that pretrain_video.py trains by flow matching; a new one is a line here."""
+"""Registry of the networks that pretrain_video.py trains by flow matching."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NETWORKS: dict[str, type[FlowNetwork]] = {
 
 
 def network_of(config: RunConfig) -> FlowNetwork:
-    """Return the network that a run trains."""
+    """Return the network that `--video-model` names, built for the run's configuration."""
     return NETWORKS[config.section(VideoConfig).video_model](config)
 
 
@@ -38,7 +38,7 @@ def build_chunk(
 ) -> VideoChunk:
     """Build one pipeline chunk of the run's network; see `Task.model_chunk`.
 
-    ``stage`` is unused, since ``context`` tells the model which stage it is.
+    ``stage`` is unused, since ``context`` holds the pipeline stage.
     """
     network = network_of(config)
     return network.chunk.build(

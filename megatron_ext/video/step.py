@@ -1,6 +1,6 @@
-"""Flow matching as every video network trains it: micro-batches from clips, the step, its loss.
+"""Flow matching common to all video networks: micro-batches from clips, forward step and loss.
 
-A network brings a `FlowNetwork`; `networks.network_of` finds the one of a run.
+Each network subclasses `FlowNetwork`; `networks.network_of` returns the one of a run.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class FlowMicrobatch:
     """One micro-batch as a pipeline stage sees it.
 
     Attributes:
-        inputs: the keywords of the model's ``forward`` that the stage needs. The first has a row
-            for each clip.
-        num_text, num_image: tokens of the whole sequence.
-        targets: on the last stage, those of the image tokens that this rank's output is for.
+        inputs: keyword arguments of the model's ``forward`` that the stage needs. The first one has
+            a row for each clip.
+        num_text, num_image: numbers of text and image tokens in the whole sequence.
+        targets: targets of the image tokens in this rank's output; None before the last stage.
     """
 
     inputs: Mapping[str, Tensor | None]
@@ -64,24 +64,24 @@ class FlowMicrobatch:
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return the weights of the tokens in the loss, ``[b, n]``; on the last stage."""
+        """Return the tokens' weights in the loss, ``[b, n]``; only on the last stage."""
         assert self.targets is not None
         return self.targets.weights
 
     @property
     def mtp_loss_weights(self) -> tuple[Tensor, ...]:
-        """Return nothing: no token is predicted further ahead."""
+        """Return an empty tuple, since video networks have no multi-token prediction."""
         return ()
 
 
 class FlowBatchBuilder(ABC):
     """A builder of a run's micro-batches.
 
-    Every random decision follows from the seed and the number of the sample, so all ranks that
-    hold parts of one sequence decide alike, and so does a run in another layout.
+    Every random draw depends only on the seed and the sample's number. All ranks that hold parts of
+    one sequence therefore draw the same, and so does a run with another parallel layout.
 
     Args:
-        null: the encoded empty caption, ``[1, l, d]`` and ``[1, e]``.
+        null: the encoded empty caption: tokens ``[1, l, d]`` and pooled vector ``[1, e]``.
         patch: side of a token's square patch, in latent pixels.
     """
 
@@ -93,7 +93,7 @@ class FlowBatchBuilder(ABC):
         self._conditions = config.section(ConditionConfig)
 
     def __call__(self, batch: VideoBatch, samples: Sequence[int]) -> FlowMicrobatch:
-        """Return one micro-batch of clips whose numbers in the run are ``samples``."""
+        """Return one micro-batch of clips; ``samples`` are the clips' numbers in the run."""
         flow, dropout = self._config.section(FlowConfig), self._config.section(TextDropoutConfig)
         conditions, latents, device = self._conditions, batch.latents, batch.latents.device
         _, c, t, h, w = latents.shape
@@ -128,17 +128,17 @@ class FlowBatchBuilder(ABC):
     def _inputs(
         self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
-        """Return the keywords of the model's ``forward``."""
+        """Return the keyword arguments of the model's ``forward``."""
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the captions, some of which are dropped."""
+        """Return the captions, with those that the randomness drops replaced by the empty caption."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)
 
 
 class FlowNetwork(ABC):
-    """The network of a run as flow matching needs to know it."""
+    """Interface of a run's network to flow matching."""
 
     builder: type[FlowBatchBuilder]
     chunk: type[VideoChunk]
@@ -154,16 +154,16 @@ class FlowNetwork(ABC):
     @property
     @abstractmethod
     def options(self) -> Any:
-        """Return the options of its chunks; raise ConfigError for flags out of their range."""
+        """Return the options of the model's chunks; raise ConfigError for flags out of range."""
 
     @property
     def patch_size(self) -> int:
-        """Return p; a token is a square of so many latent cells a side."""
+        """Return p, the side of a token's square patch, in latent pixels."""
         return int(self.sizes.patch_size)
 
     @abstractmethod
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with the model for a dataset's latents and embeddings.
+        """Return the configuration with the widths of a dataset's latents and text embeddings.
 
         Raises:
             ConfigError: the network cannot take the dataset.
@@ -171,17 +171,17 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def checked(self) -> RunConfig:
-        """Return the configuration with what its flags decide about the network.
+        """Return the configuration with the network's derived settings filled in.
 
         Raises:
-            ConfigError: no rank could build it: too many stages, or heads that ranks cannot share.
+            ConfigError: there are too many stages, or the ranks cannot share the heads equally.
         """
 
     def check_clips(self, shape: tuple[int, int, int], what: str) -> None:
-        """Refuse clips with latents of (t, h, w) that the network does not take.
+        """Raise an error if the network cannot take clips with latents of shape (t, h, w).
 
         Args:
-            what: names them in the error.
+            what: name of the clips in the error.
 
         Raises:
             ConfigError, DataError: the clips do not fit the layout or the flags.
@@ -190,7 +190,7 @@ class FlowNetwork(ABC):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return what the tokens of text and image together must be a multiple of."""
+        """Return a divisor that the number of text and image tokens together must have."""
         return 1
 
     @abstractmethod
@@ -199,20 +199,20 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def planned(self, clip: Clip) -> ClipNetwork:
-        """Return the network as a plan sees it, on the clips of one bucket."""
+        """Return the network's cost model for the clips of one bucket, used in planning."""
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
-        """Return the configuration with all blocks recomputed (``full``) or none."""
+        """Return the configuration with all blocks recomputed (mode ``full``) or none."""
 
     @abstractmethod
     def sampled(
         self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
     ) -> ParallelVelocity:
-        """Return the velocity of a trained model, which a sampler follows."""
+        """Return the velocity predictor of a trained model, for a sampler."""
 
     def velocity(self, output: Tensor) -> Tensor:
-        """Return the velocity of the targets' tokens from the output of the last stage."""
+        """Return the velocity for the tokens of the targets, given the output of the last stage."""
         return output
 
     def forward_step(
@@ -241,12 +241,12 @@ class FlowNetwork(ABC):
 
 
 def sharing_ranks(parallel: ParallelConfig) -> int:
-    """Return how many ranks share the tokens of a clip."""
+    """Return the number of ranks over which the tokens of a clip are split."""
     shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return parallel.context_parallel_size * shared
 
 
 def num_stages(parallel: ParallelConfig) -> int:
-    """Return the number of pipeline stages, virtual ones included."""
+    """Return the number of pipeline stages, including virtual stages."""
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     return parallel.pipeline_model_parallel_size * chunks

@@ -36,7 +36,7 @@ from megatron_ext.video.streaming.task import STREAMING
 
 
 def cases(config: RunConfig) -> Sequence[Case]:
-    """Return the network on each bucket of the data, which is opened."""
+    """Return a planning case for each bucket of the data; this opens the data."""
     return [
         Case(
             network=network_of(config).planned(clip),
@@ -84,7 +84,7 @@ FLOW_OF_DIT = dataclasses.replace(
 
 
 def task_of(config: RunConfig) -> Task:
-    """Return the task that the flags ask for."""
+    """Return the streaming task, or the flow-matching task of `--video-model`."""
     video = config.section(VideoConfig)
     if video.streams:
         return STREAMING

@@ -1,14 +1,14 @@
-"""Layers of all video networks: linear ones, embedders and modulation by the embedded timestep.
+"""Layers of all video networks: linear layers, embedders and modulation by the timestep.
 
-A block of an MMDiT has two streams, or two branches, on one joint sequence. With a gather and a
-reduction in each of its layers, as in megatron-core's, it would communicate two to four times as
-often, and under sequence parallelism each stream's tokens would have to divide by the ranks. Such a
-block enters the tensor-parallel region once for both and leaves it once; its layers, `ColumnPiece`
-and `RowPiece`, only multiply. The price: under sequence parallelism the gathered input of a half
-block is kept for the backward pass, where megatron-core gathers it again.
+A block of an MMDiT has two streams, or two branches, on one joint sequence. It enters the
+tensor-parallel region once for both and leaves it once; its layers, `ColumnPiece` and `RowPiece`,
+do not communicate. With communication in each layer, as in megatron-core, the block would
+communicate two to four times as often, and under sequence parallelism the number of each stream's
+tokens would have to be divisible by the ranks. The cost is memory: under sequence parallelism the
+gathered input of a half block is kept for the backward pass; megatron-core gathers it again.
 
-Each half of a block of Wan enters the region once anyway, so that its layers (`column`, `row`)
-communicate for themselves and take adapters (`layers.lora`).
+Each half of a Wan block enters the region only once in any case. Its layers (`column`, `row`)
+therefore communicate themselves and support adapters (`layers.lora`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from megatron_ext.video.model.chunk import Blueprint
 
 
 def uniform(config: TransformerConfig, bound: float) -> Initialize:
-    """Return what fills a parameter uniformly, or marks it, as the configuration's methods do."""
+    """Return a uniform initializer, which marks parameters if the configuration's initializer does."""
     method, usual = partial(torch.nn.init.uniform_, a=-bound, b=bound), config.init_method
     return Marked(method, usual.marks) if isinstance(usual, Marked) else method
 
 
 def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Let megatron-core sum gradients of parameters that every tensor-parallel rank holds.
+    """Mark replicated parameters, so that megatron-core sums their gradients over tensor parallelism.
 
-    Under sequence parallelism each rank sees some of the tokens.
+    This is needed under sequence parallelism, where each rank processes only some of the tokens.
     """
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ class ColumnPiece(ColumnParallelLinear):
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return ``[s, b, out / tp]``, and the bias for the function that comes next to add."""
+        """Return ``[s, b, out / tp]`` and the bias, which the caller must add."""
         _refuse_adapter(self)
         return super().forward(input_)
 
@@ -78,8 +78,8 @@ class ColumnPiece(ColumnParallelLinear):
 class RowPiece(RowParallelLinear):
     """A layer from this rank's ``[s, b, in / tp]`` to its part of a sum ``[s, b, out]``.
 
-    One of the pieces of a sum has the bias, to be added after `leave`. Weight and bias start as in
-    a torch.nn.Linear of ``fan_in`` inputs, those of the whole sum.
+    Only one of the layers of a sum has a bias, which is added after `leave`. Weight and bias start
+    as in a torch.nn.Linear with ``fan_in`` inputs, the number of inputs of the whole sum.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RowPiece(RowParallelLinear):
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
-        """Return this rank's part of the sum for ``[s, b, in / tp]``, and the bias."""
+        """Return this rank's partial sum ``[s, b, out]`` for ``[s, b, in / tp]``, and the bias."""
         _refuse_adapter(self)
         output = self._forward_impl(
             input=input_, weight=self.weight, bias=None,
@@ -120,9 +120,9 @@ def column(
 ) -> ColumnParallelLinear:
     """Build a layer from ``[s, b, inputs]`` to this rank's ``[s, b, projections * outputs / tp]``.
 
-    It returns its bias with its output, for the function that comes next to add. The weights of
-    each projection start within ``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010). With
-    ``whole_input`` every rank holds the whole input, with sequence parallelism too.
+    The layer returns its bias with its output, for the caller to add. Weights start uniform in
+    +-``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010). With ``whole_input`` every rank holds
+    the whole input, even under sequence parallelism.
     """
     config, tp = plan.config, plan.groups.tp
     method = uniform(config, math.sqrt(6 / (inputs + outputs)))
@@ -137,7 +137,7 @@ def column(
 
 
 def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
-    """Build a layer from this rank's ``[s, b, inputs / tp]`` to ``[s, b, outputs]`` and a bias."""
+    """Build a layer with a bias from this rank's ``[s, b, inputs / tp]`` to ``[s, b, outputs]``."""
     method = uniform(plan.config, math.sqrt(6 / (inputs + outputs)))
     return RowParallelLinear(
         inputs, outputs, config=plan.config, init_method=method, bias=True, input_is_parallel=True,
@@ -146,10 +146,10 @@ def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
 
 
 def heads_of(x: Tensor, num_projections: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Take a fused projection ``[s, b, n * p * d]`` apart into p tensors ``[s, b, n, d]``.
+    """Split a fused projection ``[s, b, n * p * d]`` into p tensors ``[s, b, n, d]``.
 
-    The p projections of a head follow one another, so that a contiguous part of the weight's rows
-    is whole heads.
+    The p projections of a head are adjacent, so that tensor parallelism can split the weight's rows
+    contiguously between heads.
     """
     if num_projections == 1:
         # Its gradient would be copied for the sake of an axis of one.
@@ -166,15 +166,15 @@ class VectorEmbedder(torch.nn.Module):
         self.linear_out = torch.nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[b, h]`` for ``[b, width]``, in the type of the weights."""
+        """Return ``[b, h]`` for ``[b, width]``, in the dtype of the weights."""
         x = x.to(self.linear_in.weight.dtype)
         return self.linear_out(F.silu(self.linear_in(x)))  # type: ignore[no-any-return]
 
 
 class Modulation(torch.nn.Linear):
-    """``Linear(SiLU(vec))``, cut into parts of width h in the order shift, scale, gate, shift ...
+    """``Linear(SiLU(vec))``, split into parts of width h in the order shift, scale, gate, shift ...
 
-    With ``zero`` it starts at zero (adaLN-Zero, DiT, arXiv:2212.09748).
+    With ``zero`` the layer starts at zero (adaLN-Zero, DiT, arXiv:2212.09748).
     """
 
     def __init__(self, config: TransformerConfig, num_parts: int, *, zero: bool) -> None:
@@ -190,20 +190,20 @@ class Modulation(torch.nn.Linear):
 
 
 def start_at_zero(linear: torch.nn.Linear) -> None:
-    """Zero weight and bias; `initialize_by_name` leaves layers of one constant as they are."""
+    """Zero weight and bias; `initialize_by_name` does not touch layers that hold one constant."""
     torch.nn.init.zeros_(linear.weight)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
 
 
 def mark_new_branch(module: torch.nn.Module) -> None:
-    """Let a branch that starts at zero be missing in a checkpoint that gives weights only."""
+    """Allow a checkpoint that gives weights only to lack this zero-initialized branch."""
     for parameter in module.parameters():
         parameter.new_branch = True  # type: ignore[attr-defined]
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return ``(1 + scale) * LN(x) + shift`` of ``[s, b, h]``, with an LN without parameters."""
+    """Return ``(1 + scale) * LN(x) + shift`` for ``[s, b, h]``; the LayerNorm has no parameters."""
     return (1 + scale) * F.layer_norm(x, x.shape[-1:], eps=EPSILON) + shift
 
 

@@ -1,12 +1,12 @@
-"""Latent videos as sequences of tokens, and the parts of them that ranks hold.
+"""Latent videos as sequences of tokens, and the tokens that each rank holds.
 
 A token is a patch of p x p latent pixels of one latent frame (Open-Sora 2.0, arXiv:2503.09642).
-Tokens go through the frames first, then the rows, then the columns; feature c * p * p + row * p +
-column of a token is channel c of the latent pixel at that row and column of its patch.
+Tokens are ordered by frame, then row, then column. Feature c * p * p + row * p + column of a token
+is channel c of the latent pixel at that row and column of its patch.
 
-An MMDiT cuts the joint sequence [text; image] into contiguous parts (`TokenRange`). A Wan network
-cuts every frame (`FrameTokens`): the modulation of a frame then broadcasts over the tokens of it
-that a rank holds.
+An MMDiT splits the joint sequence [text; image] into contiguous parts (`TokenRange`). A Wan network
+splits every frame (`FrameTokens`), so that a frame's modulation broadcasts over the rank's tokens
+of that frame.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LatentShape = tuple[int, int, int]
 
 
 def grid(shape: LatentShape, patch_size: int) -> LatentShape:
-    """Return frames, rows and columns of a video's tokens, or raise DataError if none fit."""
+    """Return a video's frames and rows and columns of tokens; DataError if patches do not fit."""
     frames, height, width = shape
     if patch_size < 1 or height % patch_size or width % patch_size:
         raise DataError(
@@ -71,7 +71,7 @@ def position_ids(shape: LatentShape, patch_size: int, device: torch.device | Non
 class TokenRange:
     """The tokens ``start`` to ``end`` of a sequence of text tokens followed by image tokens.
 
-    ``num_text`` and ``num_image`` are those of the whole sequence.
+    ``num_text`` and ``num_image`` are the numbers of tokens in the whole sequence.
     """
 
     num_text: int
@@ -85,7 +85,7 @@ class TokenRange:
         return cls(num_text, num_image, 0, num_text + num_image)
 
     def part(self, index: int, size: int) -> TokenRange:
-        """Return part ``index`` of ``size`` equal contiguous ones, or raise DataError."""
+        """Return part ``index`` of ``size`` equal contiguous parts; DataError if uneven."""
         length = len(self)
         if length % size:
             raise DataError(
@@ -102,27 +102,26 @@ class TokenRange:
 
     @property
     def text(self) -> slice:
-        """Return where the range's text tokens stand among all text tokens."""
+        """Return the slice of all text tokens that the range covers."""
         return slice(min(self.start, self.num_text), min(self.end, self.num_text))
 
     @property
     def image(self) -> slice:
-        """Return where the range's image tokens stand among all image tokens."""
+        """Return the slice of all image tokens that the range covers."""
         return slice(max(self.start - self.num_text, 0), max(self.end - self.num_text, 0))
 
     @property
     def local_text(self) -> int:
-        """Return the number of text tokens in the range, before its image tokens."""
+        """Return the number of text tokens in the range; they precede its image tokens."""
         return self.text.stop - self.text.start  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class LocalTokens:
-    """Both ranges that a rank works on.
+    """The two ranges of tokens that a rank works on.
 
-    Attention and MLPs see the context-parallel rank's ``cp_slice``; between them this
-    tensor-parallel rank keeps ``part``, a part of the slice with sequence parallelism, else the
-    slice.
+    Attention and MLPs process the context-parallel rank's ``cp_slice``. Between them the rank keeps
+    ``part``: its share of the slice under sequence parallelism, else the whole slice.
     """
 
     cp_slice: TokenRange
@@ -133,16 +132,16 @@ class LocalTokens:
 class FrameTokens:
     """The tokens of consecutive frames, and this rank's part of each frame.
 
-    Context-parallel ranks share out the tokens of every frame; under sequence parallelism the
-    tensor-parallel ranks share out each frame's part once more. Every token of a frame block sees
-    the same keys, so that contiguous parts cost all ranks the same.
+    Each context-parallel rank holds an equal part of every frame; under sequence parallelism the
+    tensor-parallel ranks split that part again. Every token of a frame block attends to the same
+    keys, so contiguous parts cost all ranks the same.
 
     Attributes:
         first_frame: absolute number of the first frame.
-        tp_rank, tp_size: tensor parallelism where it shares out the sequence, else 0 and 1.
+        tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism, else 0 and 1.
 
     Raises:
-        DataError: the tokens of a frame cannot be shared out equally.
+        DataError: the ranks cannot hold equal numbers of a frame's tokens.
     """
 
     first_frame: int
@@ -165,27 +164,27 @@ class FrameTokens:
 
     @property
     def per_frame(self) -> int:
-        """Return the tokens of a frame, N."""
+        """Return the number of tokens of a frame."""
         return self.rows * self.columns
 
     @property
     def cp_slice(self) -> slice:
-        """Return this context-parallel rank's tokens of every frame."""
+        """Return the slice of every frame's tokens that this context-parallel rank holds."""
         size = self.per_frame // self.cp_size
         return slice(self.cp_rank * size, (self.cp_rank + 1) * size)
 
     @property
     def held(self) -> slice:
-        """Return the tokens of every frame that this rank keeps between the parallel layers."""
+        """Return the slice of every frame's tokens that this rank keeps between parallel layers."""
         size = self.per_frame // self.cp_size // self.tp_size
         start = self.cp_slice.start + self.tp_rank * size
         return slice(start, start + size)
 
 
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
-    """Return the parts of several ranks, ``[parts * t * n, ...]``, as frames.
+    """Regroup tokens gathered from several ranks by frame.
 
-    They become ``[t, parts * n, ...]``, each frame's tokens in the order of the ranks.
+    ``[parts * t * n, ...]`` becomes ``[t, parts * n, ...]``, with a frame's tokens in rank order.
     """
     parts = x.reshape(num_parts, num_frames, -1, *x.shape[1:])
     return parts.transpose(0, 1).flatten(1, 2)
@@ -198,7 +197,7 @@ def parts_first(x: Tensor, num_parts: int) -> Tensor:
 
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
-    """Return absolute frame, row and column of the rank's slice of tokens, ``[t, n, 3]`` int64."""
+    """Return absolute frame, row and column of each token in ``cp_slice``, ``[t, n, 3]`` int64."""
     ids = position_ids((tokens.num_frames, tokens.rows, tokens.columns), 1, device)
     ids[:, 0] += tokens.first_frame
     return ids.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]

@@ -1,7 +1,7 @@
-"""Flow matching with a Wan network, causal or not: the networks that streaming starts from.
+"""Flow matching with a causal or bidirectional Wan network, from which streaming starts.
 
-The network takes whole latents, timesteps of 0 to 1000, for each frame if they differ, and the text
-alone; it gives the velocity of all tokens on every rank.
+The network's inputs are whole latents, timesteps from 0 to 1000 per clip or per frame, and the text
+tokens. Its output is the velocity of all tokens, on every rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WanBatchBuilder(FlowBatchBuilder):
         return normals.repeat_interleave(block, dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Let each context-parallel rank count its part of the tokens: all have one output."""
+        """Zero loss weights outside this context-parallel rank's part; all ranks have all outputs."""
         times, num_tokens = whole.times, whole.weights.size(1)
         if times.dim() == 2:
             times = times.repeat_interleave(num_tokens // times.size(1), dim=1)
@@ -68,7 +68,7 @@ class WanBatchBuilder(FlowBatchBuilder):
     def _inputs(
         self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
-        """Return the same on all stages; those after the first look at the shapes alone."""
+        """Return the same inputs on all stages; stages after the first use only their shapes."""
         return {
             "x": x_t.transpose(1, 2),
             "timesteps": MAX_TIMESTEP * times,
@@ -77,12 +77,12 @@ class WanBatchBuilder(FlowBatchBuilder):
 
 
 class VideoDiTVelocity(ParallelVelocity):
-    """Predicts with a `VideoDiT`, whose output is whole on every rank of its last stage."""
+    """Predicts with a `VideoDiT`, which returns the whole output on all ranks of the last stage."""
 
     gives_parts = False
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return the velocity of latents of (t, h, w), or raise DataError if patches do not fit."""
+        """Return the `Velocity` for latents of shape (t, h, w); DataError if patches do not fit."""
         grid(shape, self.patch_size)
         return partial(self.predict_whole, shape)
 
@@ -90,7 +90,7 @@ class VideoDiTVelocity(ParallelVelocity):
     def predict_whole(
         self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
-        """Predict as `predict` does, all frames of a clip at once; two inputs are unused."""
+        """Predict all frames of a clip at once, ignoring ``pooled`` and ``cond``; see `predict`."""
         inputs = {
             "x": unpack(x, shape, self.patch_size).transpose(1, 2),
             "timesteps": MAX_TIMESTEP * t,
@@ -127,7 +127,7 @@ class WanFlow(FlowNetwork):
         return wan_options(self.config.section(WanConfig), self.config.parallel, causal=causal)
 
     def checked(self) -> RunConfig:
-        """Return the configuration as it is, once the layout has been checked."""
+        """Return the configuration unchanged, or raise ConfigError if the layout does not fit."""
         sizes, parallel = self.sizes, self.config.parallel
         stage_blocks(sizes.num_blocks, num_stages(parallel))
         shared = parallel.tensor_model_parallel_size

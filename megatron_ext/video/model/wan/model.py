@@ -1,8 +1,8 @@
 """One pipeline chunk of a Wan network, causal with a cache or bidirectional.
 
-Timesteps and text, which all blocks need, travel between pipeline stages as more rows of the hidden
-tensor: their gradient then flows back to the embedders on the first stage by the pipeline's own
-messages, so that no embedder is held twice.
+All blocks need timesteps and text. Pipeline stages pass them on as extra rows of the hidden tensor,
+so that their gradient returns to the embedders on the first stage with the pipeline's own messages
+and no other stage needs a copy of the embedders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.video.model.wan.pointwise import ModulationTable, modulated_fr
 
 
 class Head(Part):
-    """A norm, modulated by table and timesteps, and a linear layer."""
+    """Output head: LayerNorm modulated by a learned table and timesteps, then a linear layer."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -40,9 +40,9 @@ class Head(Part):
 
 
 class VideoDiT(VideoChunk):
-    """One pipeline chunk of a Wan network; a window among its options makes it causal.
+    """One pipeline chunk of a Wan network, which is causal if its options have a window.
 
-    The first chunk holds the embedder, the last the head.
+    The first chunk holds the embedder, the last chunk the head.
 
     Raises:
         ConfigError: the layout cannot hold the model.
@@ -59,9 +59,9 @@ class VideoDiT(VideoChunk):
         self.head = Head(plan) if self.post_process else None
 
     def boundary_shape(self, x: Tensor, timesteps: Tensor, text: Tensor) -> list[int]:
-        """Return the shape of the tensor between stages for such inputs, ``[s + r, b, h]``.
+        """Return the shape of the tensor between stages for these inputs, ``[s + r, b, h]``.
 
-        The last r = 7 f + l rows hold timesteps (f of them for each sample) and text (l tokens).
+        The last r = 7 f + l rows hold f timesteps and l text tokens of each sample.
         """
         held = self._tokens(x, 0).held
         rows = x.size(1) * (held.stop - held.start)
@@ -80,12 +80,13 @@ class VideoDiT(VideoChunk):
         """Return an empty cache for latents ``[b, t, c, height, width]``.
 
         Args:
-            chunk_frames: frames from the first block that may be run again (as in the second phase
-                of a rollout, or by recomputation) to the newest; None is one block, as in sampling.
-            capacity_frames: frames that it holds; None is as few as the chunk needs.
+            chunk_frames: number of newest frames whose blocks may be run again (in the second phase
+                of a rollout, or by recomputation). None means one block, as in sampling.
+            capacity_frames: frames that the cache holds; None means as few as the chunk needs.
 
         Raises:
-            ConfigError: the model has no use for a cache, or the capacity is too small.
+            ConfigError: the model is not causal, is on several pipeline stages, or the capacity is
+                too small.
         """
         window = self.options.window
         if window is None or self.num_stages > 1:
@@ -111,24 +112,24 @@ class VideoDiT(VideoChunk):
         first_frame: int = 0,
         update_cache: bool = True,
     ) -> Tensor:
-        """Run this chunk on inputs that are whole, and the same, on all ranks of a replica.
+        """Run this chunk on whole inputs, which are the same on all ranks of a replica.
 
-        Keywords let a wrapper for 16-bit precision leave the timesteps alone. Stages after the
-        first read only the shapes of latents, timesteps and text.
+        Keyword arguments let a 16-bit precision wrapper leave the timesteps in float32. Stages
+        after the first read only the shapes of latents, timesteps and text.
 
         Args:
-            x: noised latents, ``[b, t, c, h, w]``; of whole frame blocks if the model is causal.
+            x: noised latents, ``[b, t, c, h, w]``; a causal model needs whole frame blocks.
             timesteps: for each frame ``[b, t]`` or for each sample ``[b]``, float32, 0 to 1000.
-            text: ``[b, l, text_width]``, padding zero.
-            cache: frames before these; None lets these frames see only each other.
+            text: ``[b, l, text_width]``, with zeros as padding.
+            cache: keys and values of earlier frames; with None, frames attend only to each other.
             first_frame: absolute number of the first frame.
-            update_cache: write the keys and values of these frames, cut from the graph.
+            update_cache: write the keys and values of these frames to the cache, detached.
 
         Returns:
-            On the last stage the flow ``noise - x0``, ``[b, t, c, h, w]`` on every rank; before it
-            hidden states and what all blocks need, see `boundary_shape`. Context-parallel ranks sum
-            the gradients of their losses, as data-parallel ranks do. The gradient of ``x`` lies on
-            the ranks that hold the tokens.
+            On the last stage the flow ``noise - x0``, ``[b, t, c, h, w]``, on every rank. On other
+            stages hidden states, timesteps and text, see `boundary_shape`. Gradients of the losses
+            of context-parallel ranks are summed, as those of data-parallel ranks are. Each rank has
+            the gradient of ``x`` only for the tokens that it holds.
 
         Raises:
             ConfigError: the cache does not fit the model or the order of the passes.
@@ -200,7 +201,7 @@ class VideoDiT(VideoChunk):
     def _enter(
         self, x: Tensor, timesteps: Tensor, text: Tensor, tokens: FrameTokens
     ) -> tuple[Tensor, Conditioning]:
-        """Return hidden states and conditioning: embedded, or from the stage before."""
+        """Return hidden states and conditioning, embedded here or sent by the previous stage."""
         if self.embedder is not None:
             hidden = self.embedder.tokens(x, tokens)
             return hidden, self.embedder.conditioning(timesteps, text)
@@ -211,7 +212,7 @@ class VideoDiT(VideoChunk):
         return hidden, Conditioning.from_rows(rows, num_times)
 
     def _flow(self, output: Tensor, tokens: FrameTokens, x: Tensor) -> Tensor:
-        """Return all tokens ``[s, b, c * p * p]`` as latents ``[b, t, c, h, w]``, on every rank."""
+        """Gather the ranks' tokens ``[s, b, c * p * p]`` and return latents ``[b, t, c, h, w]``."""
         for size, group, sums in (
             (tokens.tp_size, self.tp_group, False),
             (tokens.cp_size, self.cp_group, True),
@@ -227,7 +228,7 @@ class VideoDiT(VideoChunk):
 
 
 def _per_frame(timesteps: Tensor) -> Tensor:
-    """Return ``[b]`` as ``[b, 1]``, one timestep for all frames, and ``[b, t]`` as it is."""
+    """Return timesteps ``[b]`` as ``[b, 1]``, and timesteps ``[b, t]`` unchanged."""
     return timesteps.unsqueeze(1) if timesteps.dim() == 1 else timesteps
 
 
@@ -243,22 +244,23 @@ def recache(
     sink_latents: Tensor | None = None,
     keep_sink: bool = False,
 ) -> None:
-    """Encode history anew under a new prompt, block by block, so that each sees only its own past.
+    """Rebuild the cache under a new prompt, block by block, each block attending only to its past.
 
-    Frames before ``first_frame`` are seen no more, but for the sinks, which are made anew from
-    their latents. The next frame is the one after the last of ``latents``.
+    Frames before ``first_frame`` are dropped, except for the sinks, which are rebuilt from
+    ``sink_latents`` or kept. Generation resumes at the frame after the last of ``latents``.
 
     Args:
         model: causal, without wrappers.
         latents: clean frames from ``first_frame`` up to the newest, ``[b, t, c, h, w]``.
-        timestep: timestep that the model is told, the context noise.
+        timestep: timestep given to the model for these clean frames (the context noise).
         text: the new prompt, ``[b, l, text_width]``.
-        sink_latents: clean frames from frame 0 on, at least the sinks before ``first_frame``.
-        keep_sink: leave the sinks as the old prompt made them, as LongLive's sampling does;
-            ``first_frame`` must then lie behind them.
+        sink_latents: clean frames from frame 0 on, at least the blocks that hold sinks before
+            ``first_frame``.
+        keep_sink: keep the sinks' keys and values from the old prompt, as LongLive's sampling does;
+            ``first_frame`` must then come after the sinks.
 
     Raises:
-        ConfigError: sinks are neither given nor kept, or both, or too few.
+        ConfigError: sinks are neither given nor kept, are both given and kept, or are too few.
         DataError: the frames are not whole blocks.
     """
     window = cache.window
@@ -281,7 +283,7 @@ def recache(
 def _checked_sinks(
     cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
 ) -> int:
-    """Return how many frames make up the blocks of the sinks before ``first_frame``."""
+    """Return the number of frames in the blocks that hold sinks before ``first_frame``."""
     window, num_sinks = cache.window, min(cache.window.sink, first_frame)
     if keep_sink and first_frame < window.sink:
         raise ConfigError(

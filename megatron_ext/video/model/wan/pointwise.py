@@ -1,7 +1,7 @@
 """The pointwise parts of a Wan network: modulation of each frame, norms, and the blocks' functions.
 
-The functions are pure and compile to one graph each; `layers.compiled` says when. Modulation is
-what a frame's timestep gives, plus a learned table.
+The functions are pure and compile to one graph each; see `layers.compiled`. Modulation is the sum
+of a projection of a frame's timestep and a learned table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ext.video.model.tokens import frames_first
 
 
 class ModulationTable(torch.nn.Module):
-    """A learned ``[num_parts, h]``, added to the modulation that the timesteps give.
+    """A learned table ``[num_parts, h]``, added to the modulation computed from the timesteps.
 
     A block has 6 parts (shift, scale, gate of the attention, then of the feed-forward layers). They
     start from a normal distribution of standard deviation ``1 / sqrt(h)``.
@@ -50,7 +50,7 @@ class ModulationTable(torch.nn.Module):
 
 
 def modulated_frames(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return ``(1 + scale) * LN(x) + shift`` of ``[s, b, h]``, frame after frame.
+    """Return ``(1 + scale) * LN(x) + shift`` for x ``[s, b, h]``, modulating each frame by its own.
 
     Shift and scale are ``[f, 1, b, h]``.
     """
@@ -71,7 +71,7 @@ def _frames(x: Tensor, part: Tensor) -> Tensor:
 
 
 class FullWidthRMSNorm(Part):
-    """RMSNorm of queries or keys over the full width of all heads, which are dealt to ranks.
+    """RMSNorm of queries or keys over the features of all heads, which are split over the ranks.
 
     ``y = x / sqrt(mean(x^2) + eps) * weight`` with the mean over all h features (arXiv:1910.07467),
     so that the tensor-parallel ranks sum their squares. Each holds the scales of its heads, ``[h /
@@ -87,7 +87,7 @@ class FullWidthRMSNorm(Part):
     def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Normalize the heads of this rank, ``[s, b, n, d]``, after the bias ``[n * d]`` is added.
 
-        None gives the scales, which data parallelism has gathered by now.
+        Given None, return the scales, which data parallelism has gathered before this call.
         """
         if x is None:
             return self.weight
@@ -118,7 +118,7 @@ def squares(x: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
-    """Normalize ``[..., n, d]`` by the sums of squares of ``width`` features, ``[...]``."""
+    """RMS-normalize ``[..., n, d]``, given sums of squares ``[...]`` over ``width`` features."""
     scale = torch.rsqrt(total / width + eps)
     return (x.to(_exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])
 
@@ -150,7 +150,7 @@ def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the ranks; the sums enter the outputs of all ranks, and so do their gradients."""
+    """Sum over the ranks, forward and backward, since the sums enter the outputs of all ranks."""
     total: Tensor = copy_to_tensor_model_parallel_region(
         reduce_from_tensor_model_parallel_region(sums, group=group), group=group
     )
