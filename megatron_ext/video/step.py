@@ -131,7 +131,7 @@ class FlowBatchBuilder(ABC):
         """Return the keyword arguments of the model's ``forward``."""
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the captions, with those that the randomness drops replaced by the empty caption."""
+        """Return the captions, with dropped ones replaced by the empty caption."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)

@@ -31,13 +31,13 @@ from megatron_ext.video.model.chunk import Blueprint
 
 
 def uniform(config: TransformerConfig, bound: float) -> Initialize:
-    """Return a uniform initializer, which marks parameters if the configuration's initializer does."""
+    """Return a uniform initializer, marking parameters if the config's initializer does."""
     method, usual = partial(torch.nn.init.uniform_, a=-bound, b=bound), config.init_method
     return Marked(method, usual.marks) if isinstance(usual, Marked) else method
 
 
 def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark replicated parameters, so that megatron-core sums their gradients over tensor parallelism.
+    """Mark replicated parameters, so that megatron-core sums their gradients over TP ranks.
 
     This is needed under sequence parallelism, where each rank processes only some of the tokens.
     """

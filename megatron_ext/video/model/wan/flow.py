@@ -56,7 +56,7 @@ class WanBatchBuilder(FlowBatchBuilder):
         return normals.repeat_interleave(block, dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Zero loss weights outside this context-parallel rank's part; all ranks have all outputs."""
+        """Zero weights outside this context-parallel rank's part; all ranks have all outputs."""
         times, num_tokens = whole.times, whole.weights.size(1)
         if times.dim() == 2:
             times = times.repeat_interleave(num_tokens // times.size(1), dim=1)
