@@ -1,4 +1,4 @@
-"""A whole program, ``main(task, argv)``, and one run on one rank, ``pretrain(task, config)``."""
+"""The entry points: `main` is a whole program, `pretrain` one run on one rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVERYWHERE = (
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",
 )
-"""Warnings of the packages below us that every rank would print and no user can act on."""
+"""Warnings of our dependencies that every rank would print and no user can act on."""
 ON_A_CPU = (
     # The order of GPU kernels matters on a GPU only.
     "When using async grad allreduce it is recommended to set the environment variable",
@@ -57,7 +57,7 @@ ON_A_CPU = (
 
 
 def silence_known_warnings(device: str) -> None:
-    """Filter known warnings in this process and the ranks that it forks on ``cuda`` or ``cpu``."""
+    """Silence known warnings of ``device``, cuda or cpu, in this process and ranks forked later."""
     for message in EVERYWHERE + (ON_A_CPU if device == "cpu" else ()):
         warnings.filterwarnings("ignore", message=message)
 
@@ -80,8 +80,8 @@ def main(
         defaults, elsewhere: see `parse_args`.
 
     Returns:
-        The exit code of the program; 2 after a user's error, whose sentences are printed; of
-        ``--dry-run`` 1 where the run does not fit the GPU that is named.
+        The exit code of the program: 2 after a user's error, which is printed; 1 if ``--dry-run``
+        finds that the run does not fit the named GPU.
     """
     first = int(os.environ.get("RANK", "0")) == 0
     try:
@@ -123,7 +123,7 @@ def main(
 
 
 def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | None:
-    """Return the configuration in the checkpoint, where ``--use-checkpoint-args`` asks for it."""
+    """Return the checkpoint's configuration; None without ``--use-checkpoint-args``."""
     asked = read_words(argv, program).values.get("checkpoint", {})
     if not asked.get("use_checkpoint_args"):
         return None
@@ -134,7 +134,7 @@ def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | Non
 
 
 def train_and_evaluate(run: Run) -> int | None:
-    """Train and evaluate as the flags say; return the exit code of a run that ends early."""
+    """Train and evaluate as the flags say; return the exit code if training ends early, or None."""
     code = None if run.config.training.skip_train else train(run)
     if code is None and run.config.training.evaluates:
         evaluate_at_end(run)
@@ -154,8 +154,8 @@ def pretrain(
 
     Args:
         assets: what `Task.preflight` returned.
-        prepare: called with the parts of the run before it starts, to observe it.
-        work: called with the run; None trains and evaluates.
+        prepare: called with the `Run` before it starts, for example to attach an observer.
+        work: called with the `Run` in place of `train_and_evaluate`.
     """
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(
@@ -199,10 +199,10 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
 
 
 def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]:
-    """Check folders, checkpoints and data before any process group, the same on every rank.
+    """Check folders, checkpoints and data before any process group exists, alike on every rank.
 
-    Returns what `Task.preflight`, here ``check_data``, does: the configuration with what the data
-    decides, and the task's assets. Each check raises its own errors of the package.
+    Returns the result of ``check_data`` (`Task.preflight`): the configuration, completed from the
+    data, and the task's assets. A failed check raises a MegatronExtError.
     """
     if not config.planning.dry_run:
         check_folders(config.logging, config.checkpoint)

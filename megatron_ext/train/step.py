@@ -1,4 +1,4 @@
-"""One training or evaluation step: it takes batches, and gives losses and an update."""
+"""One training or evaluation step, from batches to losses and a parameter update."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ class StepResult:
     """The losses of a training step, and the update that it made.
 
     Attributes:
-        losses: mean of each reported loss over the step's targets; empty but on the last stage.
+        losses: mean of each reported loss over the step's targets; on the last stage only.
         counts: sum of the weights of the targets of each loss.
         model_update: update of the run's model; None where the step trained other networks only.
-        flops: operations on all ranks, where only the step itself can count them.
+        flops: floating-point operations on all ranks, if the step counts them; None to use those
+            of `Task.step_stats`.
     """
 
     losses: dict[str, Tensor]
@@ -57,10 +58,10 @@ class StepRunner:
     """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
 
     Attributes:
-        engine: runs the pipeline; None where megatron-core's own schedule does.
+        engine: runs the pipeline; None if megatron-core's own schedule does.
         observer: called before the update, when every data-parallel rank holds whole gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
-        extra_state: what a checkpoint holds besides the model of the run.
+        extra_state: state that a checkpoint holds besides the run's model; None for none.
     """
 
     extra_state: ExtraState | None = None
@@ -103,15 +104,15 @@ class StepRunner:
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
-        """Return all chunks that are trained, whose replicas must stay equal."""
+        """Return the trained chunks, whose replicas must stay equal."""
         return self.chunks
 
     def model_steps(self, steps: int) -> int:
-        """Return how many of the first steps of a run train its model: here all of them."""
+        """Return how many of a run's first ``steps`` steps train its model; here, all of them."""
         return steps
 
     def _connect(self, optimizer: MegatronOptimizer) -> None:
-        """Tell megatron-core's schedule how to scale, overlap and finalize gradients."""
+        """Set megatron-core's hooks that scale, overlap and finalize gradients."""
         told, flags = self.transformer_config, self.config.optimizer
         told.grad_scale_func = optimizer.scale_loss
         told.finalize_model_grads_func = finalize_model_grads
@@ -131,14 +132,14 @@ class StepRunner:
         consumed_samples: int = 0,
         collect_non_loss_data: bool = False,
     ) -> list[Any]:
-        """Run the schedule over a step's micro-batches, as many on each data-parallel rank.
+        """Run the schedule over ``num_microbatches`` micro-batches on each data-parallel rank.
 
         Args:
-            batches: micro-batches; None on stages that read no data.
+            batches: micro-batches of this rank; None on stages that read no data.
             consumed_samples: samples of all earlier steps, for ``--deterministic-dropout``.
-            collect_non_loss_data: return the data of `Task.process_non_loss_data`, not reports.
+            collect_non_loss_data: return data for `Task.process_non_loss_data` instead of reports.
 
-        The last stage returns one report, or collected data, for each micro-batch.
+        Returns one report, or one item of collected data, per micro-batch on the last stage.
         """
         prepare, run_chunk = self.task.prepare_batches, self.task.forward_step
         assert run_chunk is not None
@@ -176,7 +177,7 @@ class StepRunner:
     def _masks(
         self, consumed_samples: int
     ) -> Callable[[torch.nn.Module], AbstractContextManager[None]]:
-        """Return the context of a chunk's forward pass; its calls count the micro-batches."""
+        """Return a factory of dropout contexts; each call is a chunk's next micro-batch."""
         if not self.config.model.deterministic_dropout:
             return lambda chunk: nullcontext()
         seen: Counter[torch.nn.Module] = Counter()
@@ -202,7 +203,10 @@ class StepRunner:
         return length, self._micro_batch_size, self.transformer_config.hidden_size
 
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
-        """Count the step's targets on the last stage; all ranks call this together."""
+        """Count the step's targets on the last stage, and set the scale of auxiliary losses.
+
+        All ranks call this together.
+        """
         counts = None
         if batches is not None and self.context.is_last_stage:
             counts = count_targets(batches, self.context)
@@ -227,7 +231,8 @@ class StepRunner:
     ) -> StepResult:
         """Compute the gradients over a global batch, and update the parameters once.
 
-        ``num_samples`` of this step move the schedule of the learning rate; see `forward_backward`.
+        ``num_samples``, the samples of this step, advances the learning-rate schedule. For the
+        other arguments see `forward_backward`.
         """
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.chunks:
@@ -262,25 +267,25 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Let a learning rate follow an update: at once where the host knows of it, or later."""
+        """Queue an update for the learning-rate schedule; settle if its outcome is known."""
         self._unsettled.append((update, scheduler, num_samples))
         if update.known:
             self.settle()
 
     @property
     def settled(self) -> bool:
-        """Return whether the learning rates have followed the last update."""
+        """Return whether the learning-rate schedules include the last update."""
         return not self._unsettled
 
     def settle(self) -> None:
-        """Let the learning rates follow the applied updates, and wait for the last of these."""
+        """Wait for pending updates, and advance the learning rates for those applied."""
         while self._unsettled:
             update, scheduler, num_samples = self._unsettled.pop(0)
             if update.applied:
                 scheduler.step(increment=num_samples)
 
     def _give_memory_back(self, level: int) -> None:
-        """Return cached GPU memory, where ``--empty-unused-memory-level`` asks for it."""
+        """Empty the GPU memory cache if ``--empty-unused-memory-level`` is at least ``level``."""
         if self.config.training.empty_unused_memory_level >= level:
             torch.cuda.empty_cache()
 
@@ -289,7 +294,7 @@ _NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
 
 
 def _one_or_list(items: list[Any]) -> Any:
-    """Return the bare item where there is one, as megatron-core wants it for a single chunk."""
+    """Return the item of a list of one, else the list: the form that megatron-core expects."""
     return items[0] if len(items) == 1 else items
 
 
@@ -307,7 +312,7 @@ def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCou
 
 
 def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[str, Tensor]:
-    """Sum ``[sum, count]`` entries over micro-batches, data- and context-parallel ranks."""
+    """Sum each loss's ``[sum, count]`` over micro-batches, data- and context-parallel ranks."""
     if not reports:
         return {}
     keys = list(reports[0])
@@ -326,8 +331,8 @@ def mean_of(entry: Tensor) -> Tensor:
 def means_of(totals: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean of each loss from its ``[sum, count]``.
 
-    A loss that had no target, such as that of a condition mode that was not drawn, is left out. The
-    first loss, which is the loss of the run, always stays, and is then 0.
+    A loss without targets, such as that of a condition mode that was not drawn, is left out. The
+    first loss, which is the run's loss, is always kept; without targets it is 0.
     """
     first = next(iter(totals), None)
     # In double precision, as the sums of single steps may not be.
@@ -343,7 +348,7 @@ NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""Maps ``--moe-router-load-balancing-type`` to the name that Megatron-LM logs."""
+"""Names under which Megatron-LM logs the losses of ``--moe-router-load-balancing-type``."""
 
 
 def _take_auxiliary_losses(
@@ -351,9 +356,9 @@ def _take_auxiliary_losses(
 ) -> dict[str, torch.Tensor]:
     """Return the mean of each auxiliary loss over layers and micro-batches; all ranks call this.
 
-    megatron-core's own reduction needs experts on every pipeline stage, and a collective that Gloo
-    lacks. The parts of a load-balancing loss on the tensor- and context-parallel ranks, of the
-    global one also on the replicas, add up. A z-loss is whole on each rank.
+    megatron-core's own reduction needs experts on every pipeline stage and a collective that Gloo
+    lacks. A load-balancing loss is the sum of its parts on the tensor- and context-parallel ranks;
+    the global one is summed over the replicas too. Each rank holds the whole z-loss.
     """
     tracker = get_moe_layer_wise_logging_tracker()
     kinds = transformer_config.moe_router_load_balancing_type

@@ -1,6 +1,6 @@
 """A task: what to train, as a frozen dataclass of callables.
 
-The `train.run.Run` that tasks' functions take holds the task, so that it is not named here.
+Annotations here say Any for `train.run.Run`, whose module imports this one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ext.train.batch_size import StepStats
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits; None where no samples were asked for or this rank reads no data."""
+    """The three splits; a split is None if it has no samples or this rank reads no data."""
 
     train: Dataset[Any] | None
     valid: Dataset[Any] | list[Dataset[Any]] | None
@@ -51,7 +51,7 @@ STEP_FLAGS = {
     "model": {"mtp_num_layers"},
     "loss": {"loss", "loss_args", "label_smoothing", "z_loss_coeff", "cross_entropy_chunk_size"},
 }
-"""Flags by section that do nothing but through a forward step that looks at them, as GPT's does."""
+"""Flags, by section, that only work if the forward step implements them, as GPT's does."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,34 +63,35 @@ class Task(TaskFlags):
         model_chunk: ``(config, transformer_config, context, pre_process=, post_process=,
             vp_stage=)`` to one pipeline chunk.
         forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
-            function, which is called on the last stage only. ``counts`` are the targets of the
-            whole training step there, None on other stages and in evaluation.
-        auxiliary_losses: the model attaches losses of its own with
+            function, which is called on the last stage only. There, ``counts`` holds the target
+            counts of the whole training step; it is None on other stages and in evaluation.
+        auxiliary_losses: whether the model attaches losses of its own with
             `layers.auxiliary_loss.attach_microbatch_loss`.
         prepare_batches: ``(config, batches, context)`` to the batches, called on the last stage
             with all micro-batches of a step before its first forward pass.
-        source: ``(run, dataset, assets, consumed_samples, full_epoch)`` to the steps of a split.
-        step_stats: ``(run, num_microbatches)`` to the work of the coming training step.
-        boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of what passes between
-            pipeline stages in a step, where the flags do not decide it.
-        callbacks: ``(run)`` to a `callbacks.callback.Callback`, called when training begins;
-            usually subclasses of it.
-        sample_name: what a sample is called in the log, whose rate is then shown.
-        perplexity: the loss named "lm loss" is a cross-entropy, and evaluation reports its
-            exponential too.
+        source: ``(run, dataset, assets, consumed_samples, full_epoch)`` to the batches of one
+            split, grouped by step.
+        step_stats: ``(run, num_microbatches)`` to the `StepStats` of the next training step.
+        boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of the activations between
+            pipeline stages in a step; None if the flags determine it.
+        callbacks: each ``(run)`` to a `callbacks.callback.Callback`, called when training begins;
+            usually the classes themselves.
+        sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
+        perplexity: whether the loss named "lm loss" is a cross-entropy, whose exponential
+            evaluation reports too.
         step_runner: ``(config, task, context, transformer_config, chunks, optimizer, scheduler)``
-            to a `step.StepRunner`, which runs the steps; None for that class itself.
-        preflight: ``(config)`` to the configuration with what only the data decides, and to the
-            task's assets, which its data and steps need; checks the data before any process group
-            exists, on every rank alike.
-        cost: what a plan (``--dry-run``, tools/plan.py) asks of the task; None plans nothing.
-        takes_step_flags: the forward step does what `STEP_FLAGS` say: True, or the function that
-            does where it is the task's. They are refused otherwise.
+            to the `step.StepRunner` that runs the steps; None for `step.StepRunner` itself.
+        preflight: ``(config)`` to the configuration, completed from the data, and to the task's
+            assets, which its data and steps need. It checks the data on every rank before any
+            process group exists.
+        cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
+        takes_step_flags: whether the forward step implements `STEP_FLAGS`, which are refused if it
+            does not: True, or the function that does, which must then be ``forward_step``.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
-            ``process_non_loss_data_func``. ``collected`` holds, of each micro-batch of the last
-            evaluation step, what its loss function returns with ``non_loss_data=True``.
-        non_loss_data: ``(chunks)`` to what is collected instead, called on all ranks.
+            ``process_non_loss_data_func``. ``collected`` holds the result of the loss function
+            with ``non_loss_data=True`` for each micro-batch of the last evaluation step.
+        non_loss_data: ``(chunks)`` to the ``collected`` data in place of it, called on all ranks.
     """
 
     datasets: DatasetsProvider
@@ -119,7 +120,7 @@ class Task(TaskFlags):
         return dataclasses.replace(self, **changes)
 
     def with_sections(self, *kinds: type) -> Task:
-        """Return the task with further sections of flags, which checkpoints give back too."""
+        """Return the task with further sections of flags, also restored from checkpoints."""
 
         def stored_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
             own = {name: stored.get(name, {}) for name in named(kinds)}
@@ -130,7 +131,7 @@ class Task(TaskFlags):
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """The tasks of a program, of which ``pick`` takes one by the configuration as it is given."""
+    """The tasks of a program; ``pick`` chooses one by the configuration as given."""
 
     tasks: tuple[Task, ...]
     pick: Callable[[RunConfig], Task]
@@ -141,7 +142,7 @@ class TaskChoice:
 
     @functools.cached_property
     def left_out(self) -> LeftOut:
-        """Return the flags of the engine that no task has a use for."""
+        """Return the engine's flags that none of the tasks uses, by section."""
         first, *others = (task.left_out for task in self.tasks)
         shared = {
             section: {
@@ -155,11 +156,11 @@ class TaskChoice:
         return self.pick(config)
 
     def replace(self, **changes: Any) -> TaskChoice:
-        """Return the choice among the same tasks, each with other values of some attributes."""
+        """Return this choice, with some attributes of every task changed."""
         return self._each(lambda task: task.replace(**changes))
 
     def with_sections(self, *kinds: type) -> TaskChoice:
-        """Return the choice among the same tasks, each with further sections of flags."""
+        """Return this choice, with further sections of flags in every task."""
         return self._each(lambda task: task.with_sections(*kinds))
 
     def _each(self, change: Callable[[Task], Task]) -> TaskChoice:
@@ -168,7 +169,7 @@ class TaskChoice:
 
 
 def check_step_flags(task: Task, config: RunConfig) -> None:
-    """Raise a ConfigError with a sentence for each flag that the forward step does not heed."""
+    """Raise a ConfigError with a sentence for each given flag that the forward step ignores."""
     takes = task.takes_step_flags
     if takes is True or (takes is not False and takes is task.forward_step):
         return
@@ -187,5 +188,5 @@ def check_step_flags(task: Task, config: RunConfig) -> None:
 
 
 def no_datasets(*_: Any) -> Datasets:
-    """Return no splits, for a task that reads no samples; see `Task.datasets`."""
+    """Return three absent splits: `Task.datasets` for a task that reads no samples."""
     return Datasets(None, None, None)

@@ -1,4 +1,4 @@
-"""The reporters of a run, which only the reporting rank has, and those that go to servers."""
+"""The reporters of a run, which exist on the reporting rank only: TensorBoard, W&B and progress."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _imported(module: str, given: str, called: str) -> Any:
 
 
 class TensorBoard:
-    """Writes event files, with each of Megatron-LM's tags against consumed samples too."""
+    """Writes event files: each of Megatron-LM's tags by iteration and by consumed samples."""
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         module = "torch.utils.tensorboard"
@@ -77,7 +77,7 @@ class TensorBoard:
         usual = threading.excepthook
 
         def hook(arguments: threading.ExceptHookArgs) -> None:
-            """Print no traceback of TensorBoard's thread, whose next call raises it again."""
+            """Hide the traceback of TensorBoard's thread; its next call raises the OSError again."""
             writes = type(arguments.thread).__name__ == "_AsyncWriterThread"
             if not (writes and isinstance(arguments.exc_value, OSError)):
                 usual(arguments)
@@ -133,7 +133,7 @@ class WeightsAndBiases:
 
 
 class Reporters:
-    """All sinks of a run, which a context manager closes."""
+    """All sinks of a run; a context manager that closes them on exit."""
 
     def __init__(self, sinks: list[Reporter]) -> None:
         self.sinks = sinks
@@ -151,7 +151,7 @@ class Reporters:
 
     @contextmanager
     def _going_on(self, sink: Reporter) -> Iterator[None]:
-        """Warn once of a sink that cannot write, as on a full disk, and try it again later."""
+        """Swallow an OSError of a sink, such as a full disk, with one warning for each sink."""
         try:
             yield
         except OSError as error:
@@ -210,7 +210,7 @@ class ProgressFile:
 def build_reporters(
     config: RunConfig, context: ParallelContext, *, resumed_at: int, num_iterations: int
 ) -> Reporters:
-    """Build the sinks that a run asks for; ranks other than the reporting rank have none.
+    """Build the sinks that the flags select; ranks other than the reporting rank have none.
 
     A package that is not installed, or a folder that cannot be written, raises a ConfigError.
     """

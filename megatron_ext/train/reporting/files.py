@@ -1,6 +1,6 @@
 """Reports that need no server: printed lines, ``metrics.jsonl`` and ``loss.png``.
 
-The lines are Megatron-LM's, so that programs which read its logs read ours.
+The lines have Megatron-LM's format, so programs that parse its logs can parse them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
-    """Return the line of one report; our fields stand between Megatron-LM's and its counts."""
+    """Return a report's line: Megatron-LM's fields, and ours before its counts of skipped steps."""
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
@@ -53,7 +53,7 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
 
 
 def evaluation_lines(record: EvaluationRecord) -> list[str]:
-    """Return the line of one evaluation with its frame, as three lines."""
+    """Return three lines: the line of one evaluation between two rules of dashes."""
     where = f"iteration {record.iteration}"
     if record.final or record.split.endswith(AVERAGED):
         where += f" on {record.split} set" if record.final else " with averaged weights"
@@ -68,7 +68,7 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
 
 
 class LinePrinter:
-    """Prints the lines, below which a progress bar stays on a terminal."""
+    """Prints the lines of a run; with ``bar``, above a progress bar."""
 
     def __init__(self, *, on_gpu: bool, num_iterations: int, iteration: int, bar: bool) -> None:
         self._on_gpu = on_gpu
@@ -102,7 +102,7 @@ _NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a `MetricsFile`, without a last line that a kill has cut short."""
+    """Read the rows of a `MetricsFile` up to the first line that is not valid JSON."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _as_json(row: Mapping[str, Any]) -> str:
-    """Return one line of JSON, in which words stand for numbers that are not finite."""
+    """Return one line of JSON, with non-finite numbers as the words of `MetricsFile`."""
     numbers = {name: value for name, value in row.items() if isinstance(value, float)}
     words = {k: json.dumps(v) for k, v in numbers.items() if not math.isfinite(v)}
     return json.dumps({**row, **words}, allow_nan=False) + "\n"
@@ -176,13 +176,13 @@ class MetricsFile:
 
 SECONDS_BETWEEN_PLOTS = 60.0
 SMOOTHED_FROM = 200
-"""Number of rows from which a line is smoothed."""
+"""Number of points from which a plotted loss is smoothed."""
 
 Row = dict[str, Any]
 
 
 def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
-    """Draw the rows of a metrics file; without a training row nothing is drawn."""
+    """Plot the rows of a metrics file to a PNG; do nothing if no row is a training row."""
     # Without pyplot, which takes a second to import and keeps figures of its own.
     from matplotlib.figure import Figure
 
@@ -235,7 +235,7 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """Draw a line; a long and noisy one is drawn smoothed, with the measured one behind it."""
+    """Draw a line; smooth a long line without a given colour, and draw the raw one faintly."""
     if len(values) < SMOOTHED_FROM or style.get("color"):
         marker = "." if len(values) < 60 else ""
         axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)
@@ -245,7 +245,7 @@ def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> No
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Average exponentially over about a fiftieth of the run, without a slow start."""
+    """Return the exponential moving average over about a fiftieth of the values, bias-corrected."""
     keep = 1 - 1 / max(2.0, len(values) / 50)
     mean, weight, out = 0.0, 0.0, []
     for value in values:
@@ -256,7 +256,7 @@ def _smoothed(values: list[float]) -> list[float]:
 
 
 def _series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return the iterations and values of the rows that have the value."""
+    """Return the iterations and the values of ``name``, from the rows that have it."""
     mine = [row for row in rows if row.get(name) is not None]
     return [row["iteration"] for row in mine], [float(row[name]) for row in mine]
 
@@ -273,7 +273,7 @@ class LossPlot:
             self.close()
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Do nothing; the next drawing shows the evaluation."""
+        """Do nothing; the next redrawing includes the evaluation."""
 
     def close(self) -> None:
         plot_metrics(read_metrics(self._metrics), self._metrics.with_name("loss.png"), self._title)

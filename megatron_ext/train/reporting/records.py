@@ -14,13 +14,13 @@ class IterationRecord:
     Attributes:
         seconds, samples, tokens, flops: means over the steps, on all ranks together.
         learning_rate, global_batch_size: those of the last step.
-        losses: mean of each loss by name over the reported steps that had an update.
+        losses: mean of each loss over the reported steps that updated the parameters, by name.
         loss_scale: scale of fp16; 1 otherwise.
         grad_norm: norm before clipping in the last step; not finite when the step was skipped.
         skipped, total_skipped: steps without an update since the last report, and in the run.
         nans: skipped steps whose loss was not finite.
-        peak_flops: peak of one GPU in operations per second, None where it is not known.
-        sample_name: name of the samples, where their rate is to be shown.
+        peak_flops: peak of one GPU in floating-point operations per second, None if unknown.
+        sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
         memory: bytes of this rank's GPU by name; empty on a CPU.
         epoch: passes through the training data so far; None where the data has no epochs.
     """
@@ -50,9 +50,9 @@ class IterationRecord:
 
     @property
     def common(self) -> dict[str, float]:
-        """Return the values that fine-tuning tools show, under the names of these tools.
+        """Return values under the names that common fine-tuning tools use, such as ``train/loss``.
 
-        ``train/skipped_iterations`` counts from the start; ``train/throughput`` is samples/s.
+        ``train/skipped_iterations`` counts since the run began; ``train/throughput`` is samples/s.
         """
         return {
             "train/loss": next(iter(self.losses.values()), math.nan),
@@ -76,19 +76,19 @@ class IterationRecord:
 
     @property
     def tflops_per_device(self) -> float:
-        """Return the floating-point operations per second and device, in 10^12."""
+        """Return the TFLOP/s (10^12 floating-point operations per second) of one device."""
         return self.flops / self.seconds / self.world_size / 1e12
 
     @property
     def mfu(self) -> float | None:
-        """Return the share of the peak of the GPUs that the model uses; None for unknown GPUs."""
+        """Return the model FLOPs utilization, from 0 to 1; None if the GPU's peak is unknown."""
         return None if self.peak_flops is None else self.tflops_per_device * 1e12 / self.peak_flops
 
 
 AVERAGED = " ema"
 """Suffix of the name of a split that was evaluated with the averaged weights."""
 LANGUAGE_LOSS = "lm loss"
-"""The loss of language models; others, and further values beside it, have no perplexity."""
+"""Name of the loss of language models, the only loss whose perplexity is reported."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class EvaluationRecord:
     """A report on one evaluation.
 
     Attributes:
-        split: ``validation`` or ``test``, with a number where there are several sets, and with
-            `AVERAGED` for averaged weights.
+        split: ``validation`` or ``test``; followed by `` set`` and a number if there are several
+            sets, and by `AVERAGED` for averaged weights.
         consumed_samples: training samples used so far.
-        final: the evaluation follows the last step.
-        perplexity: `LANGUAGE_LOSS` is a cross-entropy.
+        final: whether the evaluation follows the last step.
+        perplexity: whether `LANGUAGE_LOSS` is a cross-entropy, which has a perplexity.
     """
 
     split: str
@@ -111,14 +111,14 @@ class EvaluationRecord:
     perplexity: bool = True
 
     def perplexity_of(self, name: str) -> float | None:
-        """Return the perplexity of a loss with Megatron-LM's cap; None where it means nothing."""
+        """Return ``exp(min(20, loss))``, as Megatron-LM; None for a loss without perplexity."""
         if not self.perplexity or name != LANGUAGE_LOSS:
             return None
         return math.exp(min(20, self.losses[name]))
 
     @property
     def common(self) -> dict[str, float]:
-        """Return a validation split's first loss as ``val/loss``, with the set's number behind."""
+        """Return a validation split's first loss, named ``val/loss`` plus the split's suffix."""
         which = self.split.removeprefix("validation")
         if which == self.split or not self.losses:
             return {}
@@ -126,7 +126,7 @@ class EvaluationRecord:
 
 
 class Reporter(Protocol):
-    """A sink of reports, such as a file or a server; no report follows `close`."""
+    """A sink of reports, such as a file or a server; `close` is its last call."""
 
     def on_iteration(self, record: IterationRecord) -> None: ...
     def on_evaluation(self, record: EvaluationRecord) -> None: ...

@@ -26,9 +26,9 @@ _PACKAGE = __name__.split(".")[0]
 
 
 def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
-    """Describe a run that has passed all checks: sizes, layout, and what is not a default.
+    """Describe a run that has passed all checks: sizes, layout and non-default flags.
 
-    ``given`` are the fields of the flags on the command line.
+    ``given`` holds the field names of the flags on the command line.
     """
     model = config.model
     sizes = {
@@ -74,7 +74,7 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
 
 
 def _as_flag(section: Any, field: str) -> str:
-    """Return the words that give a field its value on a command line."""
+    """Return the flag, with its value, that sets a field on the command line."""
     value, spelling = getattr(section, field), spelling_of(section, field)
     if isinstance(value, bool):
         return spelling
@@ -95,7 +95,7 @@ def _listed(title: str, flags: dict[str, list[str]]) -> list[str]:
 
 
 def write_configuration(content: str, folder: Path) -> None:
-    """Write the configuration of a run to its save folder, where it replaces an earlier one."""
+    """Write a run's configuration to its save folder, and replace an earlier one there."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{CONFIGURATION_FILE}.tmp"
     temporary.write_text(content, encoding="utf-8")
@@ -105,7 +105,7 @@ def write_configuration(content: str, folder: Path) -> None:
 def implementation_line(
     model: ModelConfig, fp8: Fp8Config, optimizer: MegatronOptimizer | None
 ) -> str:
-    """Name the implementations that a run uses; the optimizer is the one that was really built."""
+    """Return the line that names the layers, attention, optimizer and fp8 recipe of a run."""
     layers = f"torch {importlib.metadata.version('torch')}; attention: torch SDPA"
     if model.transformer_impl == TE_IMPL:
         layers = (
@@ -120,13 +120,13 @@ def implementation_line(
 
 
 def parameters_line(total: int, trained: int, largest: int) -> str:
-    """Tell the number of parameters; a parameter with copies counts once."""
+    """Return the line with the numbers of parameters; replicated parameters count once."""
     share = "" if trained == total else f", {trained:,} of them trained"
     return f"parameters: {total:,}{share}; at most {largest:,} on one rank"
 
 
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
-    """Name the class that computes, and its package; a subclass of ours adds no arithmetic."""
+    """Return package and class of the inner optimizer; for our subclass, those of its base."""
     if optimizer is None:
         return "none"
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
