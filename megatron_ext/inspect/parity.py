@@ -1,4 +1,4 @@
-"""Compares the training of a layout with that of the layout that is taken for the truth.
+"""Compares the training in a parallel layout with that in a reference layout.
 
 Layouts have short names, such as ``tp2sp``, ``pp2vpp2`` or ``pp4zbh1``. Each trains a few steps on
 forked ranks and keeps its losses, norms and gradients.
@@ -95,7 +95,7 @@ def parse_layout(name: str) -> NamedLayout:
 
 
 class GradientRecorder:
-    """Writes the gradients of each step, of the parameters whose main copy this rank holds."""
+    """Writes each step's gradients of the parameters whose main copy this rank holds."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         self.folder, self.run = folder, run
@@ -146,7 +146,7 @@ def record(
     folder: Path,
     device: Device,
 ) -> Recording:
-    """Train ``steps`` steps of a program in a layout, by flags without it, into a new folder."""
+    """Train ``steps`` steps in a layout, whose flags follow ``words``, into a new folder."""
     folder.mkdir(parents=True)
     fixed = f"--train-iters {steps} --log-interval 1 --eval-iters 0 --nproc-per-node {layout.ranks}"
     try:

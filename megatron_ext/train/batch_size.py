@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError
 class _Steps:
     """A list of batch sizes, each of which begins at a number of consumed tokens.
 
-    megatron-core has this calculator from 0.17 on; the names are its, so that it can take over.
+    megatron-core has this calculator from 0.17 on; the names match, so it can replace this class.
     """
 
     def __init__(self, steps: list[tuple[int, int]], seq_length: int, multiple: int) -> None:
@@ -66,9 +66,9 @@ class BatchSize:
             )
 
     def update(self, consumed_samples: int) -> bool:
-        """Follow the ramp-up, and return whether the number of micro-batches has changed.
+        """Set the batch size, and return whether the number of micro-batches has changed.
 
-        A batch size that the ranks cannot share out raises a ConfigError.
+        A batch size that is not divisible by ``samples_per_microbatch`` raises a ConfigError.
         """
         before = self.num_microbatches
         self._calculator.update(consumed_samples, consistency_check=False)
@@ -83,7 +83,7 @@ class BatchSize:
         return self.num_microbatches != before
 
     def is_final(self, consumed_samples: int) -> bool:
-        """Return whether the batch size changes no more."""
+        """Return whether the batch size has reached its last value."""
         return consumed_samples > self._ramp_end
 
     @property
@@ -99,7 +99,7 @@ class BatchSize:
 def number_of_iterations(
     training: TrainingConfig, seq_length: int | None, data_parallel_size: int
 ) -> int:
-    """Return the training iterations of a run, also where its length is given in samples."""
+    """Return the training iterations of a run, whose length is given in iterations or samples."""
     if training.train_samples is None:
         return training.train_iters or 0
     size = BatchSize(training, seq_length, data_parallel_size)
@@ -145,7 +145,7 @@ class Progress:
         best_checkpoints: those of the lowest validation losses (``--keep-best``), lowest first.
         lowest_loss: validation loss that early stopping compares with; None before the first.
         stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
-        data_plan: identity of the plan of the training data, where it has one.
+        data_plan: identity of the training data's plan; empty if it has none.
     """
 
     iteration: int = 0
@@ -173,7 +173,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Read back the values of `to_dict`; counters of newer versions are left out."""
+        """Build from the values of `to_dict`; unknown keys, as of newer versions, are ignored."""
         names = {field.name for field in fields(cls)}
         known = {name: value for name, value in values.items() if name in names}
         best = [BestCheckpoint(**entry) for entry in known.pop("best_checkpoints", [])]

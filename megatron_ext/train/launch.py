@@ -35,17 +35,17 @@ EXIT_CODE_LOST_CONTACT = 123
 GRACE_SECONDS = 3.0
 """Time between asking the ranks to end and killing them."""
 SECONDS_FOR_RANK_0 = 20.0
-"""Time in which rank 0 tells an error of the flags, and its end ends the other ranks."""
+"""Time for rank 0 to print an error of the flags; its exit then ends the other ranks."""
 _SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
 _SECONDS_FOR_THE_CAUSE = 2.0
-"""Time between the first rank that waited in vain and the naming of those that it waited for."""
+"""Time from the first rank that gave up waiting to the report of the ranks it waited for."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _FOLLOWS = (EXIT_CODE_NO_ANSWER, EXIT_CODE_LOST_CONTACT)
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Supervisor:
-    """Waits for ranks by process id, each of which may be stopped for so many minutes."""
+    """Waits for ranks by process id; ends all if one is stopped beyond ``timeout_minutes``."""
 
     def __init__(self, children: dict[int, int], timeout_minutes: float) -> None:
         self._children, self._timeout_minutes = children, timeout_minutes
@@ -100,7 +100,7 @@ class _Supervisor:
                 self._end_all()
 
     def _look(self, now: float) -> None:
-        """Act on the clock: kill ranks, name silent ranks, or look for stopped ones."""
+        """Do what is due at ``now``: kill ranks, report silent ranks, or look for stopped ranks."""
         if self._kill_at is not None:
             if now > self._kill_at:
                 self._forward(signal.SIGKILL)
@@ -112,7 +112,7 @@ class _Supervisor:
             self._find_stopped(now)
 
     def _name_the_silent(self) -> None:
-        """Say which ranks did not answer those that have given up, and end them."""
+        """Print which ranks the others waited for in vain, and end all ranks."""
         if self._code == EXIT_CODE_NO_ANSWER:
             for pid, rank in sorted(self._children.items(), key=lambda item: item[1]):
                 why = "has been stopped by a signal" if _is_stopped(pid) else "does not answer"
@@ -161,10 +161,10 @@ Main = Callable[[], "int | None"]
 
 
 def refuse(error: MegatronExtError) -> int:
-    """Tell a user's error before the run starts, and return the program's exit code.
+    """Print a user's error before the run starts, and return the program's exit code.
 
-    All ranks read the same flags. Rank 0 speaks; the others wait for the end of rank 0 to end them,
-    and speak only where it does not, as when they alone lack a file.
+    All ranks read the same flags. Rank 0 prints at once, and its exit ends the other ranks. A rank
+    that still runs after `SECONDS_FOR_RANK_0`, as when only it lacks a file, prints too.
     """
     text = "\n".join(f"error: {sentence}" for sentence in error.messages)
     if os.environ.get("RANK", "0") != "0":
@@ -178,7 +178,7 @@ def refuse(error: MegatronExtError) -> int:
 
 
 def _tell_torchrun(message: str) -> None:
-    """Put an error into the summary that torchrun ends with, where torchrun has started us."""
+    """Write an error to torchrun's error file for its summary, if torchrun started this process."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
         text = json.dumps({"message": {"message": message, "extraInfo": shown}})
@@ -188,9 +188,9 @@ def _tell_torchrun(message: str) -> None:
 def run_rank(main: Main) -> int:
     """Run one rank; a failure is printed with the rank's number and becomes an exit code.
 
-    An error raised on purpose, or that follows from the failure of another rank, is shown as its
-    sentence, any other with its traceback. Of an error that all ranks raise, rank 0 tells, and its
-    end ends the others.
+    A MegatronExtError, or an error caused by the failure of another rank, is printed as a sentence.
+    Any other error is printed with its traceback. If all ranks raise the same MegatronExtError,
+    rank 0 prints it first, and its exit ends the others.
     """
     try:
         return main() or 0
@@ -219,7 +219,7 @@ def run_rank(main: Main) -> int:
 def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: float = 10) -> int:
     """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
 
-    ``nproc_per_node`` ranks are started where torchrun has started none.
+    Starts ``nproc_per_node`` ranks unless torchrun has started them already.
     """
     if "RANK" in os.environ:
         code = run_rank(main)
@@ -252,9 +252,9 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
 
 @contextmanager
 def _meeting_place() -> Iterator[str]:
-    """Give the address of a file by which forked ranks find each other.
+    """Yield the URL of the file for the rendezvous of forked ranks.
 
-    On Linux the file has no name, so that it is gone with the last process, however that ends.
+    On Linux the file has no name, so it disappears with the last process, even a killed one.
     """
     if sys.platform == "linux":
         descriptor = os.memfd_create("rendezvous")

@@ -29,7 +29,7 @@ from megatron_ext.train.step import StepResult, means_of
 
 
 def train(run: Run) -> int | None:
-    """Train to the last iteration; return None then, or the exit code where a callback ends it."""
+    """Train to the last iteration and return None, or the exit code if the run ends early."""
     early_stopping = EarlyStopping(run)
     if early_stopping.exhausted:
         reason = early_stopping.exhausted
@@ -132,7 +132,7 @@ class IntervalMetrics:
         self._count_last()
 
     def _count_last(self) -> None:
-        """Count and announce the last step if it was skipped, and whether its loss was finite."""
+        """Count and announce the last step if it was skipped; count a non-finite loss too."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None or unsettled[1].update.applied:
             return
@@ -148,7 +148,7 @@ class IntervalMetrics:
         )
 
     def pause(self, seconds: float) -> None:
-        """Leave out a time that went into something other than steps."""
+        """Exclude seconds that were not spent on steps from the step time."""
         self._pause += seconds
 
     def report_if_due(self) -> None:
@@ -161,7 +161,7 @@ class IntervalMetrics:
             self.report(keep=iteration == 1)
 
     def report(self, *, keep: bool = False) -> None:
-        """Report the steps since the last report, and start anew unless the sums are kept."""
+        """Report the steps since the last report, and reset the sums unless ``keep`` is set."""
         self.settle()
         run, last = self._run, self._last
         assert last is not None and run.optimizer is not None

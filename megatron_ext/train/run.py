@@ -34,7 +34,7 @@ EXIT_CODE_SIGNAL = 143
 
 
 class StopRequests:
-    """Watches the exit signal and the clock, which `time.time` tells, as the flags ask for it."""
+    """Watches for the exit signal and the time limit; ``started`` is in seconds of `time.time`."""
 
     def __init__(self, training: TrainingConfig, started: float) -> None:
         minutes = training.exit_duration_in_mins
@@ -51,8 +51,8 @@ class StopRequests:
     def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
         """Return why all ranks should stop now: ``"signal"``, ``"duration"`` or None.
 
-        All ranks call this together. It costs one small all-reduce where a watch is on. A ``late``
-        answer, the default on a GPU, is that to the previous check, for which nobody waits.
+        All ranks call this together. It costs one small all-reduce, or nothing without a flag. With
+        ``late``, the default on a GPU, it returns the previous call's result without waiting.
         """
         if not self._watch_signal and self._end is None:
             return None
@@ -157,7 +157,7 @@ def _summed(
     chunks: Sequence[DistributedDataParallel],
     context: ParallelContext,
 ) -> Tensor:
-    """Sum a measure in double precision over all parameters, each once, whatever the layout."""
+    """Sum ``measured`` over all parameters of the model on all ranks, each parameter once."""
     zero = torch.zeros_like(measured(next(chunks[0].parameters())))
     dense, experts = zero, zero
     for chunk in chunks:

@@ -32,7 +32,7 @@ from megatron_ext.train.task import Datasets, Task
 def build_run(
     config: RunConfig, task: Task, context: ParallelContext, device: torch.device, assets: Any
 ) -> Run:
-    """Build model, optimizer and data of this rank, and load the checkpoint that is asked for."""
+    """Build model, optimizer and data of this rank, and load the checkpoint that the flags name."""
     started = time.time()
     prepare_transformer_engine(config)
     transformer_config = build_transformer_config(config)
@@ -97,7 +97,7 @@ def build_run(
 
 
 def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:
-    """Load the checkpoint, say what it lacks, and return where the run goes on."""
+    """Print the path and notes of a loaded checkpoint, and return the progress to resume from."""
     if loaded is None:
         return Progress()
     if context.rank == 0:
@@ -143,7 +143,7 @@ def attach_data(run: Run, task: Task, assets: Any) -> None:
 def _evaluation_sources(
     run: Run, datasets: Datasets, source: Callable[..., BatchSource]
 ) -> tuple[list[BatchSource], list[BatchSource]]:
-    """Build the sources of the validation sets and of the test set, where the run is in them."""
+    """Build the sources of the validation sets and of the test set, at the run's position."""
     training, several = run.config.training, datasets.valid
     valid, test = list[BatchSource](), list[BatchSource]()
     if training.evaluates:

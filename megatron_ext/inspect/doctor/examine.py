@@ -1,4 +1,4 @@
-"""The doctor: everything about a machine that decides whether and how fast runs train on it."""
+"""The doctor: checks whether a machine can train, and how fast."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ print(json.dumps({"seconds": seconds}))
 
 @dataclass(frozen=True)
 class Probe:
-    """Lines of Python that fail where a feature does not work, and else print their seconds."""
+    """Python code that fails if a feature does not work, and otherwise prints its seconds."""
 
     name: str
     code: str
@@ -96,7 +96,7 @@ WITHOUT_GPU = (
 
 
 def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
-    """Look at everything; measuring each GPU takes a minute at most, and tries graphs too."""
+    """Run all checks; ``measure`` also measures each GPU's rates and runs the `PROBES`."""
     driver, installed, host = gpus.ask_driver(here), here.version("torch"), here.host()
     facts = gpus.ask_torch(here) if installed is not None else Outcome(1, errors="not installed")
     usable = facts.gpus if isinstance(facts, TorchFacts) and facts.usable else ()

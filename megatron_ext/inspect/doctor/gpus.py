@@ -42,7 +42,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Driver:
-    """The answers of NVIDIA's driver: all its devices, and the newest CUDA that it supports."""
+    """The driver's `Finding`, the names of its devices, and the newest CUDA that it supports."""
 
     finding: Finding
     cards: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Driver:
 
 
 def ask_driver(here: ThisMachine) -> Driver:
-    """Ask ``nvidia-smi``; its absence only says that it could not be asked."""
+    """Query ``nvidia-smi``; without it, the driver's status is "unknown"."""
     path = here.program("nvidia-smi")
     if path is None:
         detail = "`nvidia-smi` was not found, so the driver cannot be asked."
@@ -75,7 +75,7 @@ def ask_driver(here: ThisMachine) -> Driver:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The answers of torch about itself and its GPUs.
+    """Properties of the installed torch and of the GPUs that it can use.
 
     Attributes:
         cuda, hip: CUDA and ROCm versions that it was built with, None for a build without.
@@ -98,7 +98,7 @@ class TorchFacts:
 
 
 def ask_torch(here: ThisMachine) -> TorchFacts | Outcome:
-    """Return what torch says in a process of its own, or how asking it failed."""
+    """Return the facts of torch from a separate process, or the outcome of its failure."""
     found = ask_python(here, QUESTIONS)
     if isinstance(found, Outcome):
         return found
@@ -179,7 +179,7 @@ def arch_findings(facts: TorchFacts | Outcome) -> list[Finding]:
 
 
 def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
-    """Return whether compiled code fits: binaries on newer minors, PTX on all newer."""
+    """Return whether kernels fit: binaries the same major from their minor on, PTX all newer."""
     major, minor = capability
     for arch in archs:
         kind, _, number = arch.partition("_")
@@ -200,7 +200,7 @@ def _install(cuda: int) -> str:
 
 
 def link_findings(here: ThisMachine, num_gpus: int) -> list[Finding]:
-    """Report whether NVLink joins all GPUs; nothing where there are fewer than two."""
+    """Report whether NVLink joins all GPUs; return no finding for fewer than two GPUs."""
     path = here.program("nvidia-smi")
     if num_gpus < 2 or path is None:
         return []

@@ -1,7 +1,7 @@
 """The machine that is examined, and the limits of its host.
 
-A test can put a made-up machine in the place of `ThisMachine`, which holds every question that is
-asked. Programs and imports run as processes of their own, each with a time limit.
+All access to the machine goes through `ThisMachine`, which a test can replace. Programs and
+imports run in separate processes, each with a time limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Status = Literal["found", "missing", "low", "broken", "unknown", "not needed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         status: ``low`` is present but too little; ``broken`` is present but cannot be used;
@@ -67,12 +67,12 @@ class Gpu:
 
     @property
     def has_fp8(self) -> bool:
-        """Return whether its matrix units take 8-bit floats: Ada (8.9) and newer."""
+        """Return whether its tensor cores support fp8: Ada (8.9) and newer."""
         return self.capability >= FP8
 
     @property
     def fp8_recipes(self) -> dict[str, tuple[str, ...]]:
-        """Return the ``--fp8-recipe`` values that fit by its makers, by ``--transformer-impl``."""
+        """Return the ``--fp8-recipe`` values that the GPU supports, by ``--transformer-impl``."""
         torch = ("delayed", "tensorwise", "rowwise") if self.has_fp8 else ()
         return {"torch": torch, "transformer_engine": engine_recipes(self.capability)}
 
@@ -81,7 +81,7 @@ class Gpu:
 class Rates:
     """The measured rates of a GPU: operations of matrix products, and bytes of copies, per second.
 
-    An 8-bit product is None where the GPU has no such unit. A copy within memory reads and writes.
+    ``fp8`` is None for a GPU without fp8 units. ``copy`` counts bytes read and bytes written.
     """
 
     bf16: float
@@ -199,7 +199,7 @@ def run_python(here: ThisMachine, code: str, seconds: float = IMPORT_SECONDS) ->
 def ask_python(
     here: ThisMachine, code: str, seconds: float = IMPORT_SECONDS
 ) -> dict[str, Any] | Outcome:
-    """Return what a few lines print as JSON on their last line, or how they failed."""
+    """Run ``code``; return the JSON of its last output line, or the outcome of its failure."""
     outcome = run_python(here, code, seconds)
     if outcome.code != 0:
         return outcome
@@ -259,7 +259,7 @@ def _rdma(host: Host) -> Finding:
 
 
 STATUS_WORDS = {"found": "ok", "missing": "absent", "low": "LOW", "broken": "BROKEN"}
-"""Words for those of the statuses that do not speak for themselves."""
+"""Words printed in place of some statuses."""
 
 
 def report(examination: Examination) -> list[str]:

@@ -159,7 +159,7 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Draw rows, and N, D and the weight of each prediction depth, ``[2 + K]``."""
+        """Return a step's rows, and its N, D and weight of each of K MTP depths, ``[2 + K]``."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
             # One at a time: the attention masks of a whole step would not fit many a machine.
@@ -201,7 +201,7 @@ class _Replica:
             )
 
     def _provenance(self, row: int, drawn: dict[str, Tensor]) -> Provenance | None:
-        """Return the dataset that a row was cut from; a blend numbers its datasets."""
+        """Return the sample and dataset of a row; in a blend, ``dataset_id`` gives the dataset."""
         if "sample" not in drawn:
             return None
         dataset: Any = self._dataset
@@ -223,7 +223,7 @@ class _Replica:
 
 
 def _depths(of_depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
-    """Return one row of each prediction depth, ``[K, s]``."""
+    """Return one row of each MTP depth (a prediction module), ``[K, s]``."""
     found = [tensor[row] for tensor in of_depths]
     return (torch.stack(found) if found else like.new_zeros(0, like.size(1))).numpy()
 
@@ -248,7 +248,7 @@ def _columns(length: int, size: int) -> list[Ints]:
 
 
 class Numbered(Dataset[dict[str, Any]]):
-    """A dataset whose samples carry their number; rows of conversations carry theirs anyway."""
+    """A dataset that adds each sample's index as ``sample``, unless it has a plan."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -1,6 +1,6 @@
 """Shows the batches of a run: parses its flags, checks them, draws the batches and prints them.
 
-An HTML page of them stands alone: no script, no file beside it, light and dark. Each token is a
+The HTML page needs no script and no other file, and has a light and a dark style. Each token is a
 ``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``; its ``title`` says more when it
 is pointed at.
 """
@@ -50,7 +50,7 @@ from megatron_ext.train.main import preflight, silence_known_warnings, stored_co
 from megatron_ext.train.task import Task, TaskChoice
 
 EVERY = 64
-"""Tokens at most from one position number to the next; lines begin with one too."""
+"""Most tokens between two printed position ids; each line begins with one too."""
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1d2126; --page: #ffffff; --faint: #717a84;

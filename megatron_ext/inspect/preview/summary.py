@@ -13,7 +13,7 @@ from megatron_ext.inspect.preview.text import SpanSplitter
 
 COLUMNS = ("source", "documents", "trained", "untrained", "trained %", "sum of weights")
 NEAR = 3
-"""Tokens from the end of what is trained in which a turn is taken to end."""
+"""Number of last trained tokens among which an end-of-turn token may lie."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ def source_of(document: Document) -> str:
 
 
 def summarize(steps: Sequence[Step], eod: int) -> Summary:
-    """Count what the steps hold, where an id ends documents in a stream."""
+    """Count the rows, documents and tokens of the steps; ``eod`` ends a document in a stream."""
     found = Summary()
     for row in (row for step in steps for row in step.rows):
         documents = documents_of(row, eod)
@@ -129,7 +129,7 @@ def name_of(document: Document) -> str:
 
 
 def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list[str]:
-    """Return one sentence for each suspicion, with how often and a first example."""
+    """Return a sentence for each kind of suspected fault, with its count and first example."""
     rows = [(step, row, documents_of(row, eod)) for step in steps for row in step.rows]
     conversations = [x for _, row, found in rows if row.samples is not None for x in found]
 
@@ -187,7 +187,7 @@ def _of_conversations(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def _turn_ends(documents: Sequence[Document], splitter: SpanSplitter) -> Iterator[str]:
-    """Find special tokens that follow what is trained, but are never trained themselves."""
+    """Warn of special tokens that follow trained tokens but are never trained themselves."""
     ends: dict[int, str] = {}
     trained: set[int] = set()
     for document in documents:

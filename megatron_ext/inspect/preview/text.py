@@ -140,7 +140,7 @@ def _visible(character: str) -> str:
 GUTTER = 10
 GRADES = 8
 NOTHING = "∅"
-"""Where a multi-token-prediction depth has nothing to learn."""
+"""Symbol for a position where an MTP depth has no target."""
 
 _LIGHTEST, _FULL = (200, 180, 60), (40, 200, 90)  # a small weight is yellow, a full one green
 
@@ -227,7 +227,7 @@ class Terminal:
             self._console.print(Text.assemble(gutter, line), soft_wrap=True)
 
     def _lines(self, spans: Sequence[TokenSpan]) -> Iterator[tuple[int, Text]]:
-        """Cut spans into lines at newlines and at the width, with their first token's index."""
+        """Yield lines, broken at newlines and the width, with the index of their first token."""
         room = max(20, self._console.width - GUTTER)
         line, first, used, ends, weight = Text(), 0, 0, False, 0.0
         for span in spans:
@@ -245,7 +245,7 @@ class Terminal:
             yield first, self._closed(line, weight)
 
     def _mark(self, before: float, weight: float) -> str:
-        """Return what stands between two spans where there are no colours."""
+        """Return the bracket between two spans that shows a change of weight without colours."""
         if not self._marks or before == weight or not (before > 0 or weight > 0):
             return ""
         begin = "" if not weight > 0 else "⟦" if weight == 1 else f"⟦{weight:.3g}|"

@@ -21,9 +21,9 @@ class Decision:
     """The consequences of a step.
 
     Attributes:
-        save: a checkpoint of this iteration is to be saved; a run that ends is always saved.
-        stop: the reason why the run ends, None if it goes on.
-        superseded: iterations of checkpoints that nothing keeps any more.
+        save: whether to save a checkpoint of this iteration; a run that ends is always saved.
+        stop: the reason why the run ends; None if it continues.
+        superseded: iterations whose checkpoints may be deleted.
     """
 
     save: bool = False
@@ -33,7 +33,7 @@ class Decision:
 
 
 class Callback:
-    """An action between steps; a subclass overrides the methods of the moments that concern it.
+    """An action between steps; a subclass overrides the methods that it needs.
 
     All ranks call each method together, in the order of `loop.train`. A task names its own classes
     in `Task.callbacks`.
@@ -61,19 +61,19 @@ class Callback:
         """Run after the validation split has been evaluated between steps."""
 
     def decide(self, decision: Decision) -> None:
-        """Ask for a checkpoint or for the end of the run, after all callbacks of a step."""
+        """Request a checkpoint or the end of the run in ``decision``, after every `after_step`."""
 
     def on_train_end(self) -> None:
         """Run once after the last step, also of a run that ends early."""
 
 
 def due(iteration: int, interval: int | None) -> bool:
-    """Return whether something that is done every so many steps is done after this one."""
+    """Return whether ``iteration`` is a multiple of ``interval``; False for no interval or 0."""
     return interval is not None and interval > 0 and iteration % interval == 0
 
 
 class WeightAverage(Callback):
-    """Lets the average (``--ema-decay``) follow each update of the model, or every few of them."""
+    """Updates the average (``--ema-decay``) every ``--ema-update-every`` steps of the model."""
 
     def after_update(self, result: StepResult) -> None:
         run, update = self.run, result.model_update
@@ -90,7 +90,7 @@ class WeightAverage(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects every ``--manual-gc-interval`` steps and around evaluations, not when Python would.
+    """Collects garbage every ``--manual-gc-interval`` steps and around evaluations only.
 
     Without ``--manual-gc`` it leaves Python's own collection alone.
     """
@@ -153,7 +153,7 @@ class StepProfiler(Callback):
 
 
 EXIT_INTERVAL = "exit interval"
-"""The reason of a run that ends by ``--exit-interval``; any other reason is told instead of it."""
+"""Reason of a run that ends by ``--exit-interval``; any other reason takes precedence."""
 
 
 class StopConditions(Callback):

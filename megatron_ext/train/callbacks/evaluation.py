@@ -1,6 +1,6 @@
 """Evaluation between steps and at the end, the best checkpoints, and early stopping.
 
-The mean loss of a split is equal on every layout.
+The mean loss of a split does not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.train.step import StepRunner, means_of, reduce_reports
 
 
 class EarlyStopping(Callback):
-    """Keeps the checkpoints of the lowest validation losses, and ends a run that learns no more.
+    """Keeps the checkpoints of lowest validation loss, and ends a run that stopped improving.
 
     The constructor raises a DataError, on all ranks, where a flag needs a split that is not there.
     """
@@ -53,7 +53,7 @@ class EarlyStopping(Callback):
         )
 
     def after_evaluation(self, losses: Losses) -> None:
-        """Keep the losses until it is known whether this iteration is saved anyway."""
+        """Store the losses for `decide`, which runs once other callbacks have asked to save."""
         self._losses = losses
 
     def decide(self, decision: Decision) -> None:
@@ -62,7 +62,7 @@ class EarlyStopping(Callback):
             self.judge(losses, decision)
 
     def judge(self, losses: Losses, decision: Decision) -> bool:
-        """Note losses, complete the decision, and return whether they are among the best.
+        """Record losses, complete the decision, and return whether they are among the best.
 
         All ranks call this together.
         """
@@ -84,7 +84,7 @@ class EarlyStopping(Callback):
         return is_best
 
     def _count(self, loss: float) -> None:
-        """Count evaluations without improvement; a loss that is not finite is none."""
+        """Count evaluations without improvement; a non-finite loss is no improvement."""
         progress, lowest = self.run.progress, self.run.progress.lowest_loss
         delta = self.run.config.training.early_stop_min_delta
         fell = math.isfinite(loss) if lowest is None else loss < lowest - delta
@@ -112,13 +112,13 @@ class EarlyStopping(Callback):
 
 
 def mean_validation_loss(losses: Losses) -> float:
-    """Return the mean of the sets' first losses (``lm loss``); NaN but on the last stage."""
+    """Return the mean of the sets' first losses (``lm loss``); NaN on all but the last stage."""
     first = [next(iter(each.values()), math.nan) for each in losses]
     return math.fsum(first) / len(first) if first else math.nan
 
 
 class Evaluation(Callback):
-    """Evaluates validation every ``--eval-interval`` steps, and tells callbacks, later ones too."""
+    """Evaluates validation every ``--eval-interval`` steps, and calls the callbacks around it."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
         super().__init__(run)
@@ -138,7 +138,8 @@ class Evaluation(Callback):
 def evaluate_at_end(run: Run) -> None:
     """Evaluate both splits after the last iteration.
 
-    Its checkpoint is saved already. Where it is among the best, it is saved anew, to know of it.
+    The checkpoint of that iteration exists already. If its loss is among the best, it is saved
+    again, so that its list of best checkpoints includes it.
     """
     losses = evaluate_split(run, "validation", final=True)
     iteration, training = run.progress.iteration, run.config.training

@@ -41,7 +41,7 @@ class Invariants(Callback):
 def named_parameters(
     chunks: Sequence[DistributedDataParallel],
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the trainable parameters of all chunks; of several, names begin with the index."""
+    """Return the trainable parameters by name; with several chunks, names begin with the index."""
     several = len(chunks) > 1
     return [
         (f"chunk {index}: {name}" if several else name, parameter)
@@ -58,8 +58,8 @@ def check_replicas(
 
     Dense parameters are equal on all data- and context-parallel ranks, experts on their own
     replicas, whole parameters on all tensor-parallel ranks, copies of the embedding on their
-    stages, and histories of 8-bit scales wherever a part or a copy of their layer lies. An
-    InvariantError names what is not, and the ranks that differ.
+    stages, and amax histories of fp8 on all ranks with a part or copy of their layer. An
+    InvariantError names the first tensor that differs, and the ranks.
     """
     named = named_parameters(chunks)
     of_experts = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
@@ -78,7 +78,7 @@ def check_replicas(
 
 
 def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Compare the histories of the delayed recipe; those of experts lie on ranks of their own."""
+    """Compare the amax histories of the delayed fp8 recipe over the ranks of their layers."""
     found = [
         (f"{name}.amax_history", module)
         for chunk in chunks
@@ -107,7 +107,7 @@ def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> N
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return two sums of a tensor's bits that depend on their order, ``[2]`` int64."""
+    """Return the plain and the position-weighted sum of a tensor's bytes, ``[2]`` int64."""
     bits = tensor.detach().contiguous().view(torch.uint8).reshape(-1).to(torch.int64)
     weights = torch.arange(1, bits.numel() + 1, device=bits.device) % 65521
     return torch.stack([bits.sum(), (bits * weights).sum()])
@@ -122,7 +122,7 @@ def _check_equal(
     kind: str = "parameter",
     cause: str = "the gradients of one of them were not reduced",
 ) -> None:
-    """Compare digests of tensors over a group, and name the first tensor that differs."""
+    """Compare digests over a group; raise an InvariantError for the first tensor that differs."""
     if not named or group.size() == 1:
         return
     digests = torch.stack([_digest(tensor) for _, tensor in named])

@@ -77,7 +77,7 @@ class TensorBoard:
         usual = threading.excepthook
 
         def hook(arguments: threading.ExceptHookArgs) -> None:
-            """Hide the traceback of TensorBoard's thread; its next call raises the OSError again."""
+            """Hide the traceback of TensorBoard's thread; the next call raises the OSError."""
             writes = type(arguments.thread).__name__ == "_AsyncWriterThread"
             if not (writes and isinstance(arguments.exc_value, OSError)):
                 usual(arguments)
