@@ -29,7 +29,7 @@ from megatron_ext.layers.dropout import attention_dropout
 from megatron_ext.layers.sdpa import Span
 
 GATHER = ("p2p", "all_gather")
-"""Both give the exact result; the torch layers gather keys and values in one collective."""
+"""Values of ``--cp-comm-type`` for which the torch layers gather keys and values at once."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -37,11 +37,11 @@ HALF = (torch.float16, torch.bfloat16)
 class DotProductAttention(MegatronModule):  # type: ignore[misc]
     """Scaled dot-product attention over this rank's heads.
 
-    Under context parallelism keys and values are gathered (``--cp-comm-type all_gather`` or
-    ``p2p``), or heads are traded for sequence (``a2a``).
+    Under context parallelism ``--cp-comm-type`` selects the method: ``all_gather`` and ``p2p``
+    gather keys and values, ``a2a`` exchanges heads for sequence by an all-to-all.
 
     Raises:
-        ConfigError: an option that the torch layers do not have.
+        ConfigError: a ``--cp-comm-type`` that the torch layers lack.
     """
 
     def __init__(
@@ -91,12 +91,16 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend, and return ``[s/c, b, n * d]``.
+        """Compute the attention output ``[s/c, b, n * d]`` on a context-parallel rank of c.
 
         Args:
             query: ``[s/c, b, n, d]``.
             key, value: ``[s/c, b, g, d]``, g query groups.
-            attention_mask: True where forbidden, ``[b, 1, s/c, s]``; None means causal.
+            attention_mask: ``[b, 1, s/c, s]``, True where attention is forbidden; with None a
+                causal layer masks later positions itself.
+
+        Raises:
+            ConfigError: an attention bias or packed sequences.
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ConfigError(
@@ -115,7 +119,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_to_gathered(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend with own queries to all keys; ``[s/c, b, n, d]``."""
+        """Attend from this rank's queries to the gathered keys; return ``[s/c, b, n, d]``."""
         key, value = gather_sequence(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
         length, outputs = query.size(0) // 2, []
         for part, index in enumerate(slices_of(self.cp_group.rank(), self.cp_group.size())):
@@ -133,7 +137,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_with_traded_heads(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend with all queries on a part of the heads; ``[s/c, b, n, d]``."""
+        """Attend over the whole sequence with a part of the heads; return ``[s/c, b, n, d]``."""
         size = self.cp_group.size()
         if query.size(2) % size:
             raise ConfigError(
@@ -156,9 +160,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend without communication, and return ``[q, b, n, d]``.
 
-        The arguments are ``[q, b, n, d]``, ``[k, b, g, d]`` and ``[k, b, g, d]``, the mask True
-        where forbidden, ``[b, 1, q, k]``. The first query stands at ``first_query``, the first key
-        at 0.
+        Queries are ``[q, b, n, d]``, keys and values ``[k, b, g, d]``. The mask ``[b, 1, q, k]`` is
+        True where attention is forbidden. ``first_query`` is the position of the first query in the
+        sequence; the first key is at position 0.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
@@ -191,7 +195,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _with_window(
         self, mask: Tensor | None, query: Tensor, key: Tensor, first_query: int
     ) -> Tensor:
-        """Forbid what lies outside of the sliding window too; ``[b or 1, 1, q, k]``."""
+        """Add the sliding window (and causality) to a mask; return ``[b or 1, 1, q, k]``."""
         assert self.window_size is not None
         left, right = self.window_size
         q = torch.arange(query.size(0), device=query.device)[:, None] + first_query
@@ -208,8 +212,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _follows_core(self, query: Tensor) -> bool:
         """Return whether to compute step by step as megatron-core's unfused attention does.
 
-        A GPU does with ``--attention-backend local``, and where ``--deterministic-dropout`` draws
-        the masks. A CPU does to draw and to round as Megatron-LM; in fp32 the kernels agree anyway.
+        A GPU does so with ``--attention-backend local``, and for ``--deterministic-dropout``. A CPU
+        does so in 16 bits, to round as Megatron-LM does, and with dropout, to draw as it does.
         """
         drops = self.dropout > 0 and self.training
         if query.device.type != "cpu":
@@ -219,7 +223,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_eagerly(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
     ) -> Tensor:
-        """Do what `_attend` does, with every probability written out."""
+        """Return what `_attend` returns, computed with the full matrix of probabilities."""
         q_len, batch, heads, _ = query.shape
         repeats = heads // key.size(2)
         if repeats > 1:
@@ -248,7 +252,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return context.view(batch, heads, q_len, -1).permute(2, 0, 1, 3)
 
     def _drop(self, probabilities: Tensor, first_query: int) -> Tensor:
-        """Drop elements of ``[b, n, q, k]``."""
+        """Apply dropout to the attention probabilities ``[b, n, q, k]``."""
         if not self.deterministic:
             with _random_state(self.config, self.dropout):
                 return F.dropout(probabilities, self.dropout, training=True)
@@ -267,7 +271,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _random_state(transformer_config: TransformerConfig, dropout: float) -> Any:
-    """Return the tensor-parallel random state, where the heads are what differs between ranks."""
+    """Return a context in which dropout draws differ between tensor-parallel ranks, if needed.
+
+    With sequence parallelism megatron-core's blocks have entered such a context already.
+    """
     if dropout > 0 and not transformer_config.sequence_parallel:
         return tensor_parallel.get_cuda_rng_tracker().fork()
     return contextlib.nullcontext()

@@ -1,11 +1,11 @@
-"""How an auxiliary loss joins the graph, and the losses of multi-token prediction that do so.
+"""Auxiliary losses in the autograd graph, and the targets of multi-token prediction (MTP).
 
-An identity on the activations carries the loss; its backward pass hands the activations' gradient
-on and starts the gradient of the attached loss with the loss scale (Switch Transformer's trick, as
-megatron-core uses it for experts and multi-token prediction). Scale and normalization come from the
-step, so that the log and the gradients do not depend on the layout.
+An identity on the activations carries the loss. Its backward pass returns the activations' gradient
+unchanged and starts the gradient of the attached loss with the loss scale, as megatron-core does
+for experts and MTP. Scale and normalization come from the training step, which makes log and
+gradients independent of the parallel layout.
 
-In multi-token prediction depth k of K predicts the token k+1 positions ahead (DeepSeek-V3,
+MTP has K depths (prediction modules); depth k predicts the token k+1 positions ahead (DeepSeek-V3,
 arXiv:2412.19437, section 2.2).
 """
 
@@ -24,9 +24,10 @@ from torch.distributed import ProcessGroup
 class AuxiliaryScale:
     """The factor that turns a micro-batch's auxiliary loss into its share of the step.
 
-    With M micro-batches on each of DP data-parallel ranks it is N / (DP * M) where the gradients
-    are divided by the number N of targets, and CP / M in the mean of micro-batch means, which data
-    parallelism divides by DP * CP. The step sets it before its first forward pass.
+    Let each of DP data-parallel ranks have M micro-batches. If the step divides its gradients by
+    its number of targets N, the factor is N / (DP * M). If it takes the mean of micro-batch means,
+    the factor is CP / M, and data parallelism divides by DP * CP. The step sets the factor before
+    its first forward pass.
     """
 
     value: Tensor | float = 1.0
@@ -50,8 +51,8 @@ class _Attach(torch.autograd.Function):
 def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Return ``carrier``, whose backward pass also differentiates ``loss.sum()``.
 
-    The step divides all gradients by its number of targets; multiply a loss that is to be divided
-    by something else before.
+    The step divides all gradients by its number of targets. If the loss needs another divisor,
+    multiply it beforehand by the number of targets over that divisor.
     """
     attached: Tensor = _Attach.apply(carrier, loss, transformer_config)  # type: ignore[no-untyped-call]
     return attached
@@ -60,8 +61,8 @@ def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
 def attach_microbatch_loss(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Attach a scalar loss whose mean over all micro-batches of the step is to be minimized.
 
-    For a task's own auxiliary loss, declare `Task.auxiliary_losses`. Context-parallel ranks give
-    parts that add up, tensor-parallel ranks the same value each.
+    A task must declare its own auxiliary losses in `Task.auxiliary_losses`. The values of
+    context-parallel ranks are parts of a sum; those of tensor-parallel ranks must be equal.
     """
     scale: AuxiliaryScale | None = getattr(transformer_config, "auxiliary_scale", None)
     return attach(carrier, loss if scale is None else loss * scale.value, transformer_config)
@@ -69,11 +70,12 @@ def attach_microbatch_loss(carrier: Tensor, loss: Tensor, transformer_config: An
 
 @dataclass
 class MTPTargets:
-    """The targets of a micro-batch's multi-token-prediction depths, and what came out.
+    """The targets of a micro-batch for each MTP depth, and the losses to log.
 
     Attributes:
-        labels, masks, weights: ids, 0 or 1, and the gradient weights of the losses, ``[b, s/c]``.
-        reports: ``[sum, count]`` of the masked losses, filled by the forward pass.
+        labels, masks, weights: for each depth ``[b, s/c]``: token ids; 1 where a target counts,
+            else 0; and the weights by which the token losses are summed.
+        reports: for each depth ``[sum, count]`` of the masked losses, filled by the forward pass.
     """
 
     labels: Sequence[Tensor]
@@ -82,7 +84,7 @@ class MTPTargets:
     reports: list[Tensor] = field(default_factory=list)
 
     def record(self, depth: int, losses: Tensor) -> None:
-        """Keep sum and count of one depth's losses ``[b, s/c]`` for the log; depths start at 0."""
+        """Append sum and count of the masked losses ``[b, s/c]`` of a depth, counted from 0."""
         mask = self.masks[depth]
         with torch.no_grad():
             self.reports.append(torch.stack([(losses.float() * mask).sum(), mask.sum()]))
@@ -91,12 +93,12 @@ class MTPTargets:
 def per_token_weights(
     masks: Sequence[Tensor], scaling_factor: float, main_count: Tensor, depth_counts: Tensor
 ) -> list[Tensor]:
-    """Return the weights of the depths' losses under per-token normalization.
+    """Return the weights ``[b, s/c]`` of each MTP depth's losses under per-token normalization.
 
-    The gradients of a step are divided by the number N of its main targets, so depth k, with D_k
-    targets in the step, is weighted by N / D_k: its share of the loss is then exactly
-    ``scaling_factor / K`` times its own mean over the global batch. The masks are ``[b, s/c]``, N
-    and D_k ``[K]``.
+    The step divides its gradients by the number N of its main targets (``main_count``). Depth k has
+    D_k targets in the step (``depth_counts``, ``[K]``) and is therefore weighted by N / D_k. It
+    then adds ``scaling_factor / K`` times its mean loss over the global batch. The masks are
+    ``[b, s/c]``.
     """
     coefficient = scaling_factor / len(masks)
     ratios = main_count / depth_counts.clamp(min=1)
@@ -104,9 +106,9 @@ def per_token_weights(
 
 
 def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> list[Tensor]:
-    """Return the weights where each micro-batch is averaged by itself, Megatron-LM's default.
+    """Return each MTP depth's weights for a mean of micro-batch means, Megatron-LM's default.
 
-    ``scaling_factor`` is ``--mtp-loss-scaling-factor`` over the number of micro-batches.
+    ``scaling_factor`` is ``--mtp-loss-scaling-factor`` divided by the number of micro-batches.
     """
     coefficient = scaling_factor / len(masks)
     return [mask * (coefficient / mask.sum().clamp(min=1)) for mask in masks]
@@ -114,9 +116,10 @@ def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> lis
 
 @dataclass(frozen=True)
 class OutputHead:
-    """This rank's part ``[v/tp, h]`` of an output head, from token ``rank * v/tp`` on.
+    """This rank's part ``[v/tp, h]`` of an output head, which starts at token ``rank * v/tp``.
 
-    The bias is ``[v/tp]``, in the weight's type. Hidden states may come cut along the sequence.
+    The bias is ``[v/tp]``, in the weight's dtype. With ``sequence_parallel`` the hidden states are
+    split along the sequence.
     """
 
     weight: Tensor

@@ -1,4 +1,4 @@
-"""All model chunks of one rank: built, put on the device, cast, wrapped for data parallelism."""
+"""Construction of a rank's model chunks: build, move, cast and wrap for data parallelism."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_chunks(
 ) -> list[MegatronModule]:
     """Build the bare chunks of this rank, one for each virtual stage, by `Task.model_chunk`.
 
-    ``vocab_size`` counts the entries of the vocabulary before padding.
+    ``vocab_size`` is the number of entries of the vocabulary before padding.
     """
     placement, parallel = context.placement, config.parallel
     several = parallel.pipeline_model_parallel_size > 1
@@ -88,10 +88,10 @@ _REQUIRED = {
 
 
 def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
-    """Check that a model has what megatron-core's schedules and checkpoints ask of it.
+    """Check that a model has the attributes that megatron-core's schedules and checkpoints use.
 
     Raises:
-        ConfigError: one sentence for each attribute that is missing.
+        ConfigError: with one sentence for each missing attribute.
     """
     required = dict(_REQUIRED)
     if tied_stages:
@@ -106,7 +106,7 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
 
 
 def bucket_size(optimizer: OptimizerConfig, num_parameters: int, replicas: int) -> int | None:
-    """Return the elements of a bucket of the first chunk; None makes one bucket of it."""
+    """Return the number of parameters in a bucket of the first chunk; None means one bucket."""
     if not optimizer.overlap_grad_reduce:
         return None
     if optimizer.ddp_num_buckets is not None:
@@ -137,9 +137,9 @@ def _ddp_config(
 
 
 class _In16Bits(Float16Module):  # type: ignore[misc]
-    """megatron-core's wrapper, but the stage whose output becomes float32 is the model's last one.
+    """megatron-core's `Float16Module`, which casts the output of the model's last stage to float32.
 
-    megatron-core takes the last pipeline rank for it, which under ``zb-v`` holds other stages.
+    megatron-core casts on the last pipeline rank, which under ``zb-v`` does not hold that stage.
     """
 
     def __init__(self, config: TransformerConfig, module: Any, *, is_last: bool) -> None:

@@ -1,13 +1,12 @@
 """`torch.compile` of the pointwise parts of a model, on GPUs only.
 
-A function marked with `compiled` runs as it is written on CPU tensors, bit for bit. On CUDA tensors
-it is compiled on first use into one graph for each direction, so that its intermediate results
-never reach memory.
+A function marked with `compiled` runs eagerly on CPU tensors. On CUDA tensors its first call
+compiles it into one forward and one backward graph, whose intermediate results never reach memory.
 
-A function is compiled for every set of dtypes, widths and gradient needs (and of floats and
-switches among its arguments). What varies within one set, the first two axes (sequence and batch,
-or frames and tokens) and integers, is compiled for the first lengths, and once more for any
-lengths when others come, so that all lengths of a run cost two compilations.
+A function is compiled anew for every combination of dtypes, widths, gradient needs, floats and
+switches among its arguments. Within one combination the first two axes (sequence and batch, or
+frames and tokens) and integers may vary. They are compiled once for the first lengths, and once
+more for arbitrary lengths when others occur, which makes two compilations in a run.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ R = TypeVar("R")
 Backend = str | Callable[..., Any]
 
 MAX_VARIANTS = 64
-"""The most signatures of one function that are compiled; more are a fault of its caller."""
+"""Limit on the compiled signatures of one function; a caller that exceeds it has a bug."""
 
 
 @dataclass
 class _Compiler:
-    """The settings of compilation; the backend None runs everything as written."""
+    """The settings of compilation; with the backend None everything runs eagerly."""
 
     backend: Backend | None = "inductor"
     on_cpu: bool = False
@@ -50,16 +49,16 @@ _compiler = _Compiler()
 
 
 def compile_nothing() -> None:
-    """Run everything as written from now on, functions of others too (``--no-compile``)."""
+    """Turn `torch.compile` off for this process, for all code (``--no-compile``)."""
     _compiler.backend = None
     torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
-    """Compile functions of CPU tensors inside the block, as tests and traffic counts do.
+    """Compile functions of CPU tensors too inside the block, for tests and traffic counts.
 
-    ``strict`` raises the compiler's errors instead of running the function as written.
+    ``strict`` raises the compiler's errors instead of falling back to eager.
     """
     before = dict(vars(_compiler))
     vars(_compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
@@ -71,9 +70,9 @@ def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> I
 
 
 def compiles(x: Tensor) -> bool:
-    """Return whether functions of this tensor are compiled.
+    """Return whether a `Compiled` function is compiled when its first argument is this tensor.
 
-    The tensor must have elements, and a compiler must work for its device.
+    The tensor must not be empty, and a compiler must be available for its device.
     """
     if _compiler.backend is None or not (x.is_cuda or _compiler.on_cpu):
         return False
@@ -91,7 +90,7 @@ def compiles(x: Tensor) -> bool:
 
 
 def _missing() -> str | None:
-    """Return what inductor needs and this machine lacks; None if nothing."""
+    """Return what inductor needs but this machine lacks; None if it lacks nothing."""
     if not has_triton():
         return "Triton and a GPU of compute capability 7.0 or newer; `pip install triton`"
     wanted = os.environ.get("CC")
@@ -102,7 +101,10 @@ def _missing() -> str | None:
 
 
 def _signature(arg: Any, by_shape: bool) -> Any:
-    """Return what of an argument is fixed in one compilation; ``by_shape`` fixes every length."""
+    """Return the properties of an argument that select its compilation.
+
+    ``by_shape`` adds the whole shape and the strides of a tensor.
+    """
     if not isinstance(arg, Tensor):
         return int if type(arg) is int else arg
     widths = arg.shape[2:] if arg.dim() > 2 else arg.shape[-1:]
@@ -111,16 +113,16 @@ def _signature(arg: Any, by_shape: bool) -> Any:
 
 
 class Compiled(Generic[R]):
-    """A pure function that is compiled for GPU tensors; see the module.
+    """A pure function that is compiled for GPU tensors, as the module describes.
 
     Args:
-        function: takes positional arguments: tensors, None, numbers, strings and switches, the
-            first a tensor. It may not depend on values of tensors, nor return one of its arguments
-            or a view of one, whose gradients would be summed outside of the graph.
-        by_shape: compile each shape by itself, so that the kernels know all lengths.
+        function: takes tensors, None, numbers, strings and switches; its first argument is a
+            tensor. It may not branch on values of tensors. It may not return an argument or a view
+            of one, since the gradients of these would be summed outside of the graph.
+        by_shape: compile every shape separately, for kernels specialized to all lengths.
 
     Attributes:
-        eager: the function as it is written, to be called from other compiled functions.
+        eager: the uncompiled function, to be called from other compiled functions.
     """
 
     def __init__(self, function: Callable[..., R], *, by_shape: bool = False) -> None:
@@ -157,7 +159,10 @@ class Compiled(Generic[R]):
             return self.eager(*args, **kwargs)
 
     def _compile(self) -> Callable[..., R]:
-        """Return another compilation of the function, of the name by which torch remembers it."""
+        """Return a compiled copy of the function under a new name; the eager one at the limit.
+
+        `torch.compile` keeps its caches and limits by code object, hence the copy.
+        """
         count, function = len(self._variants), self.eager
         if count >= MAX_VARIANTS:
             if count == MAX_VARIANTS:
@@ -180,11 +185,11 @@ compiled = Compiled
 
 
 class FusedResidual:
-    """``x`` and the outputs of a pure function of ``x``, as a residual connection needs both.
+    """A pure function of ``x`` that also returns ``x`` for a residual connection.
 
-    Autograd adds the gradients of the two uses of ``x`` in a kernel of its own; here they are added
-    where the function's own gradient is made. That kernel computes the function again from its
-    arguments; nothing else is kept.
+    Autograd would add the gradients of the two uses of ``x`` in a separate kernel. Here the kernel
+    of the function's backward pass adds them. That kernel recomputes the function from its
+    arguments, the only tensors that are saved.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:

@@ -1,7 +1,7 @@
 """Moving keys, values and heads between context-parallel ranks.
 
 megatron-core cuts a sequence into ``2 * cp`` slices and gives rank r the slices r and ``2 * cp - 1
-- r``, so that causal attention costs every rank the same ("zig-zag").
+- r``. This "zig-zag" order makes causal attention cost the same on every rank.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 
 def slices_of(rank: int, size: int) -> tuple[int, int]:
-    """Return the two slices of the sequence that a rank holds, in order."""
+    """Return the indices of the two slices that a rank holds, of ``2 * size`` slices."""
     return rank, 2 * size - 1 - rank
 
 
 def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from rank order to the order of the sequence."""
+    """Reorder ``[s, ...]`` from rank order, as ``size`` ranks gather it, to sequence order."""
     slices = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
     slots = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     # An index tensor would have to be copied to the device.
@@ -26,14 +26,14 @@ def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
 
 
 def to_rank_order(ordered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from the order of the sequence to rank order."""
+    """Reorder ``[s, ...]`` from sequence order to the rank order of ``size`` ranks."""
     slices = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
     order = [i for rank in range(size) for i in slices_of(rank, size)]
     return torch.stack([slices[i] for i in order]).view_as(ordered)
 
 
 def gather_sequence(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather ``[s/c, ...]`` to ``[s, ...]``; gradients are summed back to their owners."""
+    """Gather ``[s/c, ...]`` to ``[s, ...]`` in sequence order; reduce-scatter the gradient."""
     gathered = gather_from_sequence_parallel_region(
         local.contiguous(), tensor_parallel_output_grad=True, group=group
     )
@@ -41,10 +41,10 @@ def gather_sequence(local: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def heads_to_sequence(x: Tensor, group: ProcessGroup, *, zigzag: bool = True) -> Tensor:
-    """Trade heads for sequence (Ulysses, arXiv:2309.14509).
+    """Gather the sequence and split the heads by one all-to-all (Ulysses, arXiv:2309.14509).
 
-    ``[s/c, b, n, ...]``, n divisible by the number of ranks c, becomes ``[s, b, n/c, ...]`` in the
-    order of the sequence. Without ``zigzag`` the slices lie in the order of the ranks.
+    ``[s/c, b, n, ...]`` becomes ``[s, b, n/c, ...]`` in sequence order; the number of ranks c must
+    divide n. With ``zigzag`` False rank r holds the r-th of c contiguous parts of the sequence.
     """
     traded: Tensor = all_to_all(group, torch.cat(x.chunk(group.size(), dim=2)))
     return to_sequence_order(traded, group.size()) if zigzag else traded

@@ -1,9 +1,9 @@
 """Dropout whose masks do not depend on the layout (``--deterministic-dropout``).
 
-The mask of a full sample is drawn from a generator that is seeded with the sample's number in the
-run, the layer and the place in it, and each rank keeps its part. While a micro-batch passes a model
-chunk, the number of its first sample stands among the states of megatron-core's random number
-tracker, which activation checkpointing puts back before it computes a layer again.
+The mask of a full sample is drawn from a generator whose seed depends on the run's seed, the index
+of the sample in the run, the layer and the site within the layer. Each rank keeps its part. While a
+micro-batch passes a model chunk, megatron-core's random number tracker holds the index of its first
+sample as one of its states, which activation checkpointing restores before it recomputes a layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def _hash(*parts: object) -> int:
 
 @contextmanager
 def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
-    """Draw the masks of the micro-batch that begins with this sample of the run."""
+    """Draw dropout masks inside the block for the micro-batch whose first sample is given.
+
+    ``first_sample`` is the index of that sample in the run.
+    """
     tracker = get_cuda_rng_tracker()
     number = torch.tensor((_hash("dropout", seed) + first_sample) & _BITS)
     tracker.set_states({**tracker.get_states(), _STATE: number})
@@ -44,9 +47,10 @@ def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
 
 
 def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return numbers in [0, 1) for a sample of the micro-batch at a place with a name.
+    """Return uniform numbers in [0, 1) for one sample of the current micro-batch.
 
-    They depend on the kind of device, but on no layout.
+    ``site`` names the layer and the place of the dropout, ``sample`` is the index within the
+    micro-batch. The numbers depend on the kind of device, but not on the parallel layout.
     """
     generator = torch.Generator(device)
     first_sample = int(get_cuda_rng_tracker().get_states()[_STATE])
@@ -55,7 +59,10 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 
 
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
-    """Return this rank's positions ``[s_local]``, with ``cut`` among tensor-parallel ranks too."""
+    """Return the positions in the sequence ``[length]`` of this rank's tokens.
+
+    ``cut`` says that the tensor-parallel ranks split the sequence too.
+    """
     shards = groups.tp.size() if cut else 1
     whole, size = length * shards, groups.cp.size()
     half = whole // 2
@@ -66,7 +73,7 @@ def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -
 
 
 class HiddenDropout(torch.nn.Module):
-    """Dropout of hidden states, which sequence parallelism cuts over the tensor-parallel ranks."""
+    """Layout-independent dropout of hidden states, which sequence parallelism may split."""
 
     def __init__(
         self, probability: float, site: str, groups: ProcessGroupCollection, sequence_parallel: bool
@@ -76,7 +83,7 @@ class HiddenDropout(torch.nn.Module):
         self.groups, self.cut = groups, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements of ``[s_local, b, h]`` in training."""
+        """Apply dropout to ``[s_local, b, h]`` in training; return the input in evaluation."""
         return _drop(x, self.drawn(x), self.probability) if self.drops else x
 
     @property
@@ -85,7 +92,7 @@ class HiddenDropout(torch.nn.Module):
         return self.training and self.probability > 0
 
     def drawn(self, x: Tensor) -> Tensor:
-        """Return a number in [0, 1) for every element, which drops below the probability."""
+        """Return uniform numbers shaped like ``x``; an element is dropped below the probability."""
         positions = local_positions(x.size(0), self.groups, cut=self.cut).to(x.device)
         full = x.size(0) * self.groups.cp.size() * (self.groups.tp.size() if self.cut else 1)
         shape = full, x.size(2)
@@ -94,7 +101,7 @@ class HiddenDropout(torch.nn.Module):
 
 
 class BiasDropoutAdd:
-    """megatron-core's bias-dropout-add with `HiddenDropout` inside."""
+    """megatron-core's bias-dropout-add with `HiddenDropout` in place of torch's dropout."""
 
     def __init__(self, dropout: HiddenDropout) -> None:
         self.dropout = dropout
@@ -124,7 +131,11 @@ def attention_dropout(
     first_head: int,
     first_query: int,
 ) -> Tensor:
-    """Drop attention probabilities ``[b, n, q, k]``, from ``first_head`` and ``first_query`` on."""
+    """Apply dropout to attention probabilities ``[b, n, q, k]``.
+
+    ``first_head`` and ``first_query`` are the indices of the first head and query of this part
+    among the ``num_heads`` heads and ``length`` positions of the whole.
+    """
     batch, heads, queries, keys = probabilities.shape
     rows = slice(first_query, first_query + queries)
     own = slice(first_head, first_head + heads), rows, slice(keys)

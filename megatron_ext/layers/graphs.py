@@ -1,18 +1,18 @@
 """CUDA graphs of transformer layers (``--cuda-graph-impl local``).
 
-The kernels of a layer's forward pass are recorded once and launched by one call from then on, and
-so are those of its backward pass. What they read and write lies at fixed places, so there is one
-pair of graphs for each layer and each micro-batch in flight: a *slot*. The graphs of one slot share
-a memory pool, so graphs of different slots may be replayed in any order.
+The kernels of a layer's forward pass are recorded once and then launched by one call, and so are
+those of its backward pass. They read and write fixed addresses. Each layer therefore has a pair of
+graphs for each micro-batch in flight: a *slot*. The graphs of one slot share a memory pool, and
+graphs of different slots may be replayed in any order.
 
-`torch.cuda.make_graphed_callables` records. It gets the weights as arguments: a fresh leaf of the
-same storage for each, because data parallelism keeps the gradient accumulators of the parameters
-themselves, made on the default stream, and a recording may not wait for that. When the graph is
-replayed it gets the parameters, whose accumulators and hooks then run as ever. The hooks of data
-parallelism take each gradient away at once, before the next replay overwrites it.
+`torch.cuda.make_graphed_callables` records the graphs. It gets the weights as arguments, each as a
+new leaf tensor with the same storage: data parallelism holds the gradient accumulators of the
+parameters themselves, which were made on the default stream, for which a recording may not wait.
+A replay gets the parameters, whose accumulators and hooks run as usual. The hooks of data
+parallelism consume each gradient at once, before the next replay overwrites it.
 
-megatron-core's own manager of such graphs (0.16.1) is not used (DECISIONS, 62). It also lends the
-buffer of a chunk's input to the gradient of its output before the backward pass has read it.
+megatron-core's own CUDA graph manager (0.16.1) is not used (DECISIONS, 62). It also reuses the
+buffer of a chunk's input for the gradient of its output before the backward pass has read it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Graphed = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor that a layer is called with."""
+    """The properties of a tensor argument of a layer."""
 
     name: str
     shape: torch.Size
@@ -43,7 +43,7 @@ class Argument:
 
 
 def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
-    """Return the tensors among a layer's keyword arguments; all others must be None."""
+    """Describe the tensors among a layer's keyword arguments; all others must be None."""
     found = []
     for name, x in ((name, value) for name, value in call.items() if value is not None):
         assert torch.is_tensor(x), f"{name} of a layer is neither a tensor nor None"
@@ -53,12 +53,13 @@ def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
 
 @dataclass
 class LayerGraphs:
-    """The graphs of one layer; the first of a chunk hands its input's gradient out.
+    """The graphs of one layer.
 
     Attributes:
-        live: the graphs are to be replayed.
-        arguments: tensors that the layer is called with.
-        seen: one call, with all that needs no gradient.
+        is_first: the layer is the first of its chunk, whose input gradient leaves the chunk.
+        live: replay the graphs.
+        arguments: the tensor arguments of the layer.
+        seen: keyword arguments of the first call, with None for those that need a gradient.
         slots: the graphed layer for each micro-batch in flight.
         added: for each weight, whether the graphs add its gradient to the data-parallel buffer.
     """
@@ -71,7 +72,7 @@ class LayerGraphs:
     added: list[bool] = field(default_factory=list)
 
     def note(self, call: dict[str, Any]) -> None:
-        """Remember how the layer is called."""
+        """Store the arguments of the layer's first call."""
         if not self.arguments:
             self.arguments = arguments_of(call)
             free = {argument.name for argument in self.arguments if argument.requires_grad}
@@ -80,8 +81,9 @@ class LayerGraphs:
     def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
         """Return the tensors from which a graph reads its arguments.
 
-        Arguments that need no gradient hold the value seen, since layers know by the tensor what
-        they derive from it. Layers of a micro-batch share ``copies``, by the ids of the originals.
+        Arguments that need no gradient are copies of the first call's tensors. ``copies`` maps ids
+        of originals to their copies; all layers of a slot share it, since layers cache what they
+        derive from a tensor by its identity.
         """
         found = []
         for argument in self.arguments:
@@ -94,11 +96,11 @@ class LayerGraphs:
         return found
 
     def takes(self, call: dict[str, Any]) -> bool:
-        """Return whether live graphs were made for the shapes of this call."""
+        """Return whether the graphs are live and were recorded for arguments like this call's."""
         return self.live and arguments_of(call) == self.arguments
 
     def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output ``[s, b, h]``, and None for a context."""
+        """Run the layer by its graphs; return its output ``[s, b, h]`` and None as the context."""
         weights = list(layer.parameters())
         for weight, added in zip(weights, self.added, strict=True):
             if added:
@@ -114,7 +116,7 @@ class LayerGraphs:
         return slot(*tensors, *weights), None
 
     def function(self, layer: TransformerLayer) -> Graphed:
-        """Return the layer as a function of its arguments and of its weights."""
+        """Return the layer as a function of its tensor arguments followed by its weights."""
         names = [argument.name for argument in self.arguments]
         weights = [name for name, _ in layer.named_parameters()]
         absent = dict.fromkeys(self.seen)
@@ -129,8 +131,9 @@ class LayerGraphs:
 
 
 class _Owned(torch.autograd.Function):
-    """An identity whose gradient is a copy outside the graph's memory, which the next micro-batch
-    overwrites while the message with this gradient may still be under way.
+    """An identity whose gradient is a copy outside the graph's memory.
+
+    The next micro-batch overwrites that memory, perhaps while the gradient is still being sent.
     """
 
     @staticmethod
@@ -146,8 +149,8 @@ class ChunkGraphs:
     """The graphs of one model chunk, each recorded after ``warmup_steps`` runs of its layer.
 
     Attributes:
-        gradient_placeholder: given to autograd for gradients that are already in the gradient
-            buffer; shared by all weights of a shape.
+        gradient_placeholder: by shape and dtype, the tensor that autograd gets for weights whose
+            gradient is already in the gradient buffer.
     """
 
     def __init__(self, layers: Sequence[TransformerLayer], warmup_steps: int) -> None:
@@ -160,19 +163,19 @@ class ChunkGraphs:
 
     @property
     def num_slots(self) -> int:
-        """Return how many micro-batches may be in flight at a time."""
+        """Return the number of slots: micro-batches that may be in flight at a time."""
         return len(self.graphs[0].slots) if self.graphs else 0
 
     def switch(self, on: bool) -> None:
-        """Let the layers replay their graphs, or not."""
+        """Enable or disable the replay of the layers' graphs."""
         for graphs in self.graphs:
             graphs.live = on
 
     def capture(self, num_slots: int) -> None:
-        """Record graphs until there are ``num_slots`` slots, where all layers have been called.
+        """Record graphs until there are ``num_slots`` slots; do nothing before all layers have run.
 
-        All ranks that share a layer call this together, while no gradients are kept. The random
-        states stay what they are.
+        All ranks that share a layer call this together. The gradient buffers are zeroed; the random
+        state of the GPU is restored. Replay is disabled until `switch`.
         """
         self.switch(False)
         random_state = torch.cuda.get_rng_state()
@@ -201,7 +204,7 @@ class ChunkGraphs:
             graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]
 
     def _leaf_of(self, parameter: torch.nn.Parameter) -> Tensor:
-        """Return a leaf in the parameter's place, with its memory and its gradient buffer."""
+        """Return a new leaf tensor with the parameter's storage and gradient buffer."""
         leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
         if hasattr(parameter, "main_grad"):
             leaf.main_grad = parameter.main_grad

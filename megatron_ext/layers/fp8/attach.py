@@ -1,7 +1,7 @@
-"""Which layers of a model multiply in 8 bits: the parallel linear ones of its layers or blocks.
+"""Choice of the layers that multiply in 8 bits: the parallel linear layers of a model's blocks.
 
-The embedding, the output head, norms, attention itself, routers, adapters, modulation and the
-depths of multi-token prediction do not.
+The embedding, the output head, norms, core attention, routers, adapters, modulation and the layers
+of multi-token prediction do not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
 Layer = ColumnParallelLinear | RowParallelLinear
 
 _IN_A_LAYER = re.compile(r"^(?!mtp\.).*\b(layers|blocks|double_blocks|single_blocks)\.")
-"""Matches names within the layers of a model, except the depths of multi-token prediction."""
+"""Matches names within the layers of a model, except those of multi-token prediction."""
 
 
 def attach_fp8(
@@ -35,16 +35,16 @@ def attach_fp8(
     on_gpu: bool,
     varies: bool,
 ) -> None:
-    """Give the linear layers of this rank's model chunks 8-bit products.
+    """Make the linear layers of this rank's model chunks multiply in 8 bits.
 
     Args:
-        num_layers: layers of the whole model; None keeps none of them in bfloat16.
-        on_gpu: check that this GPU has such products.
-        varies: the number of tokens differs from product to product.
+        num_layers: number of layers of the whole model; None keeps none of them in bfloat16.
+        on_gpu: check that this GPU multiplies 8-bit matrices.
+        varies: the number of tokens differs from one matrix product to the next.
 
     Raises:
-        ConfigError: a GPU without such products, a model without such layers, or a layer whose
-            sides they cannot have.
+        ConfigError: the GPU has no 8-bit products, the model has no parallel linear layers, or a
+            side of a weight is not divisible by `UNIT`.
     """
     if on_gpu:
         found = torch.cuda.get_device_capability()

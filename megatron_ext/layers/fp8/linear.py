@@ -1,7 +1,7 @@
-"""``y = x W^T + b`` with its three products in 8 bits, and what its layers do once a step.
+"""The linear layer ``y = x W^T + b`` with its three matrix products in 8 bits.
 
-`fp8_linear` makes the products. `KeptWeights` lets each layer cast its weight to 8 bits once a
-step; `AmaxHistories` does what the delayed recipe needs between two steps.
+`fp8_linear` is the layer. `KeptWeights` makes each layer cast its weight to 8 bits only once in a
+step. `AmaxHistories` updates the scales of the delayed recipe after a step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_ext.layers.weight_gradients import LinearCall, accumulate, gradien
 
 
 def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """Return the layer's output ``[s, b, out]`` for a weight ``[out, in]`` on this rank.
+    """Return the output ``[s, b, out]`` of a layer whose weight on this rank is ``[out, in]``.
 
-    The input is ``[s, b, in]``, or ``[s/tp, b, in]`` under sequence parallelism, with any number of
-    dimensions before the last; the bias ``[out]``.
+    The input is ``[s, b, in]``, or ``[s/tp, b, in]`` under sequence parallelism; it may have any
+    number of dimensions before the last. The bias is ``[out]``.
     """
     trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
@@ -80,10 +80,11 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _entered(input: Tensor, call: LinearCall, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
-    """Return all tokens of the input in 8 bits, and what is kept for the backward pass.
+    """Return all tokens of the input in 8 bits, and the tensors to save for the backward pass.
 
-    This is the transpose in 8 bits; under sequence parallelism this rank's rows in 8 bits, which
-    are gathered again; without ``--fp8-wgrad`` the input.
+    With ``--fp8-wgrad`` the saved tensors are values and scale of the transposed 8-bit input, or
+    under sequence parallelism of this rank's 8-bit rows, which the backward pass gathers. Without
+    it the input itself is saved. Without a weight gradient nothing is saved.
     """
     scaling, flat = call.scaling, input.flatten(0, -2)
     in_8_bits = trains and scaling.config.fp8_wgrad
@@ -110,8 +111,8 @@ def _weight_gradient(
 ) -> Tensor:
     """Return the weight's gradient ``[out, in]``.
 
-    ``gradient`` is the transpose of ``flat``, the gradient ``[tokens, out]`` of the output, in 8
-    bits; None without ``--fp8-wgrad``. ``kept`` is what `_entered` kept.
+    ``flat`` is the gradient ``[tokens, out]`` of the output; ``gradient`` is its transpose in 8
+    bits, None without ``--fp8-wgrad``. ``kept`` holds the tensors that `_entered` saved.
     """
     if gradient is None:
         total = kept[0]
@@ -126,7 +127,7 @@ def _weight_gradient(
 
 
 def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor | None:
-    """Put the weight's gradient where it belongs, and return what autograd gets."""
+    """Queue, accumulate or return the weight's gradient; return the value for autograd."""
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None) if call.in_place else None
     # The product cannot add by itself; in the buffer's float32 nothing is rounded in between.
@@ -141,10 +142,10 @@ def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor
 
 
 class KeptWeights:
-    """The 8-bit weights of a rank's model chunks, while nothing changes the weights.
+    """A cache of the 8-bit weights of a rank's model chunks, valid while the weights stay constant.
 
-    Within `kept` a layer casts its weight at its first use only, as it is and transposed, which
-    takes 2 bytes for each parameter of an 8-bit layer beside the bfloat16 weight.
+    Inside `kept` a layer casts its weight at its first use only, both plain and transposed. Beside
+    the bfloat16 weight this takes 2 bytes per parameter of an 8-bit layer.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -154,7 +155,7 @@ class KeptWeights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep 8-bit weights inside the block, where the weights must not change."""
+        """Reuse 8-bit weights inside the block, in which the weights must not change."""
         try:
             for scaling in self._scalings:
                 scaling.keeps_weight = True
@@ -165,20 +166,20 @@ class KeptWeights:
 
 
 class AmaxHistories:
-    """The delayed scalings of a rank's model chunks; none with other recipes."""
+    """The delayed scalings of a rank's model chunks; the list is empty with other recipes."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         modules = (module for chunk in chunks for module in chunk.modules())
         self.scalings = [module for module in modules if isinstance(module, DelayedScaling)]
-        """All of them, in an order that is the same on all ranks of a pipeline stage."""
+        """The delayed scalings, in the same order on all ranks of a pipeline stage."""
         self._asked: tuple[list[DelayedScaling], HostCopy] | None = None
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Take the largest magnitudes of a training step into the histories.
+        """Append the largest magnitudes of a training step to the histories; update the scales.
 
-        All ranks of a pipeline stage call this together. A tensor that was nothing but zeros, or
-        not finite, leaves its history and its scale as they are.
+        All ranks of a pipeline stage call this together. A tensor that was all zeros or not finite
+        keeps its history and its scale.
         """
         if self._asked is not None:
             scalings, answer = self._asked
@@ -197,7 +198,7 @@ class AmaxHistories:
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:
-    """Advance the histories of layers that lie on the same ranks."""
+    """Advance the histories of layers that are all held by the same ranks."""
     amax = torch.stack([scaling.amax for scaling in scalings])
     # Collectives do not define how they compare NaN.
     amax = torch.where(amax.isfinite(), amax, torch.inf)

@@ -1,7 +1,8 @@
-"""8-bit floating-point matrices: their formats, quantization in few passes, and their product.
+"""8-bit floating-point matrices: their formats, quantization in few passes, and matrix product.
 
-A product ``a b^T`` wants both matrices contiguous along what it sums over. So each of the three
-matrices of a layer is wanted twice, as it is (R, rows) and transposed (C, columns):
+The product ``a b^T`` needs both matrices contiguous along the dimension of the sum. Each of the
+three matrices of a layer is therefore used in two forms, plain (R, rows) and transposed (C,
+columns):
 
 =================  ==========================  ===========  ============
 product            sums over                   a            b
@@ -11,13 +12,15 @@ input's gradient   features of the output      gradient R   weight C
 weight's gradient  tokens                      gradient C   input C
 =================  ==========================  ===========  ============
 
-On a GPU these functions are compiled, each to as many kernels as there are passes, and R and C are
-written by one of them. The delayed recipe knows its scale beforehand, so the largest magnitude is a
-by-product (2 bytes read and 2 written for each number of two bytes); one scale for the tensor takes
-a pass before the cast (4 + 2); scales of rows are found while a row lies in the cache, those of
-columns take a pass (6 + 2). Under sequence parallelism the input's C is made of the 8-bit rows that
-were sent. With experts the delayed recipe costs what tensorwise costs, since an expert without
-tokens has no scale yet.
+On a GPU these functions are compiled to one kernel per pass, and one kernel writes both R and C. The
+memory traffic for each 16-bit number, in bytes read + bytes written, depends on the recipe:
+
+- delayed, 2 + 2: the scale is given, and the pass that casts also finds the largest magnitude;
+- tensorwise, 4 + 2: a pass over the tensor finds the scale before the cast;
+- rowwise, 6 + 2: scales of rows are found while a row is in the cache, those of columns by a pass.
+
+Under sequence parallelism the input's C is made from the 8-bit rows that were gathered. For experts
+the delayed recipe costs as much as tensorwise, since an expert without tokens has no scale yet.
 """
 
 from __future__ import annotations
@@ -38,29 +41,29 @@ from megatron_ext.layers.compiled import compiled
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 GRADIENT_FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
-"""Format of gradients by ``--fp8-format``; inputs and weights are in e4m3 always."""
+"""Format of gradients by ``--fp8-format``; inputs and weights are always in e4m3."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A contiguous matrix ``values / scale``, ``[m, k]`` in an 8-bit format.
+    """A contiguous 8-bit matrix ``[m, k]`` that represents ``values / scale``.
 
-    The float32 scale is ``[]``, ``[m, 1]`` for its rows or ``[1, k]`` for its columns.
+    The float32 scale is ``[]`` for the whole matrix, ``[m, 1]`` by rows or ``[1, k]`` by columns.
     """
 
     values: Tensor
     scale: Tensor
 
     def dequantized(self) -> Tensor:
-        """Return ``[m, k]`` in float32."""
+        """Return ``values / scale``, ``[m, k]``, in float32."""
         return self.values.float() * self.scale.reciprocal()
 
     def transposed(self) -> Quantized:
-        """Return ``[k, m]``, filled up as `turned` does."""
+        """Return the transpose ``[k, m]``, whose columns `turned` pads to a multiple of 16."""
         return Quantized(turned(self.values), self.scale.t())
 
     def gathered(self, group: ProcessGroup) -> Quantized:
-        """Gather the rows of all ranks, which have the same scales or one for each row."""
+        """Gather the rows of all ranks; the scale is per row, or the same on all of them."""
         values = _gather_along_first_dim(self.values.view(torch.uint8), group)
         scale = self.scale
         if scale.dim() and scale.size(1) == 1:
@@ -69,9 +72,10 @@ class Quantized:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x * scale`` in an 8-bit format, contiguous; what is beyond its range is cut off.
+    """Return ``x * scale`` in an 8-bit format, contiguous and clamped to the format's range.
 
-    The scale of ``[m, k]`` is float32 ``[]``, ``[m, 1]`` or ``[1, k]``; NaN gives NaN.
+    For ``x`` of shape ``[m, k]`` the float32 scale is ``[]``, ``[m, 1]`` or ``[1, k]``. NaN stays
+    NaN.
     """
     limit = torch.finfo(dtype).max
     # A scale without dimensions would not raise the product of 16-bit numbers to float32.
@@ -83,7 +87,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def turned(values: Tensor) -> Tensor:
     """Return the transpose ``[k, m]`` of 8-bit values ``[m, k]``, contiguous.
 
-    Columns of zeros fill it up, since a product on a GPU sums over a multiple of 16.
+    Columns of zeros pad m to a multiple of 16, which matrix products on a GPU require.
     """
     missing = -values.size(0) % UNIT
     if missing:
@@ -92,10 +96,10 @@ def turned(values: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, along: int | None = None) -> Tensor:
-    """Return the largest magnitude of ``[m, k]`` in float32; 0 of nothing, NaN where there is one.
+    """Return the largest magnitudes of ``[m, k]`` in float32: 0 if empty, NaN if any value is NaN.
 
-    ``along`` None gives one of all numbers, ``[]``; 1 one of each row, ``[m, 1]``; 0 one of each
-    column, ``[1, k]``.
+    ``along`` None reduces the whole matrix to ``[]``, 1 each row to ``[m, 1]``, 0 each column to
+    ``[1, k]``.
     """
     if not x.numel():
         shape = [] if along is None else [1 if d == along else n for d, n in enumerate(x.shape)]
@@ -105,10 +109,11 @@ def largest(x: Tensor, along: int | None = None) -> Tensor:
 
 
 def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
-    """Return what brings magnitudes of up to ``amax`` to a format's largest number over 2^margin.
+    """Return the scale ``limit / amax / 2^margin`` (Transformer Engine's formula).
 
-    This is Transformer Engine's formula, ``limit / amax / 2^margin``. Nothing but zeros has the
-    scale 1. An infinity or a NaN has the scale NaN, so that the step is skipped.
+    It maps the largest magnitude ``amax`` to the format's largest number ``limit`` over 2^margin.
+    The scale is 1 if ``amax`` is 0. It is NaN if ``amax`` is not finite, which makes the step be
+    skipped.
     """
     scale = limit / amax / 2.0**margin
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
@@ -120,10 +125,12 @@ Wanted = Literal["rows", "columns", "both"]
 
 
 class Pass(NamedTuple):
-    """Results of a pass over a matrix ``[m, k]``; what is not wanted is None.
+    """Results of a pass over a matrix ``[m, k]``; a layout that was not requested is None.
 
-    The number, a scale or a largest magnitude, is float32 ``[]``, ``[m, 1]`` or ``[1, k]``. Rows
-    are ``[m, k]`` in 8 bits, columns the transpose ``[k, m]`` as `turned` fills it up.
+    Attributes:
+        number: a scale or a largest magnitude, float32 ``[]``, ``[m, 1]`` or ``[1, k]``.
+        rows: ``[m, k]`` in 8 bits.
+        columns: the transpose ``[k, m]`` in 8 bits, padded as by `turned`.
     """
 
     number: Tensor
@@ -134,14 +141,17 @@ class Pass(NamedTuple):
 def quantize(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, along: int | None, wanted: Wanted
 ) -> Pass:
-    """Cast ``[m, k]`` by its largest magnitudes, found here if None; the number is the scale."""
+    """Cast ``[m, k]`` with scales from its largest magnitudes; `Pass.number` is the scale.
+
+    ``amax`` None finds the magnitudes here; for ``along`` see `largest`.
+    """
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
     return Pass(scale, *_layouts(x, scale, dtype, wanted))
 
 
 def quantize_with(x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted) -> Pass:
-    """Cast with a scale ``[]``; the number of the pass is the largest magnitude, a by-product."""
+    """Cast ``[m, k]`` with a given scale ``[]``; `Pass.number` is the largest magnitude of ``x``."""
     return Pass(largest(x), *_layouts(x, scale, dtype, wanted))
 
 
@@ -159,17 +169,17 @@ def _layouts(
 
 
 class Function:
-    """A pure function of a matrix, its first argument, which is compiled where it lies on a GPU.
+    """A pure function whose first argument is a matrix, compiled for matrices on a GPU.
 
-    A kernel that knows its lengths writes a transpose faster, so each shape is compiled by itself,
-    or the number of rows is left open where it differs from step to step.
+    A kernel that is specialized to a shape transposes faster, so each shape is compiled separately.
+    With ``varies`` the number of rows stays dynamic, for matrices whose token count changes.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._fixed, self._open = compiled(function, by_shape=True), compiled(function)
 
     def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
-        """Call the function; ``varies`` leaves the number of rows open."""
+        """Call the function; with ``varies`` by a kernel for any number of rows."""
         return (self._open if varies else self._fixed)(x, *more)
 
 
@@ -179,11 +189,11 @@ QUANTIZE_WITH = Function(quantize_with)
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Return ``a b^T`` of ``[m, k]`` and ``[n, k]``, summed in float32, ``[m, n]``.
+    """Return the matrix product ``a b^T``, ``[m, n]``, of ``[m, k]`` and ``[n, k]``, summed in float32.
 
-    A CPU multiplies step by step as ``torch._scaled_mm`` does on a GPU: products of 8-bit numbers
-    are exact in float32, so only the order of the sums differs. ``a`` may be in e5m2, ``b`` is in
-    e4m3. ``fast`` sums in the tensor cores' fewer bits, as Transformer Engine does forward.
+    ``a`` may be in e5m2, ``b`` is in e4m3. A CPU computes in float32, in which products of 8-bit
+    numbers are exact; only the order of the sums differs from ``torch._scaled_mm`` on a GPU.
+    ``fast`` lets the tensor cores sum with fewer bits, as Transformer Engine does forward.
 
     Raises:
         ValueError: matrices or scales that `check_layout` refuses.
@@ -200,7 +210,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fals
 
 
 def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what ``torch._scaled_mm`` is given for ``a b^T``."""
+    """Return the arguments of ``torch._scaled_mm`` for ``a b^T``."""
     return {
         "a": a.values,
         "b": b.values.t(),
@@ -214,13 +224,13 @@ def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
 def check_layout(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> None:
-    """Refuse what ``torch._scaled_mm`` could not multiply on some GPU.
+    """Check that ``torch._scaled_mm`` can multiply two matrices on every supported GPU.
 
-    The rules are the strictest of ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6
-    to 2.13, for ``[m, k]`` row by row and ``[k, n]`` column by column.
+    ``a`` is ``[m, k]``, row-major; ``b`` is ``[k, n]``, column-major. The rules are the strictest of
+    ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6 to 2.13.
 
     Raises:
-        ValueError: the rule that is broken.
+        ValueError: with the rule that is broken.
     """
     m, k, n = a.size(0), a.size(1), b.size(1)
     by_rows = bool(scale_a.dim() or scale_b.dim())

@@ -1,8 +1,8 @@
-"""Where the scales of a layer's tensors come from, and over which ranks they are completed.
+"""The scales of a layer's 8-bit tensors, by recipe, and the ranks over which they are reduced.
 
-No scale may depend on how a tensor is cut: the largest magnitude of a part is completed over the
+No scale may depend on how a tensor is sharded: the largest magnitude of a part is reduced over the
 ranks that hold the other parts (`Parts`). Only the delayed recipe, whose scales serve a whole step,
-looks at the micro-batches of other data-parallel ranks.
+also reduces over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ext.layers.fp8.matrices import Pass, Quantized, Wanted
 
 
 class Role(IntEnum):
-    """The three tensors that a layer's products take."""
+    """The three tensors that a layer's matrix products multiply."""
 
     INPUT = 0
     WEIGHT = 1
@@ -31,15 +31,17 @@ class Role(IntEnum):
 
 
 class Parts:
-    """Which ranks hold the other parts of what one scale covers; None if this rank has it all.
+    """The groups of ranks that hold the parts of what one scale covers; None for this rank alone.
 
-    A row-parallel layer cuts the features of its input, other layers those of their output.
-    Sequence parallelism cuts the sequence. ``varies`` says that the number of tokens changes from
-    one matrix product to the next.
+    Args:
+        cuts_input: the layer is row-parallel and splits its input features; other layers split
+            their output features.
+        cuts_sequence: sequence parallelism splits the tokens of the input.
+        varies: the number of tokens changes from one matrix product to the next.
     """
 
     may_idle: ClassVar[bool] = False
-    """Whether a step may bring no tokens at all."""
+    """Whether the layer may get no tokens at all in a step."""
 
     def __init__(
         self,
@@ -53,18 +55,24 @@ class Parts:
         self._cuts_input, self._cuts_sequence = cuts_input, cuts_sequence
 
     def of_tensor(self, role: Role) -> ProcessGroup | None:
-        """Return the ranks for one scale of a whole tensor."""
+        """Return the group that holds the parts of a whole tensor, for one scale of it."""
         if role is Role.WEIGHT:
             return _if_several(self._pgs.tp)
         cut = self._cuts_features(role) or (role is Role.INPUT and self._cuts_sequence)
         return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
 
     def of_rows(self, role: Role) -> ProcessGroup | None:
-        """Return the ranks for one scale of each row: a token, or a feature of the output."""
+        """Return the group that holds the parts of a row, for one scale of each row.
+
+        A row is a token, or an output feature of the weight.
+        """
         return _if_several(self._pgs.tp) if self._cuts_features(role) else None
 
     def of_columns(self, role: Role) -> ProcessGroup | None:
-        """Return the ranks for one scale of each column: over all tokens, or an input feature."""
+        """Return the group that holds the parts of a column, for one scale of each column.
+
+        A column is a feature over all tokens, or an input feature of the weight.
+        """
         if role is Role.WEIGHT:
             return None if self._cuts_input else _if_several(self._pgs.tp)
         cut = role is Role.INPUT and self._cuts_sequence
@@ -74,14 +82,14 @@ class Parts:
         return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups, in order, whose ranks together hold the layer and all its copies."""
+        """Return the groups to reduce over, in turn, to cover all parts and copies of the layer."""
         return (self._pgs.tp_dp_cp,)
 
 
 class ExpertParts(Parts):
-    """The same as `Parts` for a layer of experts, whose input is the tokens sent to this rank.
+    """`Parts` for a layer of experts, whose input is the tokens dispatched to this rank.
 
-    Which tokens these are depends on the layout, and so does a scale computed from them alone.
+    Which tokens these are depends on the parallel layout, and therefore so do tensorwise scales.
     """
 
     may_idle: ClassVar[bool] = True
@@ -106,11 +114,11 @@ def _if_several(group: ProcessGroup) -> ProcessGroup | None:
 
 
 HISTORY = ".fp8.amax_history"
-"""The end of the names of the delayed recipe's state, all of it that a checkpoint holds."""
+"""Suffix of the checkpoint keys of the delayed recipe's state, of which nothing else is saved."""
 
 
 def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the largest magnitude over a group; infinite where a rank's is not finite."""
+    """Return the maximum of ``amax`` over a group; infinite if it is not finite on any rank."""
     if group is None:
         return amax
     # Collectives do not define how they compare NaN.
@@ -120,18 +128,18 @@ def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """A matrix ``[m, k]`` as it is, to be summed along k, and its transpose, None unless wanted."""
+    """A matrix ``[m, k]`` in 8 bits, and its transpose ``[k, m]``, None unless requested."""
 
     rows: Quantized
     columns: Quantized | None
 
 
 class Scaling(torch.nn.Module):
-    """One scale for each tensor, from the tensor itself (``--fp8-recipe tensorwise``).
+    """One scale for each tensor, computed from the tensor itself (``--fp8-recipe tensorwise``).
 
     Attributes:
-        keeps_weight: the weight does not change for a while, so it is cast once (`KeptWeights`).
-        kept_weight: what it was cast to.
+        keeps_weight: reuse the 8-bit weight, since the weight stays constant (`KeptWeights`).
+        kept_weight: the 8-bit weight to reuse; None before its first use.
     """
 
     def __init__(self, config: Fp8Config, parts: Parts) -> None:
@@ -143,29 +151,35 @@ class Scaling(torch.nn.Module):
         self.kept_weight: Pair | None = None
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """Return a matrix ``[m, k]`` in 8 bits, with ``columns`` also transposed."""
+        """Return a matrix ``[m, k]`` in 8 bits, and with ``columns`` also its transpose."""
         wanted: Wanted = "both" if columns else "rows"
         scale, rows, turned = self._quantize(x, role, wanted)
         assert rows is not None
         return Pair(Quantized(rows, scale), None if turned is None else Quantized(turned, scale))
 
     def rows(self, x: Tensor, role: Role) -> Quantized:
-        """Return a matrix ``[m, k]`` in 8 bits, to be summed along k."""
+        """Return a matrix ``[m, k]`` in 8 bits, for a product that sums over k."""
         return self.pair(x, role, columns=False).rows
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
-        """Return the transpose ``[k, m]`` of ``[m, k]`` in 8 bits, with the scale of its rows."""
+        """Return the transpose ``[k, m]`` of ``[m, k]`` in 8 bits, for a product that sums over m.
+
+        ``scale`` is the scale of `rows`, which one scale per tensor reuses.
+        """
         _, _, turned = matrices.QUANTIZE_WITH(
             x, scale, self.formats[role], "columns", varies=self.parts.varies
         )
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]``, whose `rows` are given, with the scales of its `columns`."""
+        """Return ``[m, k]`` in 8 bits, untransposed, with the scales that `columns` would use.
+
+        ``rows`` is the result of `rows` for the same matrix.
+        """
         return rows
 
     def weight(self, weight: Tensor) -> Pair:
-        """Return the layer's weight in 8 bits, cast again only where it is not kept."""
+        """Return the layer's weight in 8 bits; reuse the kept one with ``keeps_weight``."""
         if not self.keeps_weight:
             return self.pair(weight, Role.WEIGHT, columns=False)
         if self.kept_weight is None:
@@ -173,13 +187,13 @@ class Scaling(torch.nn.Module):
         return self.kept_weight
 
     def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
-        """Return the transpose of the weight ``[out, in]``, with the scale of its rows."""
+        """Return the transpose ``[in, out]`` of the weight in 8 bits; ``scale`` as in `columns`."""
         if self.kept_weight is not None and self.kept_weight.columns is not None:
             return self.kept_weight.columns
         return self.columns(weight, Role.WEIGHT, scale)
 
     def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
-        """Return scale, rows and columns."""
+        """Return the `Pass` with the scale and the requested layouts of a matrix."""
         varies = self.parts.varies
         amax = _over(matrices.LARGEST(x, varies=varies), self.parts.of_tensor(role))
         found: Pass = matrices.QUANTIZE(x, amax, self.formats[role], None, wanted, varies=varies)
@@ -187,19 +201,19 @@ class Scaling(torch.nn.Module):
 
 
 class RowScaling(Scaling):
-    """A scale for each row that a product sums along (``--fp8-recipe rowwise``)."""
+    """One scale for each vector that a product sums over (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """Return rows and columns with a scale for each, ``[m, 1]`` and ``[k, 1]``."""
+        """Return the matrix and its transpose, with scales ``[m, 1]`` and ``[k, 1]``."""
         rows = self._along(x, role, 1, "rows")
         return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
-        """Return the transpose with a scale for each of its rows, made anew, ``[k, 1]``."""
+        """Return the transpose with its own scales ``[k, 1]``; ``scale`` is not used."""
         return self._along(x, role, 0, "columns")
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return the matrix with a scale for each of its columns, made anew, ``[1, k]``."""
+        """Return the matrix with scales ``[1, k]`` of its columns; ``rows`` is not used."""
         return self._along(x, role, 0, "rows")
 
     def _along(self, x: Tensor, role: Role, along: int, wanted: Wanted) -> Quantized:
@@ -215,21 +229,21 @@ class RowScaling(Scaling):
 
 
 class DelayedScaling(Scaling):
-    """One scale for each tensor, from the steps before (``--fp8-recipe delayed``).
+    """One scale for each tensor, computed from earlier steps (``--fp8-recipe delayed``).
 
-    The scales of a step are fixed at its beginning; `AmaxHistories` moves them on after it. Before
-    its first history (in the first step, and while it was nothing but zeros or not finite) a tensor
-    is scaled by itself: Transformer Engine's scale of 1 would lose small gradients.
+    The scales are fixed during a step; `AmaxHistories` updates them after it. A tensor without a
+    history (in the first step, or if it was all zeros or not finite so far) is scaled by its own
+    largest magnitude, since Transformer Engine's scale of 1 would lose small gradients.
 
     Attributes:
-        amax_history: largest magnitudes, ``[steps, 3]`` float32, the latest first; zero where there
-            is none yet. The only state that a checkpoint holds.
-        scale: what follows from it, ``[3]``.
-        amax: largest magnitudes of the step so far, on this rank, ``[3]``.
-        has_history: the host knows that all three tensors have one, so a pass over a tensor for its
-            largest magnitude is saved.
+        amax_history: largest magnitudes by step and `Role`, ``[steps, 3]`` float32, the latest
+            first; zero for steps that are still missing. The only state that a checkpoint holds.
+        scale: scales that follow from the history, ``[3]``.
+        amax: largest magnitudes of the current step on this rank, ``[3]``.
+        has_history: on the host, whether all three tensors have a history. If so, the pass that
+            finds the largest magnitude before the cast is left out.
         limits: the largest numbers of the three formats, ``[3]``; kept on the device, because a
-            step would wait for a copy.
+            copy would make each step wait.
     """
 
     amax_history: Tensor
@@ -249,11 +263,11 @@ class DelayedScaling(Scaling):
         self._mark()
 
     def _mark(self) -> None:
-        """Let runs start on weights that were saved without a history."""
+        """Mark the history as one that a checkpoint may lack when it is loaded."""
         self.amax_history.new_branch = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
-        """Move the state along, but keep it in float32 when the model is cast to 16 bits."""
+        """Move the state with the model, but keep it in float32 when the model is cast."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
@@ -286,17 +300,17 @@ class DelayedScaling(Scaling):
             self.amax[role] = torch.maximum(self.amax[role], amax)
 
     def scale_of(self, histories: Tensor) -> Tensor:
-        """Return scales ``[..., 3]`` that follow from histories ``[..., steps, 3]``."""
+        """Compute scales ``[..., 3]`` from histories ``[..., steps, 3]``."""
         takes_max = self.config.fp8_amax_compute_algo == "max"
         amax = histories.amax(dim=-2) if takes_max else histories[..., 0, :]
         return matrices.scale_for(amax, self.limits, self.config.fp8_margin)
 
 
 def _follow_history(scaling: Any, _keys: Any) -> None:
-    """Derive the scales after a history was loaded."""
+    """Recompute the scales from a history that was just loaded."""
     scaling.scale.copy_(scaling.scale_of(scaling.amax_history))
     scaling.has_history = bool(scaling.amax_history.any(dim=0).all())
 
 
 RECIPES = {"tensorwise": Scaling, "rowwise": RowScaling, "delayed": DelayedScaling}
-"""Scalings by ``--fp8-recipe``."""
+"""Subclasses of `Scaling` by the value of ``--fp8-recipe``."""
