@@ -12,8 +12,8 @@ input's gradient   features of the output      gradient R   weight C
 weight's gradient  tokens                      gradient C   input C
 =================  ==========================  ===========  ============
 
-On a GPU these functions are compiled to one kernel per pass, and one kernel writes both R and C. The
-memory traffic for each 16-bit number, in bytes read + bytes written, depends on the recipe:
+On a GPU these functions are compiled to one kernel per pass, and one kernel writes both R and C.
+The memory traffic for each 16-bit number, in bytes read + bytes written, depends on the recipe:
 
 - delayed, 2 + 2: the scale is given, and the pass that casts also finds the largest magnitude;
 - tensorwise, 4 + 2: a pass over the tensor finds the scale before the cast;
@@ -151,7 +151,7 @@ def quantize(
 
 
 def quantize_with(x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted) -> Pass:
-    """Cast ``[m, k]`` with a given scale ``[]``; `Pass.number` is the largest magnitude of ``x``."""
+    """Cast ``[m, k]`` with a given scale ``[]``; `Pass.number` is the largest magnitude."""
     return Pass(largest(x), *_layouts(x, scale, dtype, wanted))
 
 
@@ -189,7 +189,7 @@ QUANTIZE_WITH = Function(quantize_with)
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Return the matrix product ``a b^T``, ``[m, n]``, of ``[m, k]`` and ``[n, k]``, summed in float32.
+    """Return the matrix product ``a b^T``, ``[m, n]``, of ``[m, k]`` and ``[n, k]``.
 
     ``a`` may be in e5m2, ``b`` is in e4m3. A CPU computes in float32, in which products of 8-bit
     numbers are exact; only the order of the sums differs from ``torch._scaled_mm`` on a GPU.
@@ -226,8 +226,8 @@ def check_layout(
 ) -> None:
     """Check that ``torch._scaled_mm`` can multiply two matrices on every supported GPU.
 
-    ``a`` is ``[m, k]``, row-major; ``b`` is ``[k, n]``, column-major. The rules are the strictest of
-    ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6 to 2.13.
+    ``a`` is ``[m, k]``, row-major; ``b`` is ``[k, n]``, column-major. The rules are the strictest
+    of ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6 to 2.13.
 
     Raises:
         ValueError: with the rule that is broken.

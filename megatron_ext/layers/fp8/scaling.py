@@ -313,4 +313,4 @@ def _follow_history(scaling: Any, _keys: Any) -> None:
 
 
 RECIPES = {"tensorwise": Scaling, "rowwise": RowScaling, "delayed": DelayedScaling}
-"""Subclasses of `Scaling` by the value of ``--fp8-recipe``."""
+"""The class of scaling for each value of ``--fp8-recipe``."""
