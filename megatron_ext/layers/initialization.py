@@ -1,9 +1,9 @@
 """The same initial weights on every layout.
 
-megatron-core draws each rank's part of a weight from that rank's generator, so its weights depend
-on the layout. Here a parameter is only marked while the model is built (`Marked`); then each full
-tensor is drawn in float32 on the CPU from a generator that its name and the seed decide, and the
-rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's own way.
+megatron-core draws each rank's part of a weight from that rank's generator, which makes the weights
+depend on the parallel layout. Here building the model only marks the parameters (`Marked`). Each
+full tensor is then drawn in float32 on the CPU by a generator that is seeded with its name and the
+run's seed, and the rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's method.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Shard:
     Attributes:
         name: name of the full tensor on any layout, with the indices of its layer and expert, such
             as ``decoder.layers.mlp.linear_fc1.weight[3]``.
-        tensor: the part from ``offset`` on, a view of the parameter's memory.
-        is_main: false for a copy of a part that is held elsewhere too.
-        is_vocabulary: the rows are entries of a vocabulary that the layout may pad differently.
+        tensor: the part that begins at ``offset``, a view of the parameter's memory.
+        is_main: False for all but one of the copies of a part.
+        is_vocabulary: the rows are entries of a vocabulary, whose padding depends on the layout.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Shard:
 def shards_of(
     chunk: Any, tensor_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
 ) -> Iterator[Shard]:
-    """Yield the parts of all parameters of a model chunk, with gated and grouped ones taken apart.
+    """Yield the parts of all parameters of a model chunk, with gated and grouped weights split.
 
     Args:
-        tensor_of: maps a parameter to what to take in its place, such as its gradient; None leaves
-            the parameter out.
+        tensor_of: maps a parameter to a tensor to yield in its place, such as its gradient, or to
+            None to skip the parameter.
     """
     known = {_place(parameter): parameter for parameter in chunk.parameters()}
     state: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def shards_of(
 
 
 def _place(tensor: Tensor) -> int:
-    """Return what identifies a parameter: its memory, or the object if it is kept in 8 bits."""
+    """Return a key for a parameter: its address, or the object's id if it is kept in 8 bits."""
     return id(tensor) if is_float8tensor(tensor) else tensor.data_ptr()
 
 
@@ -97,9 +97,9 @@ METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 
 
 class Marks:
-    """Parameters that wait for their weights, known by their memory.
+    """Parameters that wait for their initial values, keyed by their storage.
 
-    Transformer Engine puts a weight into a new Parameter, without the old one's attributes.
+    Transformer Engine puts a weight into a new Parameter that lacks the attributes of the old one.
     """
 
     def __init__(self) -> None:
@@ -107,13 +107,13 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Look the memory of the parameters up again: a router's moves after its initialization."""
+        """Rebuild the keys, since the storage of a router's weight changes after it was marked."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize) -> None:
-        """Let a parameter wait, filled with NaN, so that one that is forgotten shows."""
+        """Register a parameter and fill it with NaN, which reveals it if it is never filled."""
         # Both references keep the memory, also after a move, from another parameter.
         self._waiting[_memory(parameter)] = parameter, method
         if not is_float8tensor(parameter):
@@ -121,7 +121,7 @@ class Marks:
         parameter.fill_(math.nan)
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
-        """Return how a parameter, or a part of one, is to be filled; None if it does not wait."""
+        """Return the method that fills a parameter or a part of one; None if it is not marked."""
         return self._waiting.get(_memory(tensor), (None, None))[1]
 
     def clear(self) -> None:
@@ -130,7 +130,7 @@ class Marks:
 
 
 class Marked:
-    """An initialization method that marks a parameter with the method, to be applied by name."""
+    """Wrapper of an initialization method that only marks parameters with it for later."""
 
     def __init__(self, method: Initialize, marks: Marks) -> None:
         self.method = method
@@ -144,12 +144,12 @@ class Marked:
         return tensor
 
     def __deepcopy__(self, _memo: Any) -> Marked:
-        """Return this object, so that modules that copy their configuration mark in one place."""
+        """Return this object, which keeps one `Marks` for modules that copy their configuration."""
         return self
 
 
 def mark_methods(transformer_config: Any) -> None:
-    """Wrap the methods of a TransformerConfig, each of them once."""
+    """Replace a TransformerConfig's initialization methods by `Marked`, if they are not already."""
     methods = {name: getattr(transformer_config, name) for name in METHODS}
     known = [method.marks for method in methods.values() if isinstance(method, Marked)]
     marks = known[0] if known else Marks()
@@ -159,7 +159,7 @@ def mark_methods(transformer_config: Any) -> None:
 
 
 def unmark_methods(transformer_config: Any) -> None:
-    """Undo `mark_methods`: what is built later is filled at once."""
+    """Undo `mark_methods`; modules that are built later initialize at once."""
     for name in METHODS:
         method = getattr(transformer_config, name)
         if isinstance(method, Marked):
@@ -175,13 +175,14 @@ def initialize_by_name(
 ) -> None:
     """Fill the parameters of this rank's model chunks; one full tensor exists at a time.
 
-    Parameters that are not marked stay as they were built, except those that torch's modules drew
-    for themselves: these are drawn again by name.
+    Unmarked parameters stay as they were built, except those that torch's own modules drew at
+    random, which are drawn again by name.
 
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
-        transformer_config: what they were built with, after `mark_methods`.
-        vocab_size: entries before padding, which changes none of their weights; None is all.
+        transformer_config: the configuration that built them, after `mark_methods`.
+        vocab_size: entries of the vocabulary before padding, whose weights do not depend on the
+            padding; None means all entries.
 
     Raises:
         ConfigError: a marked parameter that a chunk's ``sharded_state_dict`` does not name.
@@ -220,7 +221,7 @@ def initialize_by_name(
 def draw_by_name(
     chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
 ) -> None:
-    """Fill some parameters of a bare model chunk, each by the name of its full tensor."""
+    """Draw some parameters of an unwrapped model chunk, each by the name of its full tensor."""
     wanted = {_memory(parameter) for parameter in parameters}
     for shard in shards_of(chunk):
         if _memory(shard.tensor) in wanted:
@@ -228,13 +229,13 @@ def draw_by_name(
 
 
 Staged = dict[int, tuple[Any, Tensor]]
-"""A quantized parameter and the values to come, by the parameter's identity."""
+"""Maps the id of a quantized parameter to the parameter and the tensor of its future values."""
 
 
 def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
-    """Let plain tensors wait in the place of parameters that Transformer Engine keeps in 8 bits.
+    """Mark plain tensors in place of the parameters that Transformer Engine keeps in 8 bits.
 
-    The marked memory is gone after quantization, but the module remembers the method.
+    Quantization frees the marked storage, but the module still holds the initialization method.
     """
     staged: Staged = {}
     for module in chunk.modules():
@@ -251,7 +252,7 @@ def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what a parameter and its parts have in common."""
+    """Return a key that a parameter and its views share: storage address, or id if in 8 bits."""
     if is_float8tensor(tensor):
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
@@ -281,7 +282,7 @@ def _fill_marked(
 
 @contextmanager
 def _generator_of(name: str, seed: int) -> Iterator[None]:
-    """Let the CPU's generator, and no other, draw what belongs to a name."""
+    """Seed the CPU's generator inside the block with a name and the run's seed."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -303,7 +304,7 @@ def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -
 def _redraw_plain_modules(
     chunk: torch.nn.Module, shards: Sequence[Shard], marks: Marks, seed: int
 ) -> None:
-    """Draw again by name what a user's own torch modules drew for themselves."""
+    """Draw again by name the random parameters of torch modules in a user's own model."""
     whole = [shard for shard in shards if shard.full_shape == shard.tensor.shape]
     names = {shard.tensor.data_ptr(): shard.name for shard in whole}
     for module in chunk.modules():
@@ -329,10 +330,10 @@ def _can_reset(module: torch.nn.Module) -> bool:
 
 
 def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
-    """Reset a copy of the module on the CPU in float32, and take over its values.
+    """Reset a copy of the module on the CPU in float32, and copy its values.
 
-    A parameter that was written more often than a reset writes it was initialized by the user's own
-    code; it stays.
+    A parameter that was written more often than by a reset was initialized by the user's own code
+    and stays as it is.
     """
     fresh = copy.copy(module)
     fresh._parameters = {

@@ -1,8 +1,8 @@
 """megatron-core's parallel linear layers, with control over their weight gradients.
 
-A weight gradient may be deferred, or added to the gradient buffer by its product (see
-`layers.weight_gradients`); otherwise they are megatron-core's layers, bit for bit. A layer may hold
-an adapter (see `layers.lora`), whose output it adds to its own, and may multiply in 8 bits (see
+The matrix product of a weight gradient may be deferred, or add to the gradient buffer directly (see
+`layers.weight_gradients`). Otherwise the layers equal megatron-core's bit for bit. A layer may hold
+an adapter, whose output it adds to its own (see `layers.lora`), and may multiply in 8 bits (see
 `layers.fp8`).
 """
 
@@ -27,7 +27,7 @@ from megatron_ext.layers.weight_gradients import (
 
 
 def enter(x: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """Give all tokens to every tensor-parallel rank, whose gradients are summed.
+    """Give all tokens to every tensor-parallel rank; sum the ranks' gradients in backward.
 
     ``[s/tp, b, h]`` with sequence parallelism, else ``[s, b, h]``, becomes ``[s, b, h]``.
     """
@@ -37,15 +37,17 @@ def enter(x: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
 
 
 def leave(partial_sums: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """Sum the partial results of the tensor-parallel ranks, and invert the shapes of `enter`."""
+    """Sum the tensor-parallel ranks' partial results; shapes are those of `enter`, reversed."""
     if sequence_parallel:
         return mappings.reduce_scatter_to_sequence_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
     return mappings.reduce_from_tensor_model_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
 
 
 def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tensor | None:
-    """Put the weight's gradient, of output ``[s, b, out]`` and whole input ``[s, b, in]``, where it
-    belongs, and return what autograd gets.
+    """Compute the weight's gradient; accumulate it or return it, as ``call`` says.
+
+    ``gradient`` is that of the output ``[s, b, out]``, ``total`` the whole input ``[s, b, in]``.
+    Returns the value for autograd.
     """
     gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
     weight = call.parameter
@@ -60,7 +62,7 @@ def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tenso
 
 
 class _Linear(torch.autograd.Function):
-    """``y = x W^T + b``, whose weight gradient goes to the queue or into the gradient buffer."""
+    """``y = x W^T + b``; the weight gradient goes to the queue or into the gradient buffer."""
 
     @staticmethod
     def forward(
@@ -107,7 +109,7 @@ class _Sent(NamedTuple):
 
 
 def _gathered(part: Tensor, call: LinearCall) -> _Sent:
-    """Return all tokens of the input."""
+    """Start to gather all tokens of the input."""
     if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
         return _Sent(part)
     whole = part.new_empty(part.size(0) * call.tp_group.size(), *part.shape[1:])
@@ -116,7 +118,7 @@ def _gathered(part: Tensor, call: LinearCall) -> _Sent:
 
 
 def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
-    """Return the gradient of this rank's input, summed over the ranks."""
+    """Start to sum the input's gradient over the ranks, for this rank's part of the input."""
     group = call.tp_group
     if group is None or group.size() == 1:
         return _Sent(whole)
@@ -128,26 +130,26 @@ def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
 
 
 class _ParallelLinear:
-    """Mixin over megatron-core's parallel linear layers."""
+    """Mixin that adds deferral, adapters and 8 bits to megatron-core's parallel linear layers."""
 
     config: Any
     alone = True
-    """Whether no other code makes a gradient of the weight."""
+    """Whether this layer alone computes gradients of the weight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lora: Any = None
-        """The adapter that `layers.lora` may put here."""
+        """Adapter, set by `layers.lora`; None without one."""
         self.fp8: Any = None
-        """The scaling of 8-bit products that `layers.fp8` may put here."""
+        """Scaling for 8-bit products, set by `layers.fp8`; None without them."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output, plus the adapter's, and the bias that the caller is to add."""
+        """Return the output, adapter included, and a bias for the caller to add or None."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return (output if self.lora is None else output + self.lora(input_)), bias
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the layer's shards; the adapter knows how its own are cut."""
+        """Return the shards of the layer and of its adapter."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[misc]
         if self.lora is not None:
             state.update(self.lora.sharded_state_dict(f"{prefix}lora.", *args, **kwargs))
@@ -174,13 +176,13 @@ class _ParallelLinear:
 
 
 class ColumnParallelLinear(_ParallelLinear, tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]
-    """Y = X A with A cut along its columns; see the module."""
+    """Y = X A with A split along its columns over the tensor-parallel ranks."""
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The output head, which also gives its weight to losses that make the logits themselves.
+    """The output head, which also gives its weight to losses that compute the logits themselves.
 
-    They get it by a call of the module, because data parallelism waits for the weight there.
+    They call the module for it, since data parallelism waits for the gathered weight in that call.
     """
 
     alone = False
@@ -197,7 +199,7 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # type: ignore[misc]
-    """Y = X A with A cut along its rows; see the module."""
+    """Y = X A with A split along its rows over the tensor-parallel ranks."""
 
     def __init__(self, *args: Any, is_expert: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, is_expert=is_expert, **kwargs)

@@ -1,19 +1,19 @@
 """Low-rank adapters on the parallel linear layers (LoRA, arXiv:2106.09685).
 
-A layer ``y = W x`` becomes ``y = W x + scale * B A dropout(x)``; W is frozen, and A ``[r, in]`` and
-B ``[out, r]`` are trained. Each matrix is cut as the layer cuts its weight along the same side, so
-that only the r-wide ``A x`` is communicated:
+A layer ``y = W x`` becomes ``y = W x + scale * B A dropout(x)``. W is frozen; A ``[r, in]`` and B
+``[out, r]`` are trained. A is split over the tensor-parallel ranks if the layer splits its input
+features, B if it splits its output features. Only ``A x``, of width r, is communicated:
 
 ====================  ============  ============  =================================================
-layer                 A             B             ``A x`` between the two products
+layer                 A             B             ``A x`` between the matrix products
 ====================  ============  ============  =================================================
-column-parallel       whole         rows cut      copied; gathered along s under sequence parallel
-row-parallel          columns cut   whole         summed; reduce-scattered along s under it
+column-parallel       whole         split (rows)  copied; all-gathered along s if sequence-parallel
+row-parallel          split (cols)  whole         summed; reduce-scattered if sequence-parallel
 ====================  ============  ============  =================================================
 
-Under sequence parallelism the gradient of the whole matrix is a sum over a rank's part of the
-sequence, which megatron-core completes where a parameter is marked ``sequence_parallel``.
-Their gradients are not deferred.
+Under sequence parallelism a rank's gradient of the unsplit matrix covers its part of the sequence
+only. megatron-core sums it over the ranks, since the parameter is marked ``sequence_parallel``.
+Gradients of A and B are never deferred.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, 
 
 Layer = ColumnParallelLinear | RowParallelLinear
 _IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
-"""Matches names of a chunk's parameters, unless the chunk holds only the ends of a model."""
+"""Matches parameters of layers, which a chunk of embedding and output head only lacks."""
 
 
 class Adapter(torch.nn.Module):
-    """``scale * B A dropout(x)`` for a layer of weight ``[out/tp, in]`` or ``[out, in/tp]``.
+    """The adapter of a layer with weight ``[out/tp, in]`` or ``[out, in/tp]``; see the module.
 
-    B starts at zero. A gated layer's output is two halves, each cut by itself.
+    B starts at zero. The two halves of a gated layer's output are split over the ranks separately.
     """
 
     def __init__(self, layer: Layer, config: LoraConfig, *, gated: bool) -> None:
@@ -61,7 +61,7 @@ class Adapter(torch.nn.Module):
         self.sequence_parallel = layer.sequence_parallel
         self.is_row = isinstance(layer, RowParallelLinear)
         self.sides_cut = {"a": 1} if self.is_row else {"b": 0}
-        """The dimension along which a matrix is cut."""
+        """The dimension along which a matrix is split, by its name; unsplit ones are missing."""
         for name, parameter in self.named_parameters():
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
@@ -69,7 +69,7 @@ class Adapter(torch.nn.Module):
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output, from the layer's input on this rank."""
+        """Return the term to add to the layer's output, from the layer's input on this rank."""
         # Under sequence parallelism megatron-core's blocks draw from each rank's own generator.
         draws_apart = self.is_row and self.dropout and not self.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws_apart else nullcontext():
@@ -79,13 +79,13 @@ class Adapter(torch.nn.Module):
         return F.linear(low * self.scale, self.b)
 
     def delta(self) -> Tensor:
-        """Return ``scale * B A`` in float32, cut as the layer's weight."""
+        """Return ``scale * B A`` in float32, split like the layer's weight."""
         return self.scale * (self.b.float() @ self.a.float())
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the shards of A and B under names that no layout changes."""
+        """Return the shards of A and B, under names that do not depend on the layout."""
         metadata = metadata or {}
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -103,12 +103,12 @@ class Adapter(torch.nn.Module):
 
 
 def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
-    """Freeze the model chunks of this rank and give their layers adapters.
+    """Freeze the model chunks of this rank and attach adapters to their target layers.
 
-    A is drawn by name, kaiming-uniform as in the authors' code.
+    A is drawn by name (see `layers.initialization`), kaiming-uniform as in the authors' code.
 
     Raises:
-        ConfigError: a chunk whose layers have none of the targets.
+        ConfigError: a chunk has layers, but none that ``--lora-target-modules`` names.
     """
     named = config.lora_target_modules
     targets: Sequence[str] = ALL_TARGETS if named is None else named
@@ -145,7 +145,10 @@ def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
-    """Take the adapters off, add ``scale * B A`` to the weights in float32; return their number."""
+    """Add ``scale * B A`` to the weights and remove the adapters; return the number of adapters.
+
+    The sum is computed in float32.
+    """
     adapted = [pair for chunk in chunks for pair in _adapted(chunk)]
     for layer, adapter in adapted:
         layer.weight.copy_(layer.weight.float() + adapter.delta())

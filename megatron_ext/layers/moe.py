@@ -1,11 +1,11 @@
-"""Experts: megatron-core's, made to work without Transformer Engine, on a CPU and per token.
+"""Changes to megatron-core's mixture of experts (MoE), for CPUs and per-token normalization.
 
-megatron-core's `gating` calls a name that does not exist where Transformer Engine is missing. Under
-per-token normalization core multiplies the auxiliary losses by the number of local tokens; here
-their coefficient is always that of the mean over all micro-batches, on every layout.
+Without Transformer Engine megatron-core's `gating` calls a name that does not exist. Under
+per-token normalization megatron-core multiplies auxiliary losses by the number of local tokens;
+here their coefficient always refers to the mean over all micro-batches, on every layout.
 
-megatron-core's all-to-all dispatcher reads its split sizes from GPU tensors only, and exchanges
-unequal numbers of tokens between the parts of an expert as Gloo cannot.
+megatron-core's all-to-all dispatcher supports split sizes in GPU tensors only. Between the
+tensor-parallel parts of an expert it gathers unequal numbers of tokens, which Gloo cannot do.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Top-k router; see the module."""
+    """Top-k router with the changes that the module describes."""
 
     def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
         self._groups = pg_collection
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """Multiply the input ``[s, b, h]`` with noise in training (arXiv:2101.03961), if asked for.
+        """Multiply the input ``[s, b, h]`` by noise in training (arXiv:2101.03961), if enabled.
 
-        Under ``--deterministic-dropout`` the noise depends on no layout, as the masks.
+        Under ``--deterministic-dropout`` the noise, like dropout masks, is layout-independent.
         """
         eps = self.config.moe_input_jitter_eps
         if eps is None or not getattr(self.config, "deterministic_dropout", False):
@@ -68,15 +68,18 @@ class Router(TopKRouter):  # type: ignore[misc]
         reduce_group_has_dp: bool = False,
         valid_token_count: Tensor | int | None = None,
     ) -> Tensor:
-        """Attach this micro-batch's load-balancing loss, weighted, with its share of the step."""
+        """Attach the weighted load-balancing loss, scaled to its share of the step.
+
+        ``aux_loss`` already contains ``aux_loss_coeff``; the log gets it without.
+        """
         reduce: Any = {"reduce_group": reduce_group, "reduce_group_has_dp": reduce_group_has_dp}
         self._log(aux_loss_name, aux_loss / aux_loss_coeff, **reduce)
         return attach_microbatch_loss(activation, aux_loss, self.config)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5) with its share of the step.
+        """Attach the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5), scaled to its step share.
 
-        The logits are ``[tokens, e]``; the mask is True at padding, ``[tokens]``.
+        The logits are ``[tokens, e]``; the mask ``[tokens]`` is True at padding.
         """
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
@@ -92,12 +95,12 @@ class Router(TopKRouter):  # type: ignore[misc]
 
 
 class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
-    """Sends each token to the ranks of its experts by one all-to-all."""
+    """Dispatcher that sends each token to the ranks of its experts by one all-to-all."""
 
     tp_size: int
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
-        """Bring this rank's experts the tokens ``[tokens, h]`` of each of their parts."""
+        """Gather the tokens ``[tokens, h]`` of all ranks that hold parts of this rank's experts."""
         sizes = self._unequal_parts()
         if sizes is None:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
@@ -108,7 +111,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum what the parts of this rank's experts made of its tokens, in the order they came."""
+        """Sum the outputs of all parts of this rank's experts for the tokens that it brought."""
         sizes = self._unequal_parts()
         if sizes is None:
             return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
@@ -119,7 +122,10 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return parts.unflatten(0, (len(sizes), -1)).sum(0).to(unsorted.dtype)  # type: ignore[no-any-return]
 
     def _unequal_parts(self) -> list[int] | None:
-        """Return the tokens of each part of an expert where Gloo cannot gather them; else None."""
+        """Return the number of tokens of each expert-tensor-parallel rank.
+
+        Return None if megatron-core can gather them: the numbers are equal or it is not Gloo.
+        """
         if self.tp_size == 1 or self.output_splits_tp is None:
             return None
         sizes = [int(size) for size in self.output_splits_tp]
@@ -128,7 +134,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _gathered_already(self) -> Iterator[None]:
-        """Keep megatron-core from exchanging anything between the parts of an expert."""
+        """Keep megatron-core from communicating between the parts of an expert inside the block."""
         size, self.tp_size = self.tp_size, 1
         try:
             yield
@@ -138,7 +144,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Turn the split sizes into numpy arrays, which the collective wants, on any device."""
+        """Convert the split sizes to numpy arrays, which the collective needs, on CPUs too."""
         tokens_per_expert = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         if point == self.cuda_dtoh_point:
             for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -156,12 +162,13 @@ def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-    """Mark the parameters of the experts, so that gradients are summed over the ranks with copies.
+    """Mark the experts' parameters, so that gradients are summed over the ranks that hold copies.
 
-    megatron-core takes them for dense ones unless ``--expert-model-parallel-size`` is above 1, but
-    the ranks with copies are others wherever ``--expert-tensor-parallel-size`` is not the
-    tensor-parallel size. And under sequence parallelism it sums the gradients of an expert's second
-    bias over the tensor-parallel ranks, which hold other experts, or copies summed already.
+    megatron-core treats them as dense unless ``--expert-model-parallel-size`` is above 1. But the
+    ranks that hold copies also differ from those of dense parameters if the expert-tensor-parallel
+    size is not the tensor-parallel size. Under sequence parallelism megatron-core moreover sums the
+    gradients of an expert's second bias over the tensor-parallel ranks, which hold other experts or
+    copies whose gradients are summed already.
     """
     # A model without experts may have no groups for them.
     for parameter in expert_parameters(chunk):
