@@ -1,9 +1,9 @@
-"""The pointwise parts of a transformer layer as pure functions, each one kernel where it compiles.
+"""The pointwise parts of a transformer layer as pure functions, each one kernel if compiled.
 
-In half precision a compiled function rounds its results only, where the kernels one by one round
-every intermediate, so it is nearer to the exact value.
+In half precision a compiled function rounds only its results, whereas separate kernels round every
+intermediate. Compiled results are therefore nearer to the exact values.
 
-The norms are torch's with a zero-centred gain and with sequence parallelism, both of which
+The norms are torch's, with support for a zero-centered gain and sequence parallelism, which
 megatron-core's wrapped torch norms refuse.
 """
 
@@ -30,10 +30,12 @@ class Fusions:
     """Which parts of a layer may compile, by Megatron-LM's flags.
 
     Attributes:
-        norm: ``--no-persist-layer-norm`` leaves it to torch's own kernel.
-        activation: ``--no-bias-swiglu-fusion``, or ``--no-bias-gelu-fusion`` without SwiGLU.
-        rotary: ``--no-rope-fusion``; with the norm of queries and keys.
-        bias_dropout: ``--no-bias-dropout-fusion``; with the norm after it.
+        norm: False with ``--no-persist-layer-norm``, which leaves the norm to torch's own kernel.
+        activation: False with ``--no-bias-swiglu-fusion``, or without SwiGLU with
+            ``--no-bias-gelu-fusion``.
+        rotary: rotary embedding and norm of queries and keys; False with ``--no-rope-fusion``.
+        bias_dropout: bias-dropout-add and the norm after it; False with
+            ``--no-bias-dropout-fusion``.
     """
 
     norm: bool = True
@@ -43,12 +45,12 @@ class Fusions:
 
 
 def fusions_of(transformer_config: TransformerConfig) -> Fusions:
-    """Return which parts may compile; a configuration that is not ours allows all of them."""
+    """Return the `Fusions` of a configuration; one of megatron-core's own class allows all."""
     return getattr(transformer_config, "fusions", Fusions())
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Apply GELU by a hyperbolic tangent (arXiv:1606.08415)."""
+    """Apply GELU in its tanh approximation (arXiv:1606.08415)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -84,7 +86,7 @@ def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) ->
 
 
 norm_with_residual = FusedResidual(_one_norm)
-"""Gives ``x``, for the residual connection, and its `norm`."""
+"""Returns ``x``, for the residual connection, and its `norm`."""
 
 
 def added(
@@ -110,7 +112,7 @@ def bias_dropout_add_norm(
     norm_bias: Tensor | None,
     spec: NormSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Return `added` and its `norm`."""
+    """Return the result of `added` and the `norm` of it."""
     hidden = added(x, bias, residual, probability, training)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -119,7 +121,7 @@ def bias_dropout_add_norm(
 def masked_bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, drawn: Tensor, probability: float
 ) -> Tensor:
-    """Return `added` with a given mask: elements drop where ``drawn`` is below the probability."""
+    """Compute `added` with a given mask, which drops elements where ``drawn < probability``."""
     if bias is not None:
         x = x + bias
     return residual + x * (drawn >= probability) / (1 - probability)
@@ -129,10 +131,11 @@ def masked_bias_dropout_add(
 def activated(
     x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str, gated: bool
 ) -> Tensor:
-    """Apply what stands between the two matrices of an MLP, ``[s, b, f]`` or ``[tokens, f]``.
+    """Apply bias, activation and gate between the two matrices of an MLP.
 
-    Gated, x is ``2 f``: first what the activation gets, then what its result is multiplied with
-    (arXiv:2002.05202). The scale of an expert's tokens is ``[tokens, 1]``.
+    Returns ``[s, b, f]`` or ``[tokens, f]``. With ``gated`` the last dimension of ``x`` is ``2 f``:
+    the activation is applied to the first half and multiplied by the second (arXiv:2002.05202).
+    ``scale`` ``[tokens, 1]`` multiplies the result of an expert.
     """
     function: Any = ACTIVATIONS[activation]
     if bias is not None:
@@ -147,16 +150,20 @@ def activated(
 
 @compiled
 def rotary_table(angles: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of megatron-core's angles, each angle once, ``[s, 1, 1, d / 2]``.
+    """Return cosines and sines ``[s, 1, 1, d / 2]`` of megatron-core's rotary angles.
 
-    The angles ``[s, 1, 1, d]`` come twice, in halves or, ``interleaved``, as neighbours.
+    The input ``[s, 1, 1, d]`` holds each angle twice: in both halves, or with ``interleaved`` in
+    neighbouring elements.
     """
     once = angles[..., ::2] if interleaved else angles.chunk(2, dim=-1)[0]
     return once.cos().to(dtype), once.sin().to(dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn the pairs of ``[s, b, n, d]``; what the table does not reach passes (RoFormer)."""
+    """Rotate the pairs of features of ``[s, b, n, d]`` (RoFormer, arXiv:2104.09864).
+
+    Features beyond twice the width of ``cos`` stay unchanged.
+    """
     width = 2 * cos.size(-1)
     turned, rest = x[..., :width], x[..., width:]
     if interleaved:
@@ -183,17 +190,18 @@ def queries_keys_values(
     k_bias: Tensor | None,
     spec: NormSpec | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take a projection apart, norm queries and keys, rotate them.
+    """Split a projection into queries, keys and values; normalize and rotate queries and keys.
 
-    The values are copied, so that the projection's memory is freed, and so that the gradients of
-    all three enter the gradient of the projection in one kernel.
+    The results are copies, which lets the memory of the projection be freed. One kernel then
+    combines the gradients of all three into the gradient of the projection.
 
     Args:
         projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
-        bias: what is added to the projection.
-        groups, head_dim: g of this rank, and d.
-        cos, sin: see `rotary_table`; None rotates nothing.
-        interleaved: neighbouring features make a pair, else the halves.
+        bias: added to the projection.
+        groups, head_dim: number of query groups g on this rank, and head size d.
+        cos, sin: see `rotary_table`; None applies no rotation.
+        interleaved: neighbouring features are a pair; else feature i and i + d / 2.
+        q_weight, q_bias, k_weight, k_bias, spec: the norms of queries and keys; see `norm`.
 
     Returns:
         ``[s, b, n, d]``, ``[s, b, g, d]``, ``[s, b, g, d]``.
@@ -220,7 +228,7 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 class _GainNorm:
-    """Mixin over torch's norms; with ``zero_centered`` the stored weight is the gain minus one."""
+    """Mixin for torch's norms; with ``zero_centered`` the stored weight is the gain minus one."""
 
     weight: torch.nn.Parameter
 
@@ -234,7 +242,7 @@ class _GainNorm:
             torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor | None) -> Any:
-        """Return the norm of ``x``, or `Weights` if it is None."""
+        """Return the norm of ``x``, or the norm's `Weights` if ``x`` is None."""
         bias = getattr(self, "bias", None)
         if x is None:
             return self.weight, bias
@@ -250,13 +258,13 @@ class RMSNorm(_GainNorm, torch.nn.RMSNorm):
 
 
 def weights_of(norm: Any) -> Weights:
-    """Return weight and bias, by a call for which data parallelism waits until they are there."""
+    """Return a norm's weight and bias, by a call that waits for data parallelism to gather them."""
     weights: Weights = norm(None)
     return weights
 
 
 def spec_of(norm: Any) -> NormSpec:
-    """Return what the functions of this module need to know of a norm."""
+    """Return kind, epsilon and zero-centering of a norm."""
     kind = "RMSNorm" if isinstance(norm, RMSNorm) else "LayerNorm"
     return kind, norm.eps, norm.zero_centered
 
@@ -265,7 +273,7 @@ NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 class Norm:
-    """Builds the norm that a TransformerConfig names; takes megatron-core's arguments.
+    """Builder of the norm that a TransformerConfig names, with megatron-core's arguments.
 
     Raises:
         ConfigError: a normalization other than LayerNorm and RMSNorm.

@@ -1,15 +1,15 @@
 """Attention by torch's kernels: scaled_dot_product_attention, and FlexAttention for masks on a GPU.
 
-`attend` tries the kernel that is fastest on the device first. On Hopper and data-center Blackwell
-GPUs cuDNN's kernels come before FlashAttention 2; torch orders them so by itself only from cuDNN
-9.15.1 on, whose predecessors it distrusts at lengths that 128 does not divide (pytorch/pytorch,
-issue 169849). Both take any strides of ``[b, n, s, d]`` but the last, and return their output in
-the queries' layout, so tensors in Megatron's order ``[s, b, n, d]`` go in as views and come back
-contiguous. Grouped keys are not repeated.
+`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs that
+is cuDNN's before FlashAttention 2. torch prefers cuDNN only from version 9.15.1 on, since it does
+not trust older ones at lengths that 128 does not divide (pytorch/pytorch, issue 169849). Both
+kernels accept any strides of ``[b, n, s, d]`` except the last and return the queries' layout.
+Tensors in Megatron's order ``[s, b, n, d]`` are therefore passed as views and come back contiguous.
+Grouped keys are not repeated.
 
-`flex_attend` skips what no query sees, which SDPA's kernels compute under a dense mask. The mask is
-summed up in blocks of 128 x 128, once for all layers; the mask itself is read only in blocks that
-are partly seen.
+`flex_attend` skips blocks that are fully masked, which SDPA's kernels compute with a dense mask. A
+summary of the mask in blocks of 128 x 128 is made once for all layers; the mask itself is read only
+in partly masked blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ONLY: Mapping[AttnBackend, tuple[SDPBackend, ...]] = {
     AttnBackend.fused: (SDPBackend.CUDNN_ATTENTION,),
     AttnBackend.unfused: (SDPBackend.MATH,),
 }
-"""The kernels that ``--attention-backend`` leaves; "fused" is Megatron-LM's word for cuDNN."""
+"""The kernels that ``--attention-backend`` allows; "fused" is Megatron-LM's name for cuDNN."""
 
 CUDNN_FIRST = (
     SDPBackend.CUDNN_ATTENTION,
@@ -65,15 +65,15 @@ def attend(
     """Return ``softmax(q k * scale) v``, ``[b, n, q, d]``.
 
     Args:
-        query: ``[b, n, q, d]``, of any strides but the last.
-        key, value: ``[b, g, k, d]``, g groups.
-        mask: True where a query sees a key, ``[b, 1, q, k]``, or a bias of torch.
-        causal: queries see no later keys; not with a mask.
+        query: ``[b, n, q, d]``, with contiguous last dimension and any other strides.
+        key, value: ``[b, g, k, d]`` with g query groups.
+        mask: ``[b, 1, q, k]``, True where a query attends to a key, or a bias object of torch.
+        causal: queries attend to no later keys; not together with a mask.
         scale: None means ``1 / sqrt(d)``.
-        backend: the only kernel to take on a GPU; auto takes the fastest that fits.
+        backend: the kernel to use on a GPU; auto takes the fastest that supports the arguments.
 
     Raises:
-        ConfigError: the only kernel does not fit.
+        ConfigError: the kernel of ``backend`` does not support the arguments.
     """
     kernels = kernels_for(query, key, backend)
     chosen = sdpa_kernel(list(kernels), set_priority=True) if kernels else contextlib.nullcontext()
@@ -100,7 +100,7 @@ def attend(
 
 
 def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SDPBackend]:
-    """Return the kernels to try, in order; none leaves it to torch."""
+    """Return the kernels to try, in order; an empty sequence leaves the choice to torch."""
     if not query.is_cuda:
         return ()
     if backend in ONLY:
@@ -112,7 +112,7 @@ def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SD
 
 
 def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[int]) -> bool:
-    """Return whether cuDNN (91501 is 9.15.1) is the fastest, and trusted at these lengths."""
+    """Return whether cuDNN is the fastest and reliable at these lengths (91501 is 9.15.1)."""
     whole_tiles = all(length % TILE == 0 for length in lengths)
     trusted = version >= (CUDNN_OF_TORCH_2_8 if whole_tiles else CUDNN_ANY_LENGTH)
     return capability[0] in CUDNN_GENERATIONS and trusted
@@ -120,9 +120,13 @@ def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[i
 
 @dataclass(frozen=True)
 class Span:
-    """Which keys, from position 0 on, a query sees by its position: no later key, if causal.
+    """The keys that a query may attend to by its position.
 
-    A window says how far it sees to the left and, unless causal, to the right; -1 is any distance.
+    Attributes:
+        first_query: position of the first query; the first key is at position 0.
+        causal: forbid keys after the query.
+        window: greatest distance to keys on the left and, unless causal, on the right; -1 allows
+            any distance.
     """
 
     first_query: int
@@ -131,9 +135,10 @@ class Span:
 
 
 def flex_fits(query: Tensor, dropout: float) -> bool:
-    """Return whether FlexAttention takes the queries ``[b, n, q, d]`` of a GPU.
+    """Return whether FlexAttention can and may be used for queries ``[b, n, q, d]``.
 
-    It has no dropout, and before torch 2.7 only head sizes that are powers of 2.
+    It runs compiled on GPUs in 16 bits, has no dropout, and before torch 2.7 needs head sizes that
+    are powers of 2.
     """
     d = query.size(-1)
     is_power = d >= 16 and d & (d - 1) == 0
@@ -142,7 +147,7 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
 
 
 def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Return what `attend` does, where the mask allows it, ``[b, n, q, d]``."""
+    """Return what `attend` returns, ``[b, n, q, d]``, for the pairs that the block mask allows."""
     out: Tensor = compiled_flex_attention()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
     )
@@ -151,14 +156,15 @@ def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scal
 
 @cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention as one kernel; uncompiled it makes all scores."""
+    """Return FlexAttention compiled to one kernel; uncompiled it would store all scores."""
     return torch.compile(flex_attention)
 
 
 def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None) -> BlockMask:
-    """Return the block mask of ``[b, n, q, d]`` and ``[b, g, k, d]``, made at its first use.
+    """Return the block mask for queries ``[b, n, q, d]`` and keys ``[b, g, k, d]``, cached.
 
-    ``forbidden`` is True where forbidden, ``[b or 1, 1, q, k]``; None forbids nothing.
+    ``forbidden`` ``[b or 1, 1, q, k]`` is True where attention is forbidden; None forbids nothing
+    beyond ``span``.
     """
     lengths = query.size(2), key.size(2)
     if forbidden is None:
@@ -185,10 +191,10 @@ def _of_positions(span: Span, lengths: tuple[int, int], device: torch.device) ->
 
 
 class _NewestMask:
-    """Block masks of the newest dense mask, and of its parts under context parallelism.
+    """Cache of the block masks of the newest dense mask, and of its context-parallel parts.
 
-    A mask is known by its place and version in memory, since recomputed layers see it as another
-    tensor, and held, so that its place cannot become another's.
+    The key is the mask's storage address and version, since recomputed layers get the mask as
+    another tensor object. A reference keeps the storage from being reused.
     """
 
     def __init__(self) -> None:
@@ -197,7 +203,7 @@ class _NewestMask:
         self._made: dict[Any, BlockMask] = {}
 
     def find(self, span: Span, lengths: tuple[int, int], forbidden: Tensor) -> BlockMask:
-        """Return the block mask of ``[b or 1, 1, q, k]``, a mask or a part of one."""
+        """Return the block mask of ``forbidden`` ``[b or 1, 1, q, k]``, a mask or a part of one."""
         version = 0 if forbidden.is_inference() else forbidden._version
         key = (forbidden.untyped_storage().data_ptr(), version, forbidden.device)
         if key != self._key:
@@ -214,7 +220,7 @@ _newest = _NewestMask()
 def _rule(
     span: Span, first_query: Tensor, forbidden: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the function that says whether query q of sample b sees key k."""
+    """Return the function of (b, h, q, k) that is True where query q attends to key k."""
     (left, right), causal = span.window or (-1, -1), span.causal
     per_sample = forbidden is not None and forbidden.size(0) > 1
 

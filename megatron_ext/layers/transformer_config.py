@@ -1,4 +1,4 @@
-"""From a run's configuration to megatron-core's TransformerConfig, and what a step adds to it."""
+"""Translation of a run's configuration to megatron-core's TransformerConfig, with additions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 
 
 class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
-    """megatron-core's table of layers for the V shape: two chunks on each rank, forth and back.
+    """megatron-core's layer layout for the V-shaped schedule, with two chunks on each rank.
 
-    Rank r holds stages r and ``2 * pipeline_size - 1 - r``; all stages hold equally many layers,
-    the first one also the embedding, the last one the output layer.
+    Rank r holds stages r and ``2 * pipeline_size - 1 - r``. All stages hold the same number of
+    layers; the first also holds the embedding, the last the output layer.
     """
 
     def __init__(self, num_layers: int, pipeline_size: int) -> None:
@@ -33,7 +33,7 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         super().__init__(stages, pipeline_size)
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
-        """Return False: no stage holds multi-token prediction alone; nothing is to be checked."""
+        """Return False, since no stage holds multi-token prediction only; check nothing."""
         return False
 
     def get_layer_offset(
@@ -42,7 +42,7 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return the number of layers before a chunk; the rank is this one unless it is given."""
+        """Return the number of layers before a chunk of a rank, by default of this rank."""
         first = int(super().get_layer_offset(layer_type, vp_stage=0, pp_rank=pp_rank))
         last = (2 * self.pipeline_model_parallel_size - 1) * self.per_stage
         return last - first if vp_stage else first
@@ -53,15 +53,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
-    """TransformerConfig that also carries what a step hands to its layers.
+    """TransformerConfig with further settings and with objects that a step shares with its layers.
 
     Attributes:
-        weight_gradients: queue of a zero-bubble schedule; None with others.
+        auxiliary_scale: factor of auxiliary losses, which the step sets.
+        weight_gradients: queue of a zero-bubble schedule; None with other schedules.
         deterministic_dropout: see `layers.dropout`.
-        adds_in_place: the product that makes a weight gradient adds it to the data-parallel buffer;
-            see `layers.weight_gradients`.
-        te_gradient_accumulation_fusion: Transformer Engine's layers sum weight gradients in the
-            main buffer, also where megatron-core's would need apex.
+        adds_in_place: the matrix product of a weight gradient adds to the data-parallel buffer; see
+            `layers.weight_gradients`.
+        te_gradient_accumulation_fusion: Transformer Engine's layers add weight gradients to the
+            data-parallel buffer, without the apex that megatron-core's layers would need.
+        fusions: the parts of a layer that may compile.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
@@ -80,7 +82,7 @@ def params_dtype(precision: PrecisionConfig) -> torch.dtype:
 
 
 def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
-    """Draw a matrix as Glorot and Bengio do (2010); a bias, which has no fans, is zero."""
+    """Draw a matrix by Xavier initialization (Glorot and Bengio, 2010); set a vector to zero."""
     if tensor.dim() < 2:
         return torch.nn.init.zeros_(tensor)
     return torch.nn.init.xavier_uniform_(tensor)
@@ -89,9 +91,9 @@ def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
     """Translate a run's configuration for megatron-core.
 
-    With megatron-core's interleaved schedule messages are never batched, since with two stages both
-    neighbours are the same peer, and they would swap; nor are stage outputs deallocated, which
-    would be freed while they are sent. Our own runtime has neither fault.
+    megatron-core's interleaved schedule has two faults that our own runtime lacks. With two stages
+    both neighbours are the same peer and batched messages would be swapped, hence they are not
+    batched. Stage outputs would be freed while they are sent, hence they are not deallocated.
     """
     fields: dict[str, Any] = dict(transformer_fields(config))
     model, parallel = config.model, config.parallel
@@ -134,7 +136,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
 
 
 def check_core(config: RunConfig) -> None:
-    """Build megatron-core's configuration, which checks itself by assertions.
+    """Check a run by megatron-core's rules, which its configuration asserts when it is built.
 
     Raises:
         ConfigError: with the first rule of megatron-core that the run breaks.

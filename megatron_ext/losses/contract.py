@@ -1,8 +1,8 @@
-"""The loss contract: a loss returns ``(sum, count, report)``, and only one place divides.
+"""The loss contract: a loss returns ``(sum, count, report)``, and only the step divides.
 
-megatron-core's schedules also take a pair of values and fractional counts, and then train with
-silently wrong gradients or die; `checked` refuses both where the loss is made.
-`weighted_token_loss` makes a loss of the contract from the losses of single tokens.
+megatron-core's schedules also accept two values or a fractional count, with which they crash or
+silently compute wrong gradients. `checked` refuses both when the loss is called.
+`weighted_token_loss` makes a loss that obeys the contract from per-token losses.
 """
 
 import functools
@@ -19,18 +19,18 @@ from megatron_ext.layers.auxiliary_loss import MTPTargets
 
 Report = Mapping[str, Tensor]
 LossFunction = Callable[..., tuple[Tensor, Tensor, Report]]
-"""A loss takes the output of the last stage, and ``non_loss_data=True`` where a task collects such.
-"""
+"""Takes the output of the last stage, and ``non_loss_data=True`` if the task collects such data."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Targets of one training step over all micro-batches, data- and context-parallel ranks.
+    """Counts of a step's targets over all micro-batches, data- and context-parallel ranks.
 
     Attributes:
-        main: number of main targets N, by which the step divides its gradients, scalar float32.
-        weight: sum D of their weights, N where these are 0 or 1, scalar float32.
+        main: number N of main targets, by which the step divides its gradients, scalar float32.
+        weight: sum D of the main targets' weights, scalar float32; N if all are 0 or 1.
         mtp: sum of the weights of each multi-token-prediction depth, ``[K]`` float32.
+        num_microbatches: micro-batches of the step on each data-parallel rank.
     """
 
     main: Tensor
@@ -40,7 +40,7 @@ class StepCounts:
 
 
 def pair(total: Tensor, count: Tensor) -> Tensor:
-    """Return a report entry ``[sum, count]``, cut from the graph and from in-place divisions."""
+    """Return a report entry ``[sum, count]`` as a detached copy, safe from in-place divisions."""
     return torch.stack([total.detach().float().clone(), count.detach().float().clone()])
 
 
@@ -77,7 +77,7 @@ def checked(loss: LossFunction) -> LossFunction:
 
 
 def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
-    """Return what a loss gives with ``non_loss_data=True``; raise a ConfigError if it cannot."""
+    """Call a loss with ``non_loss_data=True``; raise a ConfigError if it lacks that argument."""
     parameters = inspect.signature(loss).parameters.values()
     if not any(p.name == "non_loss_data" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(
@@ -88,9 +88,9 @@ def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
 
 
 def _name(loss: LossFunction) -> str:
-    """Return what an error calls a loss, a partial by its function.
+    """Return the name of a loss for an error; a partial has the name of its function.
 
-    A partial's own text holds its tensors, which on a GPU would have to be waited for.
+    The repr of a partial would print its tensors, which waits for the GPU.
     """
     loss = inspect.unwrap(loss)
     function = getattr(loss, "func", loss)
@@ -106,15 +106,16 @@ def share_of_step(
 ) -> Tensor | float:
     """Return the factor that turns a micro-batch's weighted sum into its share of the step's loss.
 
-    The gradients of a step are divided by its number of targets N. For a weighted mean over the D =
-    sum of weights of the step, sums are therefore multiplied by N / D, which for weights of 0 and 1
-    is 1. In the mean of micro-batch means N and D are the micro-batch's own. In evaluation, without
-    ``counts``, the factor is 1.
+    The step divides its gradients by its number of targets N. Let D be the sum of the weights of
+    the step. The factor N / D then makes the loss a weighted mean; it is 1 if all weights are 0 or
+    1. Without ``per_token`` (mean of micro-batch means) N and D are those of the micro-batch. In
+    evaluation, without ``counts``, the factor is 1.
 
     Args:
         weights: weights of this micro-batch, ``[b, s/c]``.
-        usual_weight: D of a micro-batch over its context-parallel ranks, divided by their number,
-            where they hold unequal parts of it: the mean over ranks is then the mean of the whole.
+        usual_weight: replaces D of a micro-batch whose context-parallel ranks hold unequal parts:
+            its D over all of them, divided by their number. The mean over the ranks is then the
+            mean of the whole micro-batch.
     """
     if counts is None:
         return 1.0
@@ -143,11 +144,11 @@ def weighted_token_loss(
 
 
 def number_of_targets(weights: Tensor) -> Tensor:
-    """Return the number of tokens with a weight, an integer scalar."""
+    """Return the number of tokens with nonzero weight, an integer scalar."""
     return torch.count_nonzero(weights).int()
 
 
 def mtp_report(targets: MTPTargets | None) -> Report:
-    """Return the log entries of the prediction depths."""
+    """Return the log entries of the multi-token-prediction depths."""
     entries = () if targets is None else targets.reports
     return {f"mtp_{depth} loss": entry for depth, entry in enumerate(entries, start=1)}
