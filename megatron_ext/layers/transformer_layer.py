@@ -72,7 +72,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         return output
 
     def _fuses(self, x: Tensor) -> bool:
-        """Return whether `queries_keys_values` makes queries and keys."""
+        """Return whether the fused `queries_keys_values` can compute queries, keys and values."""
         config = self.config
         return (
             fusions_of(config).rotary
@@ -143,14 +143,14 @@ class MLP(core.MLP):  # type: ignore[misc]
 
 
 class SharedExpertMLP(CoreSharedExpertMLP, MLP):  # type: ignore[misc]
-    """The expert of all tokens; overlapped with the dispatcher it stays megatron-core's."""
+    """The shared expert; if it overlaps with the dispatcher, megatron-core's code computes it."""
 
 
 OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}
 
 
 def use_own_mlps(module: torch.nn.Module) -> None:
-    """Turn megatron-core's MLPs within a module into ours, which hold nothing more.
+    """Change the class of megatron-core's MLPs in a module to ours, which have the same state.
 
     megatron-core gives its process groups to experts of its own class only.
     """
@@ -246,7 +246,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         return self._forward_post_mlp(output, hidden), kwargs.get("context")
 
     def _fuses(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Return whether nothing is asked for that only megatron-core's forward pass does."""
+        """Return whether the fused forward pass supports this call and configuration."""
         known = ("attention_mask", "rotary_pos_emb", "padding_mask", "context_mask")
         asked = any(value is not None for name, value in kwargs.items() if name not in known)
         return (

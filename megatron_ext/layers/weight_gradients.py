@@ -105,7 +105,7 @@ class DeferredWeightGradients:
             self._collecting.append(compute)
 
     def compute(self, key: Key) -> None:
-        """Compute the gradients that wait under a key."""
+        """Compute the queued gradients of a micro-batch and stage."""
         with torch.no_grad():
             for compute in self._waiting.pop(key, ()):
                 compute()
@@ -116,7 +116,8 @@ class LinearCall:
     """The settings of one call of a linear layer.
 
     Attributes:
-        queue: where its gradient waits; None computes it in the backward pass.
+        parameter: the layer's weight.
+        queue: queue for its gradient; None computes the gradient in the backward pass.
         in_place: add the gradient to the weight's ``main_grad``, where it has one.
         tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
         sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.

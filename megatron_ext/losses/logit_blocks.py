@@ -225,7 +225,10 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
 
 
 class Gradients:
-    """Gradients of tokens ``[s * b, h]`` in their type, of weight and bias in float32, or None."""
+    """Accumulators of the gradients of tokens ``[s * b, h]``, weight and bias; None if unwanted.
+
+    Gradients of weight and bias are float32, those of tokens have the tokens' dtype.
+    """
 
     def __init__(self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
         self.wanted = any(wanted)
@@ -254,7 +257,7 @@ class Gradients:
         return None if hidden is None else hidden.mul_(scale), weight, bias
 
     def add(self, block: Block, weight: Tensor) -> None:
-        """Add what a block gives, whose logits now are their own gradient."""
+        """Add the gradients of a block after `differentiate` has replaced its logits."""
         tokens, total = block.hidden, self.weight
         gradient = block.logits.to(tokens.dtype)
         if self.hidden is not None:

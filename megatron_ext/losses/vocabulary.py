@@ -126,7 +126,7 @@ class Statistics(NamedTuple):
 
 @compiled
 def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
-    """Return what the loss needs to know of the logits ``[C, v/tp]``.
+    """Return the sums over the logits ``[C, v/tp]`` from which the loss is computed.
 
     ``column`` is the column of each token's label, ``[C, 1]`` int64; smoothing needs the plain sum.
     """
