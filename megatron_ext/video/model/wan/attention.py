@@ -206,7 +206,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) ->
 
 
 def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
-    """Return some of the frames of ``[f, ...]``."""
+    """Return the frames of ``[f, ...]`` in the slices ``seen``."""
     if len(seen) == 1:
         # A slice of all would give its gradient a copy of its own.
         return x if seen[0] == slice(0, x.size(0)) else x[seen[0]]
@@ -262,7 +262,7 @@ def window_of(flags: WanConfig) -> FrameWindow:
 def wan_options(
     flags: WanConfig, parallel: ParallelConfig, *, causal: bool = True
 ) -> VideoDiTOptions:
-    """Return the options that the flags ask for; raise ConfigError where they are out of range."""
+    """Return the `VideoDiTOptions` that the flags set; raise ConfigError where they are out of range."""
     window, attends = window_of(flags) if causal else None, parallel.cp_comm_type[0]
     return VideoDiTOptions(window, flags.zero_head, flags.recompute_blocks, attends)
 

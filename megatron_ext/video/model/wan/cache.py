@@ -88,7 +88,7 @@ class KVCache:
         self.memo.clear()
 
     def skip_to(self, frame: int) -> None:
-        """Go on at a frame that is not written yet, which sees no others than the sinks."""
+        """Resume at an unwritten frame, which attends only to the sinks and its own block."""
         if frame < self.end:
             raise ConfigError(
                 f"the cache stands at frame {self.end} and cannot skip back to frame {frame}; "
@@ -103,12 +103,12 @@ class KVCache:
         return tuple(sorted(self._held))
 
     def slot_of(self, frame: int) -> int:
-        """Return where a held frame lies in `keys` and `values`."""
+        """Return the slot of a held frame in `keys` and `values`."""
         return self._held[frame][0]
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory of keys and values."""
+        """Return the memory of keys and values in bytes."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def past_of(self, first_frame: int, num_frames: int) -> tuple[int, ...]:
