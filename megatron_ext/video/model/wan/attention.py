@@ -262,7 +262,7 @@ def window_of(flags: WanConfig) -> FrameWindow:
 def wan_options(
     flags: WanConfig, parallel: ParallelConfig, *, causal: bool = True
 ) -> VideoDiTOptions:
-    """Return the `VideoDiTOptions` that the flags set; raise ConfigError where they are out of range."""
+    """Return the `VideoDiTOptions` that the flags set; raise ConfigError if out of range."""
     window, attends = window_of(flags) if causal else None, parallel.cp_comm_type[0]
     return VideoDiTOptions(window, flags.zero_head, flags.recompute_blocks, attends)
 
