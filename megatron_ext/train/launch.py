@@ -87,7 +87,7 @@ class _Supervisor:
                 os.kill(pid, number)
 
     def _ended(self, rank: int, status: int) -> None:
-        """Note a rank's end; one that waited in vain gives the cause a moment to show itself."""
+        """Record a rank's exit; if it gave up waiting, leave time for the cause to show."""
         if status in _FOLLOWS and self._code == 0:
             self._code = status
             self._name_at = time.monotonic() + _SECONDS_FOR_THE_CAUSE

@@ -118,7 +118,7 @@ class Run:
             return float(squares.sqrt())
 
     def save(self, superseded: Collection[int] = ()) -> None:
-        """Save a checkpoint, where a folder is given; checkpoints of these iterations may go."""
+        """Save a checkpoint if a folder is given; those of ``superseded`` steps may be deleted."""
         if self.config.checkpoint.save is None or self.optimizer is None:
             return
         with self.parameter_gather.paused():
@@ -139,7 +139,10 @@ class Run:
 def count_parameters(
     chunks: Sequence[DistributedDataParallel], context: ParallelContext
 ) -> tuple[int, int, int]:
-    """Count the parameters, those that are trained, and the most on a rank; all ranks call this."""
+    """Return the numbers of all parameters, of trained ones, and of those on the fullest rank.
+
+    All ranks call this together.
+    """
 
     def measured(parameter: torch.nn.Parameter) -> Tensor:
         sizes = [parameter.numel(), parameter.numel() * parameter.requires_grad]

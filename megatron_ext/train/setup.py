@@ -108,7 +108,7 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
 
 
 def attach_data(run: Run, task: Task, assets: Any) -> None:
-    """Build the datasets and give the run its sources; say where a resumed run sees other data."""
+    """Build the datasets and the run's sources; print a note if a resumed run's data changed."""
     config, context = run.config, run.context
     datasets = task.datasets(
         config,

@@ -73,7 +73,7 @@ def due(iteration: int, interval: int | None) -> bool:
 
 
 class WeightAverage(Callback):
-    """Updates the average (``--ema-decay``) every ``--ema-update-every`` steps of the model."""
+    """Updates the average (``--ema-decay``) at each step before its start, then every few steps."""
 
     def after_update(self, result: StepResult) -> None:
         run, update = self.run, result.model_update

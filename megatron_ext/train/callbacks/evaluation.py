@@ -25,7 +25,7 @@ from megatron_ext.train.step import StepRunner, means_of, reduce_reports
 class EarlyStopping(Callback):
     """Keeps the checkpoints of lowest validation loss, and ends a run that stopped improving.
 
-    The constructor raises a DataError, on all ranks, where a flag needs a split that is not there.
+    The constructor raises a DataError, on all ranks, if a flag needs an absent validation split.
     """
 
     def __init__(self, run: Run) -> None:
@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
 
     @property
     def exhausted(self) -> str | None:
-        """Return why the run must not go on: its loss has not fallen for too long; else None."""
+        """Return why to stop if the validation loss has not fallen for too long, else None."""
         patience, progress = self.run.config.training.early_stop_patience, self.run.progress
         if patience is None or progress.stale_evaluations < patience:
             return None
