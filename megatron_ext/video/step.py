@@ -117,7 +117,7 @@ class FlowBatchBuilder(ABC):
         return FlowMicrobatch(inputs, num_text, num_image, targets)
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
-        """Return the normals of times, ``[b]``, or ``[b, t]`` for a time of each frame."""
+        """Return the normal draws behind the times, ``[b]``, or ``[b, t]`` for a time per frame."""
         return randomness.normals
 
     @abstractmethod
@@ -131,7 +131,7 @@ class FlowBatchBuilder(ABC):
         """Return the keyword arguments of the model's ``forward``."""
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the captions, with dropped ones replaced by the empty caption."""
+        """Return the captions' embeddings; those of dropped captions become the empty caption's."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)

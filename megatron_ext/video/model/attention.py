@@ -5,8 +5,8 @@ features (2j, 2j + 1) of a head form the pair that frequency j of an axis rotate
 Wan. Weights of implementations that rotate the pairs (j, d / 2 + j) fit after a permutation of the
 output channels of the query and key projections, from head feature d / 2 + j to 2j + 1.
 
-Context-parallel ranks hold equal contiguous slices of the sequence: no query is masked, so slices
-cost the same without the zig-zag that causal attention needs.
+Context-parallel ranks hold equal contiguous slices of the sequence. No query is masked, so these
+slices cost the same, and the zig-zag order of causal attention is not needed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_ext.video.config.mmdit import EPSILON
 from megatron_ext.video.model.chunk import Blueprint, Part
 
 Table = tuple[Tensor, Tensor]
-"""Cosines and sines of the angles by which `rotate` turns pairs."""
+"""Cosines and sines of the angles by which `rotate` rotates pairs of features."""
 
 
 def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: float) -> Table:
     """Return the table for a joint sequence of text and image tokens, ``[s, b, 1, d / 2]`` float32.
 
     Args:
-        ids: positions, ``[b, s, 3]``; those of text tokens are 0, which turns nothing.
+        ids: positions, ``[b, s, 3]``; text tokens have position 0 and are not rotated.
         axes_dim: number of features for each axis, even.
         theta: base of the frequencies.
 
@@ -72,9 +72,9 @@ def _angles(positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: tor
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:
-    """Turn the pairs of queries or keys ``[..., d]``, in the type of the table.
+    """Rotate the feature pairs of queries or keys ``[..., d]``, in the dtype of the table.
 
-    The table broadcasts with ``[..., d / 2]``; the result has the type of ``x``.
+    The table broadcasts with ``[..., d / 2]``; the result has the dtype of ``x``.
     """
     cos, sin = table
     first, second = torch.unflatten(x.to(cos.dtype), -1, (x.size(-1) // 2, 2)).unbind(-1)
@@ -88,9 +88,9 @@ QKV = tuple[Tensor, Tensor, Tensor]
 class QKNorm(Part):
     """RMSNorm of the queries and keys of each head, with scales that the heads share.
 
-    The names of the parameters tell megatron-core's ``finalize_model_grads`` to sum their gradients
-    over the tensor-parallel ranks, with and without sequence parallelism (for ``qk_layernorm``):
-    each rank sees all tokens of its slice, but only its own heads.
+    If ``qk_layernorm`` is set, megatron-core's ``finalize_model_grads`` finds these parameters by
+    name and sums their gradients over the tensor-parallel ranks, with and without sequence
+    parallelism. The sum is needed because a tensor-parallel rank has only its own heads.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -105,7 +105,7 @@ class QKNorm(Part):
 
     @property
     def spec(self) -> Norm:
-        """Return what kind of norms they are."""
+        """Return the `NormSpec` of both norms."""
         return spec_of(self.q_layernorm)
 
 
@@ -113,7 +113,7 @@ def trades_heads(plan: Blueprint) -> bool:
     """Return whether context-parallel ranks trade heads for sequence (Ulysses, arXiv:2309.14509).
 
     Raises:
-        ConfigError: they cannot share the heads of a tensor-parallel rank equally.
+        ConfigError: the heads of a tensor-parallel rank cannot be split equally among them.
     """
     heads, cp = plan.sizes.num_heads // plan.groups.tp.size(), plan.groups.cp.size()
     trades: bool = plan.options.cp_comm_type == "a2a" and cp > 1
@@ -129,7 +129,7 @@ class JointAttention:
     """Attention from this rank's slice and heads to the whole sequence; see `MMDiTOptions`.
 
     Raises:
-        ConfigError: the heads cannot be dealt out as asked.
+        ConfigError: the heads cannot be split equally among the ranks.
     """
 
     def __init__(self, plan: Blueprint) -> None:

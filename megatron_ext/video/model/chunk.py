@@ -1,4 +1,4 @@
-"""The pipeline chunk of a video network: what its configuration must be, and what enters it."""
+"""Base classes of a video network's pipeline chunks and of their parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Blueprint(NamedTuple):
     """The description from which every part of a network is built.
 
     Attributes:
-        config: holds the fields of ``sizes.transformer_fields()``.
+        config: configuration with the values of ``sizes.transformer_fields()``.
         sizes: sizes of the whole model.
         options: everything that changes no shape of a parameter.
     """
@@ -32,7 +32,7 @@ class Blueprint(NamedTuple):
 
 
 class Part(MegatronModule):  # type: ignore[misc]
-    """A part of a network; megatron-core asks for its ``tp_group`` to save it."""
+    """A part of a network, with the ``tp_group`` that megatron-core needs to save it."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(config=plan.config)
@@ -40,7 +40,7 @@ class Part(MegatronModule):  # type: ignore[misc]
 
 
 class Blocks(torch.nn.ModuleDict):
-    """Blocks by their number in the whole model, which names them in any layout."""
+    """Blocks by index in the whole model, so that parameter names do not depend on the layout."""
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
@@ -54,16 +54,16 @@ class Blocks(torch.nn.ModuleDict):
 
 
 class VideoChunk(Part):
-    """One pipeline chunk of a video network, the first of which embeds and the last predicts.
+    """One pipeline chunk of a video network; the first embeds the inputs, the last predicts.
 
     Args:
-        stage: number of this chunk's stage, of ``num_stages``, virtual ones included.
+        stage: index of this chunk among all ``num_stages`` stages, virtual stages included.
 
     Attributes:
-        entering: the hidden tensor of the stage before.
+        entering: the hidden tensor received from the previous stage.
 
     Raises:
-        ConfigError: the configuration is not that of the sizes.
+        ConfigError: the configuration differs from ``sizes.transformer_fields()``.
     """
 
     title: ClassVar[str]
@@ -94,11 +94,11 @@ class VideoChunk(Part):
         *,
         vp_stage: int | None = None,
     ) -> Self:
-        """Build one chunk of this rank; ``vp_stage`` is its index there, None with one chunk."""
+        """Build one chunk of this rank; ``vp_stage`` is its index on the rank, or None if alone."""
         placement = context.placement
         plan = Blueprint(transformer_config, sizes, options, context.pgs)
         return cls(plan, placement.stage_of(context.pp_rank, vp_stage or 0), placement.num_stages)
 
     def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Take the hidden tensor of the stage before; `boundary_shape` gives its shape."""
+        """Store the hidden tensor of the previous stage; `boundary_shape` gives its shape."""
         self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]

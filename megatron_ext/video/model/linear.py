@@ -190,14 +190,14 @@ class Modulation(torch.nn.Linear):
 
 
 def start_at_zero(linear: torch.nn.Linear) -> None:
-    """Zero weight and bias; `initialize_by_name` does not touch layers that hold one constant."""
+    """Set weight and bias to zero; `initialize_by_name` leaves constant parameters unchanged."""
     torch.nn.init.zeros_(linear.weight)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
 
 
 def mark_new_branch(module: torch.nn.Module) -> None:
-    """Allow a checkpoint that gives weights only to lack this zero-initialized branch."""
+    """Let ``--finetune`` load a checkpoint that lacks this zero-initialized branch."""
     for parameter in module.parameters():
         parameter.new_branch = True  # type: ignore[attr-defined]
 

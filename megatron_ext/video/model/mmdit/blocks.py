@@ -1,6 +1,6 @@
 """The blocks of an MMDiT: double-stream, single-stream, and the last layer.
 
-A double block has weights of their own for text and image, and one joint attention. A single block
+A double block has separate weights for text and image, and one joint attention. A single block
 runs attention and MLP side by side on the joint sequence.
 """
 
@@ -44,19 +44,19 @@ from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
 @dataclass(frozen=True)
 class MMDiTOptions:
-    """Options of an MMDiT that change no shape of a parameter.
+    """Options of an MMDiT that do not change the shape of any parameter.
 
     Attributes:
         adaln_zero: modulations and the last layer start at zero (DiT, arXiv:2212.09748), so that
             the model predicts zero. Training from scratch wants this; Open-Sora starts from the
             weights of FLUX instead.
-        recompute_double_blocks, recompute_single_blocks: the first so many blocks of a kind keep
-            only their inputs, and are run again in the backward pass.
+        recompute_double_blocks, recompute_single_blocks: number of first blocks of each kind that
+            save only their inputs and are recomputed in the backward pass.
         cp_comm_type: how context-parallel ranks attend to the whole sequence: ``all_gather`` (or
             ``p2p``) collects keys and values, ``a2a`` trades heads for sequence.
-        double_block_cost: time of a double block over that of a single one. Both multiply every
-            token by 12 h^2 weights (mlp_ratio 4) and attend alike, so it is 1; measure it, or take
-            2.4, the ratio of their parameters, to balance memory.
+        double_block_cost: time of a double block divided by that of a single block; 1 by default,
+            since both multiply a token by 12 h^2 weights (mlp_ratio 4) and have equal attention.
+            Measure it, or use 2.4, the ratio of their parameters, to balance memory.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -86,7 +86,7 @@ class MMDiTOptions:
 
 
 def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -> list[range]:
-    """Return the blocks of each pipeline stage, double ones first, dealt by cost.
+    """Return the indices of each pipeline stage's blocks, double blocks first, balanced by cost.
 
     Raises:
         ConfigError: there are fewer blocks than stages.
@@ -103,10 +103,10 @@ def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -
 
 @lru_cache(maxsize=16)
 def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
-    """Deal into contiguous parts, none empty, whose largest cost is smallest, as evenly as can be.
+    """Split the blocks into contiguous, nonempty stages whose largest cost is minimal.
 
-    Dynamic programming over the number of blocks dealt: ``best[i]`` is the (largest cost, sum of
-    squares) of the best way to deal the first i blocks, with its ends of stages.
+    Among equal splits the sum of squared costs decides. Dynamic programming: ``best[i]`` is the
+    best split of the first i blocks, as (largest cost, sum of squares, ends of the stages).
     """
     sums = [0.0, *itertools.accumulate(costs)]
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
@@ -126,7 +126,7 @@ def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
 
 
 class Stream(Part):
-    """The layers of one stream; `DoubleBlock` says in which order they run."""
+    """The layers of one stream, text or image; `DoubleBlock.forward` runs them."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -139,14 +139,14 @@ class Stream(Part):
         self.linear_fc2 = RowPiece(plan, m, h)
 
     def mlp(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Return this rank's part of the sum for ``[s, b, h]``, and its bias."""
+        """Return this rank's partial sum of the MLP's output ``[s, b, h]``, and the bias to add."""
         narrow = activated(*self.linear_fc1(x), None, "gelu_tanh", False)
         out: tuple[Tensor, Any] = self.linear_fc2(narrow)
         return out
 
 
 class DoubleBlock(Part):
-    """Attention and an MLP, each added through a gate to the stream that it came from."""
+    """Joint attention, then an MLP per stream; each output is gated and added to its stream."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -156,7 +156,7 @@ class DoubleBlock(Part):
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
         """Run the block on this rank's tokens of [text; image], ``[s, b, h]``, and vec ``[b, h]``.
 
-        ``table`` has the positions of the context-parallel rank's slice.
+        ``table`` is the rotary table of ``tokens.cp_slice``.
         """
         txt, img = (stream.modulation.parts(vec) for stream in (self.txt, self.img))
         hidden, *normed = residual_and_modulated_streams(
@@ -180,7 +180,7 @@ class DoubleBlock(Part):
         return zip((self.txt, self.img), streams, strict=True)
 
     def _enter(self, streams: Sequence[Tensor], tokens: LocalTokens) -> Sequence[Tensor]:
-        """Give both streams to every tensor-parallel rank, by one collective."""
+        """Give both streams to every tensor-parallel rank, with one collective."""
         if self.tp_group.size() == 1:
             return streams
         joint = enter(torch.cat(tuple(streams)), self.tp_group, self.config.sequence_parallel)
@@ -189,7 +189,7 @@ class DoubleBlock(Part):
     def _leave(
         self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens
     ) -> tuple[Tensor, ...]:
-        """Return the streams' outputs, summed over the tensor-parallel ranks, then their biases."""
+        """Return both outputs, summed over the tensor-parallel ranks, then both biases."""
         (txt, txt_bias), (img, img_bias) = partial_sums
         if self.tp_group.size() > 1:
             total = leave(torch.cat((txt, img)), self.tp_group, self.config.sequence_parallel)
@@ -198,15 +198,15 @@ class DoubleBlock(Part):
 
 
 def _split(joint: Tensor, held: TokenRange) -> Sequence[Tensor]:
-    """Return text and image of ``[s, b, h]``; either may be empty."""
+    """Split ``[s, b, h]`` into text and image, either of which may be empty."""
     return torch.split(joint, [held.local_text, joint.size(0) - held.local_text])
 
 
 class SingleBlock(Part):
-    """``x + gate * W2 [attention; gelu(mlp)]``, where one modulated norm and W1 give both.
+    """``x + gate * W2 [attention; gelu(mlp)]``, with both inputs from W1 after a modulated norm.
 
-    FLUX's W1 ``[3h + m, h]`` and W2 ``[h, h + m]`` are two pieces each, since a rank's part is not
-    one contiguous part: by heads for the attention, by width for the MLP. W1 is ``linear_qkv`` and
+    Tensor parallelism splits the attention by heads and the MLP by width. FLUX's W1 ``[3h + m, h]``
+    and W2 ``[h, h + m]`` are therefore stored as two pieces each: W1 is ``linear_qkv`` and
     ``linear_fc1``, W2 is ``linear_proj`` (with the bias) and ``linear_fc2``.
     """
 
@@ -222,7 +222,7 @@ class SingleBlock(Part):
         self.attention = JointAttention(plan)
 
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
-        """Run the block on all tokens alike; see `DoubleBlock.forward`."""
+        """Run the block on text and image together; see `DoubleBlock.forward`."""
         shift, scale, gate = self.modulation.parts(vec)
         hidden, normed = residual_and_modulated(hidden, shift, scale)
         joint = enter(normed, self.tp_group, self.config.sequence_parallel)

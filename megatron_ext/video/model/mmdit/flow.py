@@ -42,7 +42,7 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
     """Makes micro-batches of packed tokens."""
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return the targets of this rank's image tokens: ranks share [text; image] equally."""
+        """Return the targets of the image tokens in this rank's equal part of [text; image]."""
         cp = self._context.pgs.cp
         tokens = TokenRange.whole(num_text, whole.weights.size(1))
         own = tokens.part(cp.rank(), cp.size()).image
@@ -73,7 +73,7 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
-    """Return the references that each clip's mode gives, at their places, ``[b, c, t, h, w]``."""
+    """Return each clip's references for its mode, at their frames, ``[b, c, t, h, w]``."""
     placed, latents = [], batch.latents
     for row, mode in enumerate(modes):
         pieces = []
@@ -100,7 +100,7 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return how many ranks share text and image together."""
+        """Return the number of ranks that split the joint sequence of text and image."""
         return sharing_ranks(self.config.parallel)
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
@@ -120,7 +120,7 @@ class MMDiTFlow(FlowNetwork):
         return self.config.with_section(mmdit)
 
     def checked(self) -> RunConfig:
-        """Return the configuration with a branch for references where a mode gives some."""
+        """Return the configuration, with ``cond_embed`` set if a mode conditions on references."""
         references = self.config.section(ConditionConfig).modes != ("t2v",)
         mmdit = dataclasses.replace(self.config.section(MMDiTConfig), cond_embed=references)
         sizes, parallel = mmdit.sizes(self.config.model), self.config.parallel
@@ -150,7 +150,7 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def options(self) -> MMDiTOptions:
-        """Return the options; all blocks are recomputed where the flags do not limit it."""
+        """Return the options; a recomputation flag that is None recomputes all blocks."""
         mmdit, sizes = self.config.section(MMDiTConfig), self.sizes
         double, single = mmdit.recompute_double_blocks, mmdit.recompute_single_blocks
         return MMDiTOptions(

@@ -1,8 +1,8 @@
 """One pipeline chunk of an MMDiT.
 
-Every block of every stage needs ``vec``, the embedding of timestep and pooled text. It travels as
-one more row of the hidden tensor, ``[s + 1, b, h]``: its gradient then flows back to the embedders
-on the first stage by the pipeline's own messages, so that no embedder is held twice.
+Every block of every stage needs ``vec``, the embedding of timestep and pooled text. It is sent as
+one more row of the hidden tensor, ``[s + 1, b, h]``. The pipeline's own messages then carry its
+gradient back to the first stage, and only that stage holds the embedders.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from megatron_ext.video.model.mmdit.blocks import DoubleBlock, FinalLayer, Singl
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
 SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
-"""Inputs that a model takes only if it was built for them."""
+"""Optional inputs, each with the field of the sizes that enables it."""
 
 
 def check_inputs(
     sizes: MMDiTSizes, given: Mapping[str, Tensor | None], *, is_first_stage: bool
 ) -> None:
-    """Check the inputs of `MMDiT.forward`; stages after the first may get None but for the ids.
+    """Check the inputs of `MMDiT.forward`; stages after the first need only the ids.
 
     Raises:
-        ConfigError: an optional input is given that the model does not take, or is missing.
-        DataError: an input is missing, or its shape or type does not fit.
+        ConfigError: an optional input is missing, or the model was built without it.
+        DataError: a required input is missing, or an input's shape or type does not fit.
     """
     for name, switch in SWITCHES.items():
         taken, tensor = getattr(sizes, switch), given[name]
@@ -101,8 +101,8 @@ TIME_FACTOR = 1000.0
 def timestep_sinusoid(u: Tensor) -> Tensor:
     """Return the sinusoid of ``1000 u`` in float32: 128 cosines, then the sines of the same angles.
 
-    The frequencies are ``exp(-ln(10000) j / 128)``. ``[b]``, timesteps from 0 to 1 or guidance
-    strengths, becomes ``[b, 256]``.
+    The frequencies are ``exp(-ln(10000) j / 128)``, j from 0 to 127. ``u`` holds timesteps from 0
+    to 1 or guidance strengths, ``[b]``; the result is ``[b, 256]``.
     """
     half = TIMESTEP_WIDTH // 2
     steps = torch.arange(half, dtype=torch.float32, device=u.device)
@@ -114,8 +114,8 @@ def timestep_sinusoid(u: Tensor) -> Tensor:
 class Embedding(Part):
     """The layers by which the first stage embeds tokens, timestep, pooled text and guidance.
 
-    The branch of the condition starts at zero, so that it changes nothing when it is added to a
-    model trained without.
+    The layer for ``cond`` starts at zero, so that adding it to a model that was trained without it
+    changes no output.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -163,7 +163,7 @@ class MMDiT(VideoChunk):
         self.final_layer = FinalLayer(plan) if self.post_process else None
 
     def local_tokens(self, num_text: int, num_image: int) -> LocalTokens:
-        """Return which tokens this rank works on; see `TokenRange.part`."""
+        """Return the tokens that this rank works on; see `TokenRange.part`."""
         whole = TokenRange.whole(num_text, num_image)
         cp_slice = whole.part(self.cp_group.rank(), self.cp_group.size())
         if not self.config.sequence_parallel:
@@ -171,9 +171,9 @@ class MMDiT(VideoChunk):
         return LocalTokens(cp_slice, cp_slice.part(self.tp_group.rank(), self.tp_group.size()))
 
     def image_tokens(self, num_text: int, num_image: int) -> slice:
-        """Return the image tokens to which the velocity on this rank belongs.
+        """Return the slice of image tokens whose velocity this rank computes.
 
-        Ranks may hold unequal numbers of them, or none.
+        Ranks may hold unequal numbers of image tokens, or none.
         """
         return self.local_tokens(num_text, num_image).cp_slice.image
 
@@ -194,24 +194,25 @@ class MMDiT(VideoChunk):
         guidance: Tensor | None = None,
         cond: Tensor | None = None,
     ) -> Tensor:
-        """Run this chunk on inputs that are whole, and the same, on all ranks of a replica.
+        """Run this chunk; all ranks of a replica get the same, whole inputs.
 
-        Keywords let a wrapper for 16-bit precision leave the timesteps alone. Stages after the
-        first read the ids only.
+        The arguments are keywords, which the wrapper for 16-bit precision does not cast, so that
+        timesteps stay float32. Stages after the first use only the ids.
 
         Args:
             img_ids: latent frame, row and column of each image token, ``[b, N, 3]``.
-            txt_ids: ``[b, L, 3]``, zeros.
+            txt_ids: zeros for the text tokens, ``[b, L, 3]``.
             img: noised latents, ``[b, N, C * p * p]``.
-            txt: ``[b, L, text_width]``.
+            txt: text embeddings, ``[b, L, text_width]``.
             timesteps: ``[b]`` float32; 1 is noise.
             y_vec: pooled text, ``[b, pooled_width]``.
-            guidance: ``[b]``; with ``guidance_embed``, and only then.
-            cond: ``[b, N, (C + 1) * p * p]``; with ``cond_embed``, and only then.
+            guidance: guidance strengths, ``[b]``; given exactly if ``guidance_embed`` is set.
+            cond: references and their mask, ``[b, N, (C + 1) * p * p]``; given exactly if
+                ``cond_embed`` is set.
 
         Returns:
             On the last stage the velocity of the tokens ``image_tokens(L, N)``,
-            ``[b, local N, C * p * p]``; before it hidden states and vec, ``[s + 1, b, h]``.
+            ``[b, local N, C * p * p]``; on other stages hidden states and vec, ``[s + 1, b, h]``.
         """
         given = {
             "img_ids": img_ids, "txt_ids": txt_ids, "img": img, "txt": txt, "timesteps": timesteps,

@@ -1,7 +1,7 @@
-"""The pointwise parts of the MMDiT's blocks as pure functions, each one graph where it compiles.
+"""The pointwise parts of the MMDiT's blocks as pure functions; see `layers.compiled`.
 
-`layers.compiled` says when that is. Text and image go through one function together where they are
-cut from, or join, one tensor, so that neither is copied for it.
+One function handles both text and image where it splits them from one tensor or joins them into
+one, which saves a copy of each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_ext.video.model.attention import rotate
 from megatron_ext.video.model.linear import modulated
 
 Pair = tuple[Tensor, Tensor]
-"""A tensor of text and one of the image."""
+"""The text's tensor and the image's tensor."""
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
@@ -24,7 +24,7 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
 
 
 residual_and_modulated = FusedResidual(_modulated)
-"""``[s, b, h]`` and it `modulated`."""
+"""Return x ``[s, b, h]``, and the result of `modulated` for it."""
 
 
 def _modulated_streams(
@@ -40,7 +40,7 @@ def _modulated_streams(
 
 
 residual_and_modulated_streams = FusedResidual(_modulated_streams)
-"""``[s, b, h]``, its text `modulated`, and its image."""
+"""Return hidden ``[s, b, h]``, then the results of `modulated` for its text and its image."""
 
 
 @compiled
@@ -67,15 +67,15 @@ def _added(
 
 @compiled
 def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
-    """Add each stream's output to its part of ``[s, b, h]``, through its gate; see `_added`."""
+    """Add each stream's gated output to its part of ``[s, b, h]``; `_added` names the arguments."""
     return torch.cat(_added(hidden, *added))
 
 
 @compiled
 def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `add_streams` does, and its text and its image, modulated.
+    """Return the result of `add_streams`, then the results of `modulated` for its text and image.
 
-    After the arguments of `add_streams` come shift and scale of the text, and of the image.
+    The arguments are those of `add_streams`, then shift and scale of the text, then of the image.
     """
     *added, txt_shift, txt_scale, img_shift, img_scale = parts
     txt, img = _added(hidden, *added)
@@ -86,7 +86,7 @@ def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Te
 def _split(
     qkv: Tensor, bias: Tensor | None, q_weight: Tensor, k_weight: Tensor, spec: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normed query, normed key and value of ``[s, b, n * 3 * d]``, ``[s, b, n, d]`` each."""
+    """Split ``[s, b, n * 3 * d]`` into normed queries, normed keys, values ``[s, b, n, d]``."""
     if bias is not None:
         qkv = qkv + bias
     d = q_weight.size(0)
@@ -110,8 +110,8 @@ def heads(
     """Return queries and keys, normed and rotated, and values, ``[s, b, n, d]`` each.
 
     Args:
-        qkv: a projection without its ``bias``, ``[s, b, n * 3 * d]``, for each head its query, key
-            and value.
+        qkv: output of the projection before its ``bias`` is added, ``[s, b, n * 3 * d]``: for each
+            head its query, key and value.
         q_weight, k_weight: scales of the norms, ``[d]``.
         cos, sin: see `attention.rotary_table`.
     """
@@ -135,7 +135,7 @@ def joint_heads(
     sin: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `heads` of text and image, which each have their own weights, as one sequence."""
+    """Return the result of `heads` for [text; image], each part with its own weights."""
     txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
     img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)
     query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))

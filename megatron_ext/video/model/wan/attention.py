@@ -1,8 +1,8 @@
 """Options of a Wan network, and self-attention of frame blocks over cached and new frames.
 
-All queries of a block have one set of keys, so that no mask is ever made: each block attends to
-the frames that it sees. Keys are rotated by their absolute frame before they are cached; their
-order does not matter.
+All queries of a frame block attend to the same frames. The keys of these frames are selected, and
+no mask is needed. Keys are rotated by their absolute frame before they are cached, so the order of
+cached frames does not matter.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class FrameWindow:
     """Block-causal attention over latent frames, as in LongLive (arXiv:2509.22622).
 
     Frames come in blocks that are denoised together. The queries of a block see the whole block,
-    the sink frames, and the frames right before the block; nothing of a later block.
+    the sink frames and the frames right before the block, but no later block.
 
     Attributes:
-        block: frames of a block, B.
-        window: frames that a query sees at most, W, sinks and its own block among them.
-        sink: first frames of the video, S, which are always seen.
+        block: number of frames in a block, B.
+        window: largest number of frames that a query sees, W, including sinks and its own block.
+        sink: number of first frames of the video, S, that every query sees.
 
     Raises:
         ConfigError: the numbers of frames do not fit together.
@@ -58,13 +58,13 @@ class FrameWindow:
             )
 
     def visible(self, start: int) -> tuple[range, range]:
-        """Return the sink frames and the local frames that the block from ``start`` on sees."""
+        """Return the sink frames and local frames seen by the block that begins at ``start``."""
         end = start + self.block
         local_start = max(self.sink, end - (self.window - self.sink))
         return range(min(self.sink, end)), range(local_start, max(end, local_start))
 
     def blocks(self, first_frame: int, num_frames: int) -> Iterator[int]:
-        """Return the first frames of the blocks of consecutive frames.
+        """Return the first frame of each block of ``num_frames`` consecutive frames.
 
         Raises:
             DataError: the frames are not whole blocks.
@@ -90,11 +90,11 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The key frames to which each run of consecutive query frames attends.
+    """The key frames to which each block of new frames attends.
 
     Attributes:
-        past: cached frames, whose keys come before those of the new frames.
-        blocks: slices of the new frames, each with slices of the key frames.
+        past: numbers of the cached frames, whose keys come before those of the new frames.
+        blocks: for each block its slice of the new frames, and slices of the key frames it sees.
     """
 
     past: tuple[int, ...]
@@ -109,9 +109,9 @@ class AttentionPlan:
     def causal(
         cls, window: FrameWindow, first_frame: int, num_frames: int, past: Sequence[int]
     ) -> AttentionPlan:
-        """Return the plan of the past and new frames that the window lets each block see.
+        """Return the plan in which each block attends to the frames that the window lets it see.
 
-        ``past`` are the absolute numbers of the earlier frames that there are, ascending.
+        ``past`` are the absolute numbers of the cached frames, ascending.
         """
         new = range(first_frame, first_frame + num_frames)
         position = {frame: index for index, frame in enumerate((*past, *new))}
@@ -124,7 +124,7 @@ class AttentionPlan:
 
 
 def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
-    """Return ascending indices as slices."""
+    """Return ascending indices as slices of consecutive ones."""
     found: list[slice] = []
     for index in indices:
         if found and found[-1].stop == index:
@@ -137,15 +137,15 @@ def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
 class FrameAttention:
     """Attention from this rank's tokens and heads to all tokens of the frames that it sees.
 
-    With ``trades_heads`` ranks do not collect keys and values, and cached keys hold all tokens of
-    fewer heads.
+    With ``trades_heads`` each context-parallel rank attends with, and caches, all tokens of some
+    heads. Otherwise it caches its own tokens, and collects all ranks' keys and values.
     """
 
     def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
         self.cp_group, self.trades_heads = cp_group, trades_heads
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turn ``[t, n, b, heads, d]`` of the layers into what is cached and attended to."""
+        """Turn ``[t, n, b, heads, d]`` into ``[t, n*c, b, heads/c, d]`` with ``trades_heads``."""
         if not self.trades_heads:
             return query, key, value
         t, cp = query.size(0), self.cp_group.size()
@@ -157,10 +157,10 @@ class FrameAttention:
     def __call__(
         self, query: Tensor, new: KeyValue, past: Sequence[KeyValue], plan: AttentionPlan
     ) -> Tensor:
-        """Return the output of the attention, ``[t, n, b, heads, d]`` as before `exchange`.
+        """Return the attention's output ``[t, n, b, heads, d]``, in the shape before `exchange`.
 
-        Queries, new keys and values are exchanged, in the same shape; past ones are those cached of
-        each of ``plan.past``, ``[1, n, b, heads, d]``.
+        ``query`` and ``new`` are results of `exchange`. ``past`` holds the cached keys and values
+        of each frame in ``plan.past``, ``[1, n, b, heads, d]``.
         """
         key, value = self._keys(new, past)
         outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]
@@ -172,7 +172,7 @@ class FrameAttention:
         return torch.unflatten(rows, 0, (query.size(0), -1))
 
     def _keys(self, new: KeyValue, past: Sequence[KeyValue]) -> KeyValue:
-        """Return keys and values of past and new frames from all ranks, ``[f, n, b, heads, d]``."""
+        """Return keys and values of all tokens of past and new frames, ``[f, n, b, heads, d]``."""
         collects = self.cp_group.size() > 1 and not self.trades_heads
         if not past:
             return self._collected(new) if collects else new
@@ -186,7 +186,7 @@ class FrameAttention:
         return self._collected(both) if collects else both
 
     def _collected(self, pair: KeyValue) -> KeyValue:
-        """Collect keys and values from all ranks; gradients are summed back to their owners."""
+        """Collect keys and values from all ranks; the backward pass sums their gradients."""
         stacked = torch.stack(pair, dim=2).flatten(0, 1)
         gathered = gather_from_sequence_parallel_region(
             stacked, tensor_parallel_output_grad=True, group=self.cp_group
@@ -206,7 +206,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) ->
 
 
 def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
-    """Return the frames of ``[f, ...]`` in the slices ``seen``."""
+    """Return the frames of ``[f, ...]`` in the slices ``seen``, concatenated."""
     if len(seen) == 1:
         # A slice of all would give its gradient a copy of its own.
         return x if seen[0] == slice(0, x.size(0)) else x[seen[0]]
@@ -215,16 +215,16 @@ def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
 
 @dataclass(frozen=True)
 class VideoDiTOptions:
-    """Options of a Wan network that change no shape of a parameter; weights fit with any of them.
+    """Options of a Wan network that do not change the shape of any parameter.
 
     Attributes:
-        window: None for bidirectional attention.
-        zero_head: the last layer starts at zero, so that the model predicts zero.
-        recompute_blocks: the first so many blocks of the model keep only their inputs in passes
-            with gradient, and are run again in the backward pass.
+        window: window of causal attention, or None for bidirectional attention.
+        zero_head: start the last layer at zero, so that the untrained model predicts zero.
+        recompute_blocks: number of first blocks of the model that, in passes with gradient, save
+            only their inputs and are recomputed in the backward pass.
         cp_comm_type: how context-parallel ranks attend to all tokens of the frames: ``all_gather``
-            (or ``p2p``) shares out the cache by tokens and collects keys and values in every pass,
-            ``a2a`` shares it out by heads and trades only those of the new frames.
+            (or ``p2p``) splits the cache by tokens and collects all keys and values in every pass;
+            ``a2a`` splits the cache by heads and exchanges only the new frames.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -248,7 +248,7 @@ class VideoDiTOptions:
 
 
 def window_of(flags: WanConfig) -> FrameWindow:
-    """Return which frames a causal network sees; raise ConfigError for a window too small."""
+    """Return a causal network's `FrameWindow`; raise ConfigError for a window too small."""
     block, sink = flags.frame_block, flags.sink_frames
     if flags.window_frames - sink < block:
         raise ConfigError(
@@ -268,7 +268,7 @@ def wan_options(
 
 
 def stage_blocks(num_blocks: int, num_stages: int) -> list[range]:
-    """Return the blocks of each stage, whose numbers differ by one at most.
+    """Return the indices of each stage's blocks; stages differ by at most one block.
 
     Raises:
         ConfigError: there are fewer blocks than stages.

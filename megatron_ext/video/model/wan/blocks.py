@@ -65,9 +65,9 @@ MAX_PERIOD = 10_000.0
 
 
 def timestep_sinusoid(timesteps: Tensor) -> Tensor:
-    """Return 128 cosines of ``t * 10000 ** (-j / 128)``, then the sines, in float64 as in Wan.
+    """Return 128 cosines of ``t * 10000 ** (-j / 128)``, then 128 sines, in float64 as in Wan.
 
-    ``[n]``, from 0 to 1000, becomes ``[n, 256]``.
+    j is 0 to 127. Timesteps t from 0 to 1000, ``[n]``, give ``[n, 256]``.
     """
     half = TIMESTEP_WIDTH // 2
     exponents = torch.arange(half, dtype=torch.float64, device=timesteps.device) / half
@@ -76,13 +76,13 @@ def timestep_sinusoid(timesteps: Tensor) -> Tensor:
 
 
 class Conditioning(NamedTuple):
-    """Timesteps and text as every block gets them.
+    """Embedded timesteps and text, the same for every block.
 
     Attributes:
         time: embedded timesteps, ``[f, b, h]``; f is 1 if all frames have one timestep.
-        modulation: projection of them, ``[f, b, 6h]``.
-        text: embedded text, ``[l, b, h]``; without tokens where the cache holds what the blocks
-            make of it.
+        modulation: shifts, scales and gates projected from ``time``, ``[f, b, 6h]``.
+        text: embedded text, ``[l, b, h]``; l is 0 if the blocks' keys and values of the
+            text are cached.
     """
 
     time: Tensor
@@ -90,7 +90,7 @@ class Conditioning(NamedTuple):
     text: Tensor
 
     def rows(self) -> Tensor:
-        """Return them as rows of width h, ``[7 f + l, b, h]``, to travel with the hidden states."""
+        """Return all three as rows ``[7 f + l, b, h]``, to be sent with the hidden states."""
         modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
         return torch.cat((self.time, modulation, self.text))
 
@@ -127,8 +127,8 @@ class Embedder(Part):
     def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
         """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, l possibly 0.
 
-        Every rank embeds the whole text and the timesteps. Under sequence parallelism the timesteps
-        get the gradient of the rank's tokens, the text that of all.
+        Every rank embeds the whole text and all timesteps. Under sequence parallelism the timesteps
+        receive the gradient of the rank's own tokens, and the text that of all ranks' tokens.
         """
         b, f = timesteps.shape
         embedded = self.time_in(timestep_sinusoid(timesteps.flatten()))
@@ -139,20 +139,20 @@ class Embedder(Part):
 
 
 WithBias = tuple[Tensor, Tensor]
-"""The output of a linear layer, and the bias that is to be added to it."""
+"""The output of a linear layer, and the bias still to be added to it."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that all blocks share in one forward pass.
+    """Values that all blocks share in one forward pass.
 
     Attributes:
-        num_frames: t.
-        parts: tensor-parallel ranks that share out the sequence.
-        table: rotary table of the slice's tokens.
-        plan: which frames see which.
-        text: keys and values of the text by block, to read and to fill; None computes them, so that
-            they get gradients.
+        num_frames: number of frames of this pass, t.
+        parts: number of tensor-parallel ranks that split the sequence; 1 without sequence parallel.
+        table: rotary table of the tokens in the context-parallel rank's slice.
+        plan: the key frames to which each block of frames attends.
+        text: keys and values of the text by block number, which blocks read, or compute and store.
+            If None, blocks compute them in every pass, with gradients.
     """
 
     num_frames: int
@@ -164,7 +164,7 @@ class Run:
 
 
 class SelfAttention(Part):
-    """Attention over the frames that the window, if there is one, lets each frame see."""
+    """Self-attention of frames; a window, if set, limits the frames that each frame sees."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -175,7 +175,7 @@ class SelfAttention(Part):
         self.attention = FrameAttention(plan.groups.cp, trades_heads=trades_heads(plan))
 
     def forward(self, x: Tensor, number: int, run: Run) -> WithBias:
-        """Return ``[s, b, h]`` and a bias to add for ``[s, b, h]``, in block ``number``."""
+        """Return the attention's output ``[s, b, h]`` in block ``number``, and its bias."""
         fused, bias = self.linear_qkv(x)
         q, k, v = self.attention.exchange(*self._heads(fused, bias, run))
         past = run.cached.past_key_values(number) if run.cached is not None else ()
@@ -207,7 +207,7 @@ class CrossAttention(Part):
         self.linear_proj = row(plan, h, h)
 
     def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
-        """Return ``[s, b, h]`` and a bias to add for ``[s, b, h]`` and text ``[l, b, h]``."""
+        """Return the output ``[s, b, h]`` for x ``[s, b, h]``, text ``[l, b, h]``, and its bias."""
         projected, bias = self.linear_q(x)
         (query,) = heads_of(projected, 1, self.config.kv_channels)
         key, value = self._key_value(text, number, run.text)
@@ -217,7 +217,7 @@ class CrossAttention(Part):
         return out
 
     def _key_value(self, text: Tensor, number: int, known: dict[int, KeyValue] | None) -> KeyValue:
-        """Return keys and values of the text, ``[l, b, n, d]`` each."""
+        """Return keys and values of the text, ``[l, b, n, d]``, from ``known`` if it has them."""
         if known is not None and number in known:
             return known[number]
         projected, bias = self.linear_kv(text)
@@ -229,7 +229,7 @@ class CrossAttention(Part):
 
 
 class Block(Part):
-    """The block of this number in the whole model; modulation differs from frame to frame."""
+    """Block ``number`` of the whole model; each frame may have its own modulation."""
 
     def __init__(self, plan: Blueprint, number: int) -> None:
         super().__init__(plan)
@@ -244,7 +244,7 @@ class Block(Part):
         self.linear_fc2 = row(plan, ffn, h)
 
     def forward(self, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
-        """Run the block on what this rank holds of the frames' tokens, ``[s, b, h]``."""
+        """Run the block on this rank's tokens of the frames, ``[s, b, h]``."""
         parts = self.modulation(torch.unflatten(given.modulation, -1, (6, -1)))
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
         hidden, normed = residual_and_modulated(hidden, shift, scale)

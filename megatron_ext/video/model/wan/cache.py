@@ -1,8 +1,8 @@
 """Keys and values that later passes read: those of earlier frames, and those of the text.
 
-The cache knows which absolute frame lies in which slot, so that nothing has to be shifted when it
-is full, no frame can be taken for another, and a slot that was never written is never read. Its
-tensors never belong to an autograd graph.
+The cache records which absolute frame each slot holds. Nothing is shifted when it is full, no frame
+is confused with another, and a slot that was never written is never read. Its tensors never belong
+to an autograd graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.video.model.wan.attention import FrameWindow, KeyValue
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of what a cache holds of a frame on this rank, in each of ``num_blocks`` blocks."""
+    """The shape of one frame's cached keys on this rank, in each of ``num_blocks`` blocks."""
 
     num_blocks: int
     tokens: int
@@ -33,16 +33,16 @@ class CacheShape:
 class KVCache:
     """Cached frames of one sequence batch on one rank; `VideoDiT.new_cache` builds it.
 
-    A full cache drops its oldest frames but for the sinks. A frame that it holds is overwritten in
-    place, by a pass over that very frame and no other.
+    A full cache drops its oldest frames, except for the sinks (`FrameWindow.sink`). Another pass
+    over a cached frame overwrites that frame in place.
 
     Attributes:
         keys, values: for each block ``[capacity, n, b, heads, d]`` by slot, the keys rotated.
-        end: one past the newest frame ever written.
+        end: number of the frame after the newest one written, or the frame given to `skip_to`.
         memo: keys and values of the text.
 
     Raises:
-        ConfigError: the capacity is too small.
+        ConfigError: ``capacity_frames`` or ``chunk_frames`` does not fit the window.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class KVCache:
         )
         self.memo = TextMemo(shape.num_blocks)
         self._held: dict[int, tuple[int, int]] = {}
-        """Slot and number of the last write of each frame held."""
+        """The slot of each cached frame, and the number of the write that last changed it."""
         self._writes = 0
         self.reset()
 
     def reset(self, *, keep_sink: bool = False) -> None:
-        """Begin a new sequence, or with ``keep_sink`` forget all but the sink frames."""
+        """Drop the text and all frames, or with ``keep_sink`` all frames except the sinks."""
         last_kept = self.window.sink if keep_sink else 0
         self._held = {f: held for f, held in self._held.items() if f < last_kept}
         self._absent_before = 0
@@ -88,7 +88,7 @@ class KVCache:
         self.memo.clear()
 
     def skip_to(self, frame: int) -> None:
-        """Resume at an unwritten frame, which attends only to the sinks and its own block."""
+        """Drop all frames except the sinks, and resume at ``frame``, which was not written yet."""
         if frame < self.end:
             raise ConfigError(
                 f"the cache stands at frame {self.end} and cannot skip back to frame {frame}; "
@@ -99,11 +99,11 @@ class KVCache:
 
     @property
     def frames(self) -> tuple[int, ...]:
-        """Return the absolute numbers of the frames held, ascending."""
+        """Return the absolute numbers of the cached frames, ascending."""
         return tuple(sorted(self._held))
 
     def slot_of(self, frame: int) -> int:
-        """Return the slot of a held frame in `keys` and `values`."""
+        """Return the slot of a cached frame in `keys` and `values`."""
         return self._held[frame][0]
 
     @property
@@ -112,11 +112,11 @@ class KVCache:
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def past_of(self, first_frame: int, num_frames: int) -> tuple[int, ...]:
-        """Return the held frames that new frames see, ascending.
+        """Return the cached frames to which the new frames attend, ascending.
 
         Raises:
-            DataError: the frames are no whole blocks, or do not follow what was run.
-            ConfigError: a frame was dropped.
+            DataError: the new frames are not whole blocks, or the frames before them were not run.
+            ConfigError: a frame that is needed was dropped from the cache.
         """
         new = range(first_frame, first_frame + num_frames)
         if first_frame > self.end:
@@ -155,17 +155,17 @@ class KVCache:
         )
 
     def slices(self, block: int, frames: Iterable[int]) -> list[KeyValue]:
-        """Return a block's keys and values of held frames, as views ``[1, n, b, heads, d]``."""
+        """Return a block's keys and values of cached frames, as views ``[1, n, b, heads, d]``."""
         keys, values = self.keys[block], self.values[block]
         slots = [self.slot_of(f) for f in frames]
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
 
     def stamps_of(self, frames: Iterable[int]) -> list[tuple[int, int] | None]:
-        """Return where each of the frames was last written, and when; None if it is not held."""
+        """Return slot and number of the last write of each frame; None for a frame not cached."""
         return [self._held.get(f) for f in frames]
 
     def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
-        """Take keys and values ``[t, n, b, heads, d]`` of frames, held or new, by block."""
+        """Store each block's keys and values ``[t, n, b, heads, d]`` of consecutive frames."""
         frames = range(first_frame, first_frame + new[0][0].size(0))
         frames_by_age = sorted({*self._held, *frames})
         sinks = [f for f in frames_by_age if f < self.window.sink]
@@ -187,7 +187,7 @@ class KVCache:
         self.end = max(self.end, frames.stop)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that this rank holds; tensors are not copied."""
+        """Return the whole cache of this rank; tensors are not copied."""
         return {
             "keys": self.keys,
             "values": self.values,
@@ -198,7 +198,7 @@ class KVCache:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; raise CheckpointError for one of another shape."""
+        """Restore the result of `state_dict`; raise CheckpointError if its shapes differ."""
         own, given = [*self.keys, *self.values], [*state["keys"], *state["values"]]
         if [x.shape for x in own] != [x.shape for x in given]:
             raise CheckpointError(
@@ -215,9 +215,9 @@ class KVCache:
 
 
 class CachePass:
-    """One forward pass over a cache, which ``updates`` lets write the new frames at its end.
+    """One forward pass over a cache; with ``updates``, `finish` writes the new frames to it.
 
-    When a block is recomputed in the backward pass, it reads the same frames and writes nothing.
+    A block that is recomputed in the backward pass reads the same frames and writes nothing.
     """
 
     def __init__(self, cache: KVCache, first_frame: int, num_frames: int, *, updates: bool) -> None:
@@ -227,10 +227,10 @@ class CachePass:
         self._new: dict[int, KeyValue] = {}
 
     def past_key_values(self, block: int) -> list[KeyValue]:
-        """Return cached keys and values of each of ``past``.
+        """Return a block's cached keys and values of each frame in ``past``.
 
         Raises:
-            ConfigError: the backward pass recomputes a block whose frames the cache has lost.
+            ConfigError: a frame was overwritten or dropped before the backward pass read it again.
         """
         if self._cache.stamps_of(self.past) != self._stamps:
             raise ConfigError(
@@ -242,12 +242,12 @@ class CachePass:
         return self._cache.slices(block, self.past)
 
     def record(self, block: int, key: Tensor, value: Tensor) -> None:
-        """Keep a block's keys and values of the new frames, ``[t, n, b, heads, d]``."""
+        """Keep a block's keys and values ``[t, n, b, heads, d]`` of the new frames for `finish`."""
         if self._open:
             self._new[block] = key.detach(), value.detach()
 
     def finish(self) -> None:
-        """Write what was recorded."""
+        """Write the recorded keys and values to the cache, if the pass updates it."""
         if self._open:
             self._open = False
             self._cache.write(self._first_frame, self._new)
@@ -255,7 +255,7 @@ class CachePass:
 
 
 def _ranges(frames: Sequence[int]) -> str:
-    """Return ascending numbers in words, such as ``0-2, 9-14``."""
+    """Return ascending numbers as text, for example ``0-2, 9-14``."""
     parts: list[list[int]] = []
     for frame in frames:
         if parts and parts[-1][1] == frame - 1:
@@ -266,7 +266,7 @@ def _ranges(frames: Sequence[int]) -> str:
 
 
 class TextMemo:
-    """Keys and values that the blocks made of one text; another text empties it.
+    """Every block's keys and values of one text; another text clears them.
 
     Attributes:
         text: a copy of the text, ``[b, l, text_width]``; None at first.
@@ -289,7 +289,7 @@ class TextMemo:
         self._source: tuple[weakref.ref[Tensor], int] | None = None
 
     def begin(self, text: Tensor) -> bool:
-        """Return whether it is filled for this text ``[b, l, text_width]``; begin anew if not."""
+        """Return whether the memo is filled for text ``[b, l, text_width]``; clear it if not."""
         if self.is_filled and self._is_of(text):
             return True
         self.clear()
@@ -298,7 +298,7 @@ class TextMemo:
         return False
 
     def _is_of(self, text: Tensor) -> bool:
-        """Compare with the known text; the same unchanged tensor needs no look at its values."""
+        """Compare with the memo's text; values are compared only for another or changed tensor."""
         if self._source is not None:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:
@@ -308,15 +308,15 @@ class TextMemo:
         return known.shape == text.shape and torch.equal(known, text.to(known))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it holds, which is stored: made again, it would follow changed weights."""
+        """Return the text and its keys and values; current weights might not reproduce them."""
         return {"text": self.text, "key_values": dict(self.key_values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.clear()
         self.text, self.key_values = state["text"], dict(state["key_values"])
 
 
 def _version(text: Tensor) -> int:
-    """Return the number of writes to a tensor; -1 for those that do not count them."""
+    """Return the number of writes to a tensor; -1 for inference tensors, which count none."""
     return -1 if text.is_inference() else text._version

@@ -181,7 +181,7 @@ def gated_and_normed(
     norm_bias: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """Return `gated`, and the `norm` of it."""
+    """Return the result of `gated`, and that result after `norm`."""
     hidden = add_gated(x, output + bias, gate)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -190,14 +190,17 @@ def gated_and_normed(
 def added_and_modulated(
     x: Tensor, output: Tensor, bias: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + output + bias``, and its `modulated_frames`."""
+    """Return ``x + output + bias``, and the result of `modulated_frames` for that sum."""
     hidden = x + (output + bias)
     return hidden, modulated_frames(hidden, shift, scale)
 
 
 @compiled
 def squares_of_heads(qkv: Tensor, bias: Tensor, head_dim: int) -> Tensor:
-    """Return sums of squares of the queries and keys of ``[s, b, n * 3 * d]``, ``[2, s, b]``."""
+    """Return sums of squares over this rank's heads, of queries and of keys, ``[2, s, b]``.
+
+    ``qkv`` is ``[s, b, n * 3 * d]``.
+    """
     heads = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim))
     return torch.stack([squares(x) for x in heads.unbind(-2)[:2]])
 
