@@ -197,7 +197,7 @@ def start_at_zero(linear: torch.nn.Linear) -> None:
 
 
 def mark_new_branch(module: torch.nn.Module) -> None:
-    """Let ``--finetune`` load a checkpoint that lacks this zero-initialized branch."""
+    """Let a load of weights only, as by ``--finetune``, do without this branch in the checkpoint."""
     for parameter in module.parameters():
         parameter.new_branch = True  # type: ignore[attr-defined]
 

@@ -50,8 +50,8 @@ class MMDiTOptions:
         adaln_zero: modulations and the last layer start at zero (DiT, arXiv:2212.09748), so that
             the model predicts zero. Training from scratch wants this; Open-Sora starts from the
             weights of FLUX instead.
-        recompute_double_blocks, recompute_single_blocks: number of first blocks of each kind that
-            save only their inputs and are recomputed in the backward pass.
+        recompute_double_blocks, recompute_single_blocks: how many blocks of each kind, from the
+            first on, save only their inputs and are recomputed in the backward pass.
         cp_comm_type: how context-parallel ranks attend to the whole sequence: ``all_gather`` (or
             ``p2p``) collects keys and values, ``a2a`` trades heads for sequence.
         double_block_cost: time of a double block divided by that of a single block; 1 by default,
@@ -105,7 +105,7 @@ def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -
 def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
     """Split the blocks into contiguous, nonempty stages whose largest cost is minimal.
 
-    Among equal splits the sum of squared costs decides. Dynamic programming: ``best[i]`` is the
+    Ties are broken by the smallest sum of squared costs. Dynamic programming: ``best[i]`` is the
     best split of the first i blocks, as (largest cost, sum of squares, ends of the stages).
     """
     sums = [0.0, *itertools.accumulate(costs)]
@@ -203,7 +203,7 @@ def _split(joint: Tensor, held: TokenRange) -> Sequence[Tensor]:
 
 
 class SingleBlock(Part):
-    """``x + gate * W2 [attention; gelu(mlp)]``, with both inputs from W1 after a modulated norm.
+    """``x + gate * W2 [attention; gelu(mlp)]``, where W1, after a modulated norm, gives both.
 
     Tensor parallelism splits the attention by heads and the MLP by width. FLUX's W1 ``[3h + m, h]``
     and W2 ``[h, h + m]`` are therefore stored as two pieces each: W1 is ``linear_qkv`` and

@@ -171,7 +171,7 @@ class MMDiT(VideoChunk):
         return LocalTokens(cp_slice, cp_slice.part(self.tp_group.rank(), self.tp_group.size()))
 
     def image_tokens(self, num_text: int, num_image: int) -> slice:
-        """Return the slice of image tokens whose velocity this rank computes.
+        """Return the slice of image tokens whose velocity `forward` returns on this rank.
 
         Ranks may hold unequal numbers of image tokens, or none.
         """
