@@ -197,7 +197,7 @@ def start_at_zero(linear: torch.nn.Linear) -> None:
 
 
 def mark_new_branch(module: torch.nn.Module) -> None:
-    """Let a load of weights only, as by ``--finetune``, do without this branch in the checkpoint."""
+    """Let a load of weights only (``--finetune``) accept a checkpoint without this new branch."""
     for parameter in module.parameters():
         parameter.new_branch = True  # type: ignore[attr-defined]
 

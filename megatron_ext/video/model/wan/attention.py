@@ -220,8 +220,8 @@ class VideoDiTOptions:
     Attributes:
         window: window of causal attention, or None for bidirectional attention.
         zero_head: start the last layer at zero, so that the untrained model predicts zero.
-        recompute_blocks: how many blocks, from the model's first on, save only their inputs in passes
-            with gradient and are recomputed in the backward pass.
+        recompute_blocks: how many blocks, from the first on, save only their inputs in passes with
+            gradient, and are recomputed in the backward pass.
         cp_comm_type: how context-parallel ranks attend to all tokens of the frames: ``all_gather``
             (or ``p2p``) splits the cache by tokens and collects all keys and values in every pass;
             ``a2a`` splits the cache by heads and exchanges only the new frames.
