@@ -172,10 +172,10 @@ class ChunkGraphs:
             graphs.live = on
 
     def capture(self, num_slots: int) -> None:
-        """Record graphs until there are ``num_slots`` slots; do nothing before all layers have run.
+        """Record graphs until there are ``num_slots`` slots, but none before all layers have run.
 
-        All ranks that share a layer call this together. The gradient buffers are zeroed; the random
-        state of the GPU is restored. Replay is disabled until `switch`.
+        All ranks that share a layer call this together. In either case the gradient buffers are
+        zeroed, the random state of the GPU is restored, and replay is disabled until `switch`.
         """
         self.switch(False)
         random_state = torch.cuda.get_rng_state()

@@ -1,8 +1,8 @@
-"""Layer specs: Transformer Engine where it is asked for, else our torch layers.
+"""Layer specs with Transformer Engine's layers or with our torch layers.
 
-The torch spec is megatron-core's local spec with our norm, our attention and our router, which also
-work under sequence and context parallelism and without Transformer Engine. Parameter names and the
-order of initialization are those of the local spec.
+The torch spec is megatron-core's local spec with our norm, attention, linear layers and router.
+These also work under sequence and context parallelism and without Transformer Engine. The torch
+spec keeps the local spec's parameter names and order of initialization.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def has_transformer_engine() -> bool:
 
 
 class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
-    """megatron-core's local modules, with our norm and attention."""
+    """megatron-core's local modules, with our norm, attention and linear layers."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return Norm
@@ -71,7 +71,7 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
 
 
 def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
-    """Return the spec of one transformer layer; with ``moe``, of experts instead of a dense MLP."""
+    """Return the spec of one transformer layer, with experts if ``moe``, else with a dense MLP."""
     num_experts = transformer_config.num_moe_experts if moe else None
     mlp = gpt_specs.get_mlp_module_spec_for_backend(
         TorchSpecProvider(), num_experts=num_experts, moe_grouped_gemm=False
@@ -110,10 +110,10 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
 
 
 def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
-    """Return which layers hold experts.
+    """Return for each layer of the decoder whether it holds experts.
 
     Raises:
-        ConfigError: a pattern whose length is not the number of layers.
+        ConfigError: a list in ``moe_layer_freq`` whose length is not the number of layers.
     """
     if transformer_config.num_moe_experts is None:
         return [False] * transformer_config.num_layers
@@ -129,7 +129,7 @@ def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
 
 
 def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig) -> None:
-    """Give Transformer Engine's layers our router, and let them sum weight gradients if asked."""
+    """Give Transformer Engine's layers our router; then call `accumulate_gradients`."""
     for layer in layers:
         mlp: Any = getattr(layer.submodules, "mlp", None)
         if getattr(getattr(mlp, "submodules", None), "router", None) is not None:
@@ -140,12 +140,15 @@ def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig
 def layer_spec(
     transformer_config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the decoder layers of one pipeline chunk, and its final norm.
+    """Return the specs of the decoder layers of one pipeline chunk and of the final norm.
 
-    ``impl`` is ``transformer_engine`` for its layers, anything else for ours.
+    Args:
+        impl: ``transformer_engine`` for Transformer Engine's layers, anything else for ours.
+        vp_stage: index of the chunk on this rank under virtual pipeline parallelism.
 
     Raises:
-        ConfigError: an option that needs Transformer Engine, or a bad pattern of experts.
+        ConfigError: an option that needs Transformer Engine, which is not installed, or the error
+            of `expert_pattern`.
     """
     normalization = transformer_config.normalization
     if impl == TE_IMPL:
@@ -154,7 +157,7 @@ def layer_spec(
         )
         _adapted(block.layer_specs, transformer_config)
         return block
-    # megatron-core drops their outputs by a function of Transformer Engine.
+    # megatron-core drops the outputs of these modules by a function of Transformer Engine.
     needing = [x for x in transformer_config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
     selective = transformer_config.recompute_granularity == "selective"
     if selective and needing and not has_transformer_engine():
@@ -173,13 +176,16 @@ def layer_spec(
 def mtp_block_spec(
     transformer_config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> ModuleSpec | None:
-    """Return the multi-token-prediction block, whose layers are like the decoder's last one."""
+    """Return the spec of the multi-token-prediction block; None if this chunk has none.
+
+    Each of its layers has the spec of the decoder's last layer.
+    """
     if impl == TE_IMPL:
         layers = gpt_specs.get_gpt_decoder_layer_specs(
             transformer_config, True, normalization=transformer_config.normalization
         )
         _adapted(layers, transformer_config)
-        # megatron-core takes single layers of its own class only, but any block.
+        # megatron-core accepts a single layer only of its own class, but a block of any layers.
         block = TransformerBlockSubmodules(layer_specs=layers)
         return gpt_specs.get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
     layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])

@@ -1,4 +1,4 @@
-"""Preparation of a rank for Transformer Engine's layers, beyond megatron-core's specs."""
+"""Setup for Transformer Engine's layers that megatron-core's layer specs do not cover."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ CUDA_OF_BLOCKWISE = (12, 9)
 def recipe_error(
     recipe: str, capability: Capability, cuda: tuple[int, ...] | None = None
 ) -> str | None:
-    """Return why a GPU cannot run a recipe of Transformer Engine, in one sentence; None if it can.
+    """Return a message that says why a GPU cannot run an fp8 recipe; None if it can.
 
     Args:
-        cuda: version that torch was built with; None where it is unknown.
+        recipe: a value of ``--fp8-recipe`` for Transformer Engine's layers.
+        cuda: the CUDA version with which torch was built; None if unknown.
     """
     first, found = FIRST.get(recipe), ".".join(map(str, capability))
     if first is None:
@@ -50,16 +51,16 @@ def recipe_error(
 
 
 def prepare_transformer_engine(config: RunConfig) -> None:
-    """Make this rank ready for Transformer Engine's layers if the run has them, before it does.
+    """Prepare this rank for Transformer Engine's layers; do nothing if the run uses others.
 
-    All ranks call this together.
+    All ranks call this together, before the model is built.
 
     Raises:
-        ConfigError: a GPU or a build of torch that cannot run what is asked for.
+        ConfigError: the GPU or this build of torch lacks the fp8 recipe or the overlap's backend.
     """
     if config.model.transformer_impl != TE_IMPL:
         return
-    # These variables stand for arguments that Transformer Engine does not have.
+    # Transformer Engine reads these options only from environment variables.
     scaled = config.model.apply_query_key_layer_scaling
     os.environ["NVTE_APPLY_QK_LAYER_SCALING"] = str(int(scaled))
     if config.training.deterministic_mode:
@@ -87,7 +88,7 @@ def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
     """Return the arguments of Transformer Engine's ``initialize_ub``.
 
     Args:
-        modes: its ``UserBufferQuantizationMode``, which it has from version 2.7 on; else None.
+        modes: Transformer Engine's ``UserBufferQuantizationMode``; None before version 2.7.
     """
     model, engine, fp8 = config.model, config.engine, config.fp8
     tokens = (model.seq_length or 0) * (config.training.micro_batch_size or 1)
@@ -109,9 +110,10 @@ def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
 
 
 class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, told to sum weight gradients in the main buffer.
+    """megatron-core's layer with ``gradient_accumulation_fusion`` set for this layer only.
 
-    Transformer Engine's products do that themselves; megatron-core's own layers would need apex.
+    The matrix products of Transformer Engine then add weight gradients to ``main_grad``. The option
+    is not set for the whole model, because megatron-core's own linear layers need apex for it.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +125,7 @@ class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]
 def accumulate_gradients(
     layers: Sequence[ModuleSpec], transformer_config: TransformerConfig
 ) -> None:
-    """Let the layers of a spec sum their weight gradients, where the run asks for it."""
+    """Put `GradientAccumulatingLayer` into specs if ``te_gradient_accumulation_fusion`` is set."""
     if not getattr(transformer_config, "te_gradient_accumulation_fusion", False):
         return
     for layer in layers:

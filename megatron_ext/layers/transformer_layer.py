@@ -1,8 +1,8 @@
 """megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
 
-The sum of a branch and the residual stream and the norm of the sum are one kernel, and so are their
-gradients; so are the norm and the rotary embedding of queries and keys, whose cosines are made once
-for all layers. Every activation is compiled, with its bias and the scale of an expert's tokens.
+One kernel adds a branch to the residual stream and normalizes the sum; one computes the gradients.
+Likewise, norm and rotary embedding of queries and keys are fused; all layers share one table of
+cosines and sines. An activation is compiled together with its bias and an expert's token scales.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ WithBias = tuple[Tensor, Tensor | None]
 Table = tuple[Tensor, Tensor]
 
 _tables: Any = WeakIdKeyDictionary()
-"""Cosines and sines by the tensor of angles, which all layers and all steps are given."""
+"""Cosines and sines by tensor of angles, then dtype; all layers and steps get the same tensor."""
 
 
 def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
-    """Return cosines and sines of angles ``[s, 1, 1, d]``, made once for each tensor of angles."""
+    """Return the `pointwise.rotary_table` of angles ``[s, 1, 1, d]``, cached by their tensor."""
     tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
     if dtype not in tables:
         with torch.no_grad():
@@ -47,12 +47,12 @@ def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
 
 
 class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
-    """megatron-core's self-attention; see the module."""
+    """megatron-core's self-attention with fused norm and rotary embedding of queries and keys."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> WithBias:
-        """Return the output ``[s, b, h]`` and the bias that is to be added.
+        """Return the output ``[s, b, h]`` and the bias that the caller must add, or None.
 
         Args:
             attention_mask: True where forbidden, ``[b, 1, s, s]``; None means causal.
@@ -85,7 +85,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
     def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``[s, b, n, d]``, keys and values ``[s, b, g, d]``."""
         linear, interleaved = self.linear_qkv, self.config.rotary_interleaved
-        # The bias is to be added later.
+        # `queries_keys_values` adds the bias.
         before, linear.skip_bias_add = linear.skip_bias_add, True
         try:
             projected, bias = linear(hidden)
@@ -108,11 +108,11 @@ NAMES = {function: name for name, function in pointwise.ACTIVATIONS.items()}
 
 
 class MLP(core.MLP):  # type: ignore[misc]
-    """Two matrices and an activation; see the module.
+    """megatron-core's MLP with a compiled activation.
 
     Attributes:
-        adds_bias: add the second bias here instead of leaving it to the caller, as recomputation
-            needs: its backward pass would recompute for ever where it returns a parameter.
+        adds_bias: add the second layer's bias here instead of returning it. Recomputation needs
+            this: if the MLP returned a parameter, the backward pass would recompute endlessly.
     """
 
     adds_bias: bool = False
@@ -120,7 +120,7 @@ class MLP(core.MLP):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> WithBias:
-        """Return the output, shaped like the input, and the bias that is to be added.
+        """Return the output, shaped like the input, and the bias that the caller must add, or None.
 
         The input is ``[s, b, h]``, or an expert's ``[tokens, h]`` with a scale ``[tokens]``.
         """
@@ -143,16 +143,16 @@ class MLP(core.MLP):  # type: ignore[misc]
 
 
 class SharedExpertMLP(CoreSharedExpertMLP, MLP):  # type: ignore[misc]
-    """The shared expert; if it overlaps with the dispatcher, megatron-core's code computes it."""
+    """The shared expert; megatron-core's code computes it if it overlaps with the dispatcher."""
 
 
 OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}
 
 
 def use_own_mlps(module: torch.nn.Module) -> None:
-    """Change the class of megatron-core's MLPs in a module to ours, which have the same state.
+    """Replace the class of megatron-core's MLPs in a module by ours, which has the same state.
 
-    megatron-core gives its process groups to experts of its own class only.
+    A layer spec cannot name our class, since megatron-core passes process groups only to its own.
     """
     for part in module.modules():
         if type(part) in OWN:
@@ -160,9 +160,10 @@ def use_own_mlps(module: torch.nn.Module) -> None:
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Return megatron-core's function of this name, with `bias_dropout_add` where it compiles.
+    """Return a function that adds bias, dropout and residual like megatron-core's of this name.
 
-    A residual stream in float32 stays so, where core rounds it to the 16 bits of ``x``.
+    It is compiled if ``fused`` and a compiler is available. It keeps a float32 residual stream in
+    float32, which megatron-core's rounds to the 16-bit dtype of ``x``.
     """
     unfused: Callable[..., Tensor] = core_bias_dropout_add(training, fused=False)
 
@@ -181,7 +182,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     """megatron-core's layer with fused parts, our all-to-all dispatcher and our dropout masks.
 
     Attributes:
-        graphs: what replays the layer in training; None where it is always run kernel by kernel.
+        graphs: CUDA graphs that replay the layer in training; None to launch each kernel.
     """
 
     graphs: LayerGraphs | None = None
@@ -189,7 +190,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     def __init__(
         self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any
     ) -> None:
-        # megatron-core's multi-token-prediction block hands none down.
+        # megatron-core's multi-token-prediction block passes no process groups.
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(*args, pg_collection=groups, **kwargs)
         use_own_mlps(self.mlp)
@@ -213,7 +214,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output and its context, by a graph where there is one for the call."""
+        """Return the layer's output and context; replay a CUDA graph if one fits the call."""
         graphs = self.graphs
         if graphs is not None and self.training and torch.is_grad_enabled():
             if graphs.takes(kwargs):
@@ -224,7 +225,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Run megatron-core's forward pass on ``[s, b, h]``, or the same of fused parts."""
+        """Return output ``[s, b, h]`` and context like megatron-core's, by fused parts if possible."""
         if args or not self._fuses(hidden_states, kwargs):
             given: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return given
@@ -259,7 +260,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         )
 
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """Return the residual stream after a branch, and its norm."""
+        """Add a branch's output to the residual stream; return the sum and the normalized sum."""
         training, bda = bool(self.training), self.self_attn_bda
         if bda is not get_bias_dropout_add or not norm.compiled:
             hidden = bda(training, True)(output, residual, self.hidden_dropout)

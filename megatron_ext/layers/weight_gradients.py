@@ -1,11 +1,11 @@
-"""Where the gradient of a weight goes: into the data-parallel buffer, or into a queue for later.
+"""Accumulation of weight gradients in the data-parallel buffer, and their deferral.
 
-With ``--gradient-accumulation-fusion`` the product that makes a weight gradient adds it to the
-float32 buffer itself, so that the sum over the tokens is never rounded to 16 bits and the buffer is
-read and written once. Megatron-LM takes a kernel of NVIDIA apex for this; here cuBLAS does it.
+With ``--gradient-accumulation-fusion`` the matrix product that computes a weight gradient also adds
+it to the float32 buffer. The sum over the tokens is then never rounded to 16 bits, and the buffer
+is read and written once. Megatron-LM uses a kernel of NVIDIA apex for this; here cuBLAS does it.
 
 A zero-bubble schedule computes weight gradients when the rank would otherwise be idle
-(arXiv:2401.10241); until then they wait in `DeferredWeightGradients`.
+(arXiv:2401.10241). Until then `DeferredWeightGradients` queues their computation.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Key = tuple[int, int]
-"""Micro-batch and stage."""
+"""Index of a micro-batch and of a pipeline stage."""
 
 
 def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add ``gradient^T inputs``, of ``[tokens, out]`` and ``[tokens, in]``, to ``[out, in]``."""
+    """Add ``gradient^T inputs`` to ``total`` in place.
+
+    ``gradient`` is ``[tokens, out]``, ``inputs`` is ``[tokens, in]`` and ``total`` ``[out, in]``.
+    """
     transposed = gradient.t()
     if total.dtype == inputs.dtype:
         total.addmm_(transposed, inputs)
@@ -39,7 +42,7 @@ def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
 def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch adds a product of 16-bit matrices to a float32 matrix in one call.
 
-    From torch 2.8 on GPUs do; some releases ignore the summand, so it is tried.
+    Torch 2.8 and later can on GPUs. Some releases ignore the float32 matrix, so this tries it.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
@@ -53,11 +56,12 @@ def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def gradient_placeholder(weight: Tensor) -> Tensor:
-    """Return a tensor ``[out, in]`` for autograd in place of a gradient that is in the buffer.
+    """Mark a weight's gradient as added to the buffer; return a tensor ``[out, in]`` for autograd.
 
-    megatron-core's hooks run on the thread of the backward pass only if there is a gradient; the
-    mark on the weight tells them not to add it. For a weight with ``zero_out_wgrad``, which is used
-    elsewhere in the step too, they add it nevertheless, so it is zero; else it is undefined.
+    Autograd needs some gradient to run megatron-core's hooks on the thread of the backward pass.
+    The mark stops the hooks from adding that tensor to the buffer, and its values are undefined.
+    But for a weight with ``zero_out_wgrad``, which is also used elsewhere in the step, the hooks
+    ignore the mark, and the tensor is zero.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     shared: Tensor | None = getattr(weight, "gradient_placeholder", None)  # see layers.graphs
@@ -68,7 +72,7 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to the data-parallel buffer, or to ``weight.grad`` where there is none."""
+    """Add a gradient to ``weight.main_grad`` if that exists, else to ``weight.grad``."""
     if hasattr(weight, "main_grad"):
         weight.main_grad.add_(gradient)
     elif weight.grad is None:
@@ -78,7 +82,7 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 
 class DeferredWeightGradients:
-    """A queue of weight gradients that are computed later, by micro-batch and stage."""
+    """Queues of weight gradients to compute later, one for each micro-batch and stage."""
 
     def __init__(self) -> None:
         self._waiting: dict[Key, list[Callable[[], object]]] = {}
@@ -86,7 +90,7 @@ class DeferredWeightGradients:
 
     @contextmanager
     def collect(self, key: Key) -> Iterator[None]:
-        """Defer the weight gradients of the backward passes inside the block."""
+        """Queue under ``key`` the weight gradients of the backward passes inside the block."""
         self._collecting = self._waiting.setdefault(key, [])
         try:
             yield
@@ -98,14 +102,14 @@ class DeferredWeightGradients:
         return self._collecting is not None
 
     def add(self, compute: Callable[[], object]) -> None:
-        """Defer one weight gradient, or compute it at once outside of `collect`."""
+        """Queue the computation of one weight gradient; outside of `collect`, run it at once."""
         if self._collecting is None:
             compute()
         else:
             self._collecting.append(compute)
 
     def compute(self, key: Key) -> None:
-        """Compute the queued gradients of a micro-batch and stage."""
+        """Compute and remove the queued gradients of a micro-batch and stage."""
         with torch.no_grad():
             for compute in self._waiting.pop(key, ()):
                 compute()
@@ -118,11 +122,11 @@ class LinearCall:
     Attributes:
         parameter: the layer's weight.
         queue: queue for its gradient; None computes the gradient in the backward pass.
-        in_place: add the gradient to the weight's ``main_grad``, where it has one.
-        tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
-        sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
-        allreduce_dgrad: the input's gradient is summed over the ranks.
-        scaling: scales of 8-bit products (see `layers.fp8`).
+        in_place: add the gradient to the weight's ``main_grad``, if it has one.
+        tp_group: ranks among which the weight is split; None for a layer without communication.
+        sequence_parallel: gather the input along the sequence, and reduce-scatter its gradient.
+        allreduce_dgrad: sum the input's gradient over the ranks of ``tp_group``.
+        scaling: scales of 8-bit matrix products (see `layers.fp8`).
     """
 
     parameter: Tensor

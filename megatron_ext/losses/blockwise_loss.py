@@ -1,8 +1,8 @@
-"""Any per-token loss on hidden states and head weight, block by block, gradients taken at once.
+"""Any per-token loss of hidden states and head weight, computed in blocks of tokens.
 
-This is `losses.linear_cross_entropy` for a loss that is written as a plain function of a block: the
-graph of one block is alive at a time, its gradients are taken in the forward pass, that of the
-weight is summed in float32, and the backward pass scales what is there.
+Like `losses.linear_cross_entropy`, but for any loss that is a differentiable function of a block.
+Only one block's autograd graph exists at a time. The forward pass computes the gradients of each
+block and sums those of the weight in float32; the backward pass only scales the gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ def _values(
     token_weights: Tensor,
     gradients: Gradients,
 ) -> list[Tensor]:
-    """Return losses ``[s * b]`` and extra values, 0 where a token does not count; add gradients."""
+    """Return losses and extra values ``[s * b]``, 0 where the weight is 0; add to the gradients."""
     count = len(tokens)
     rows = head.rows(count)
     values = [token_weights.new_empty(count) for _ in range(1 + len(extra_names))]
@@ -100,26 +100,29 @@ def blockwise_loss(
     bias: Tensor | None = None,
     extra_names: Sequence[str] = (),
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return losses of the tokens and their weighted sum, for a loss of a block of C tokens.
+    """Return the token losses, their weighted sum and extra values, computed in blocks of C tokens.
 
     Args:
         loss: maps hidden states ``[C, h]``, the head and the inputs of a block to losses ``[C]``,
-            or to a pair of these and a dictionary of further values ``[C]`` by name. It is called
-            once for each block, with gradients enabled. On the tensor-parallel ranks the gradients
-            of the hidden states are summed, so what a loss adds that does not go through the head's
-            methods must be divided by their number.
+            or to losses and a dictionary of extra values ``[C]`` by name. It is called once for
+            each block, with autograd enabled if a gradient is needed. The gradients of the hidden
+            states are summed over the tensor-parallel ranks. A term that does not go through the
+            head's methods must therefore be divided by the number of these ranks.
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
         weight: this rank's part of the head, ``[v/tp, h]``.
         weights: weights of the tokens, ``[b, s]``.
-        inputs: by name, ``[b, s, ...]`` cut into ``[C, ...]``, or a scalar that every block gets.
+        inputs: by name, ``[b, s, ...]``, which is cut into ``[C, ...]``, or scalars for all blocks.
         tp_group, sequence_parallel, block_size, bias: as in `weighted_linear_cross_entropy`.
-        extra_names: names of the further values, all of which each block must give.
+        extra_names: names of the extra values; the loss must return all of them for every block.
 
     Returns:
-        losses ``[b, s]`` float32, outside the graph and 0 where the weight is 0; the sum of weights
-        times losses, a float32 scalar inside it; and the further values, like the losses.
+        losses: ``[b, s]`` float32 without gradient, 0 where the weight is 0.
+        total: the sum of weights times losses, a float32 scalar with gradient.
+        extra: the extra values by name, in the form of the losses.
 
-    Raise a ConfigError if the loss returns wrong shapes or names, a DataError for wrong inputs.
+    Raises:
+        ConfigError: the loss returns wrong shapes or names, or options or types do not fit.
+        DataError: weights or inputs whose shape does not fit.
     """
     head = Head(block_size, tp_group, sequence_parallel)
     head.check(hidden, weight, weights, bias)

@@ -1,10 +1,9 @@
 """A user's own loss on the hidden states of a language model.
 
-``--loss my_module:MyLossConfig`` names two classes in a file of the user's: a frozen dataclass,
-whose fields are the options (``--loss-args gamma=2.0``) and which names its loss class, and the
-loss class, which says what a token's loss is; see ``examples/custom_loss/focal.py``. The caller
-cuts tokens into blocks, handles tensor and sequence parallelism, reduces, normalizes over the
-global batch and logs.
+``--loss my_module:MyLossConfig`` names a frozen dataclass that the user wrote. Its fields are the
+options (``--loss-args gamma=2.0``), and its ``loss_class`` is the class that computes the losses of
+tokens; see ``examples/custom_loss/focal.py``. The caller cuts tokens into blocks, handles tensor
+and sequence parallelism, reduces, normalizes over the global batch and logs.
 """
 
 import dataclasses
@@ -37,11 +36,12 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a loss for one micro-batch on one rank, which holds s of the sequence.
+    """The inputs of a loss for one micro-batch on one rank, which holds s tokens of each sequence.
 
-    The loss of a step is the mean with the weights ``[b, s]``, 0 where there is no target, over all
-    micro-batches, data- and context-parallel ranks. Blocks of the tensors, ``[b, s, ...]`` or
-    scalars by name, reach `TokenLoss.token_losses`.
+    Attributes:
+        weights: ``[b, s]``, 0 for tokens without a target. The loss of a step is the mean with
+            these weights over all micro-batches and all data- and context-parallel ranks.
+        tensors: by name, scalars or ``[b, s, ...]``. `TokenLoss.token_losses` gets blocks of them.
     """
 
     weights: Tensor
@@ -50,7 +50,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLossConfig:
-    """Options of a loss; subclass it, frozen, and name the class of the loss."""
+    """Base class of a loss's options; a subclass is a frozen dataclass that sets ``loss_class``."""
 
     loss_class: ClassVar[type["TokenLoss[Any]"]]
 
@@ -59,11 +59,12 @@ Config = TypeVar("Config", bound=TokenLossConfig)
 
 
 class TokenLoss(Generic[Config]):
-    """A loss of single tokens; subclass it and write `token_losses`.
+    """Base class of per-token losses; a subclass implements `token_losses`.
 
     Attributes:
-        extra_names: names in the log of further values that `token_losses` returns; their means
-            over the tokens, with the weights of the loss, are reported too.
+        name: name of the loss in the log.
+        extra_names: names of the extra values that `token_losses` returns. The log reports the
+            mean of each over the tokens, with the same weights as the loss.
     """
 
     name: ClassVar[str] = "loss"
@@ -73,10 +74,11 @@ class TokenLoss(Generic[Config]):
         self.config = config
 
     def build(self, batches: Sequence[Batch], context: ParallelContext) -> list[LossInputs]:
-        """Return the inputs of all micro-batches of a step, before its first forward pass.
+        """Return the inputs of each micro-batch of a step, before the step's first forward pass.
 
-        Override it to add tensors, or weights whose denominators need the whole step (sum them over
-        ``context.pgs.dp_cp``). It is called on all ranks of the last stage, in evaluation as well.
+        Override it to pass more tensors or to change the weights. To normalize weights over the
+        whole step, sum their denominator over ``context.pgs.dp_cp``. All ranks of the last pipeline
+        stage call it, in evaluation as well.
         """
         return [LossInputs(batch.loss_weights, {"labels": batch.labels}) for batch in batches]
 
@@ -85,9 +87,9 @@ class TokenLoss(Generic[Config]):
     ) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """Return the losses ``[C]`` of a block of C tokens, whose hidden states are ``[C, h]``.
 
-        Where the class has `extra_names`, return a pair: the losses, and for each of the names a
-        value ``[C]``. The head's methods hide how the vocabulary lies on the ranks; the inputs are
-        blocks of the tensors that `build` gave.
+        If the class has `extra_names`, return the losses and a mapping from each of these names to
+        values ``[C]``. The head's methods hide how the vocabulary is split over the ranks. The
+        inputs are this block's part of the tensors that `build` returned.
         """
         raise NotImplementedError
 
@@ -96,8 +98,12 @@ class TokenLoss(Generic[Config]):
 def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
     """Return the loss that ``--loss`` and ``--loss-args`` name, the same object for the whole run.
 
-    ``spec`` is ``module:Class`` or ``path/to/file.py:Class``, the class of its options; an argument
-    is ``field=value``, a value as YAML. Raise a ConfigError for one that does not fit.
+    Args:
+        spec: the class of the loss's options, ``module:Class`` or ``path/to/file.py:Class``.
+        arguments: options, each ``field=value`` with the value in YAML.
+
+    Raises:
+        ConfigError: a class that is missing or unfit, or an argument that does not fit its field.
     """
     kind = _config_class(spec)
     names = {field.name: field for field in dataclasses.fields(kind)}
@@ -125,7 +131,7 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
 
 
 def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> Any:
-    """Return the value of an option as the type of its field, where that is a plain type."""
+    """Parse the value of an option; raise a ConfigError if its field has another plain type."""
     hint = typing.get_type_hints(kind)[name]
     members = typing.get_args(hint) or (hint,)
     try:
@@ -170,7 +176,7 @@ def _module(place: str, spec: str) -> Any:
         file_spec = importlib.util.spec_from_file_location(path.stem, path)
         assert file_spec is not None and file_spec.loader is not None
         module = importlib.util.module_from_spec(file_spec)
-        # Dataclasses look their module up by name.
+        # The dataclass decorator looks up the module by name.
         sys.modules.setdefault(path.stem, module)
         file_spec.loader.exec_module(module)
         return module

@@ -1,8 +1,8 @@
-"""Cross-entropy of a vocabulary-parallel linear head whose logits never exist as a whole.
+"""Cross-entropy of a vocabulary-parallel linear head that never holds all logits at once.
 
-Tokens are taken in blocks of C, flattened; one block of C x v/tp logits is alive at a time, in
-float32, or on GPUs in the type of the product (`vocabulary.statistics`). The weights of the tokens
-are known beforehand, so the gradients are taken while the logits are there.
+The flattened tokens are processed in blocks of C. Only one block of logits ``[C, v/tp]`` exists at
+a time, in float32, or on GPUs in the dtype of the matrix product (`vocabulary.statistics`). Since
+the weights of the tokens are known in advance, the forward pass also computes the gradients.
 
 With logits z, label y, vocabulary size v, label smoothing e, z-loss coefficient c (PaLM's,
 arXiv:2204.02311, section 5), lse = log sum exp z and p = exp(z - lse), a token has
@@ -10,8 +10,8 @@ arXiv:2204.02311, section 5), lse = log sum exp z and p = exp(z - lse), a token 
     l = lse - (1 - e) z_y - e/v sum z + c lse^2
     dl/dz = p (1 + 2 c lse) - (1 - e) onehot(y) - e/v
 
-which without c is `torch.nn.functional.cross_entropy(label_smoothing=e)`. A block costs two
-collectives in the forward pass, none in the backward pass, and no wait for the device.
+With c = 0 this is `torch.nn.functional.cross_entropy(label_smoothing=e)`. A block takes two
+collectives in the forward pass, none in the backward pass, and no synchronization with the GPU.
 """
 
 import functools
@@ -55,33 +55,34 @@ def weighted_linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of the tokens and their weighted sum.
 
-    This takes as many products with the head as whole logits do. The gradients of the hidden states
-    and, in float32, of the weight are held until the backward pass, which scales them in place and
-    so can run once only. Under ``torch.no_grad`` no gradients are computed.
+    This takes as many matrix products with the head as a computation of all logits at once. The
+    gradients of the hidden states and, in float32, of the weight are kept until the backward pass,
+    which scales them in place and can run only once. ``torch.no_grad`` avoids all gradients.
 
     Args:
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
-        weight, bias: this rank's part of the head, ``[v/tp, h]`` and ``[v/tp]``, from token
-            ``rank * v/tp`` on, of one type.
-        labels: ``[b, s]`` int64. A label outside ``[0, v)`` gives the loss lse, so tokens that do
-            not count need ``ignore_index`` or a weight of 0.
+        weight, bias: this rank's part of the head, ``[v/tp, h]`` and ``[v/tp]``, of one dtype. Its
+            first row belongs to the token id ``rank * v/tp``.
+        labels: ``[b, s]`` int64. A label outside ``[0, v)`` gives a meaningless loss, so a token
+            that does not count needs the label ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
-        tp_group: None means this rank alone.
-        block_size: C. The logits of a block take C * v/tp * 4 bytes, and half of that more in 16
-            bits. None takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager
-            holds. On GPUs they take half in 16 bits, and None follows `vocabulary.fused_rows`.
-        ignore_index: label of tokens with loss 0 and gradient exactly 0.
-        label_smoothing: share of the target that is spread over the whole vocabulary.
-        z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.
-        gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, where that
-            exists, and give autograd marked zeros, which megatron-core's hooks know.
+        tp_group: None means that this rank holds the whole head.
+        block_size: C. The logits of a block take C * v/tp * 4 bytes, and for a 16-bit head a 16-bit
+            copy takes half as much again. None chooses an eighth of the tokens, at most 1024. If
+            the logits stay in 16 bits on a GPU, they take C * v/tp * 2 bytes, and None chooses
+            `vocabulary.fused_rows`.
+        ignore_index: label of tokens whose loss and gradient are exactly 0.
+        label_smoothing: share of the target probability that is spread over the whole vocabulary.
+        z_loss_coefficient: c of the term ``c * lse^2`` in each token's loss.
+        gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, if that
+            exists, and pass zeros to autograd, which megatron-core's hooks add.
 
     Returns:
-        losses ``[b, s]`` float32, outside the graph and alike on every tensor-parallel rank, and
-        their weighted sum, a float32 scalar inside the graph.
+        losses: ``[b, s]`` float32 without gradient, equal on all tensor-parallel ranks.
+        total: their weighted sum, a float32 scalar with gradient.
 
     Raises:
-        ConfigError: an option out of its range, or hidden states and weight of different types.
+        ConfigError: an option out of its range, or a dtype or bias that does not fit the weight.
         DataError: labels or token weights whose shape does not fit.
     """
     head = Head(
@@ -122,15 +123,17 @@ def hidden_states_loss(
     block_size: int | None = None,
     **cross_entropy: Any,
 ) -> tuple[Tensor, Tensor, Report]:
-    """Return the loss of a micro-batch, with the gradients of all prediction depths attached.
+    """Return the loss of a micro-batch, its number of targets and its log entries.
+
+    The loss's backward pass also differentiates the losses of all MTP depths (prediction modules).
 
     Args:
-        hidden: states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
-        share: see `share_of_step`.
-        custom: a user's own loss in place of cross-entropy; prediction depths keep cross-entropy.
-        block_size, cross_entropy: see `weighted_linear_cross_entropy`.
+        hidden: states of the decoder, then of each MTP depth, ``[(1 + depths) * s, b, h]``.
+        share: factor on the token weights; see `share_of_step`.
+        custom: a user's own loss instead of cross-entropy; the MTP depths keep cross-entropy.
+        block_size, cross_entropy: options of `weighted_linear_cross_entropy`.
     """
-    # Wrappers for 16 bits return float32.
+    # megatron-core's wrappers of 16-bit models return float32.
     hidden, weights = hidden.to(head.weight.dtype), batch.loss_weights
     layout: dict[str, Any] = {
         "tp_group": head.tp_group,

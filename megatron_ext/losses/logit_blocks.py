@@ -1,7 +1,7 @@
 """The logits of a vocabulary-parallel linear head, one block of tokens at a time.
 
-`logit_blocks` computes them, `exponentiate` turns them into losses, `differentiate` turns them into
-their own gradient in place, and `Gradients` adds up what a block gives.
+`logit_blocks` computes them, `exponentiate` computes losses from them, `differentiate` overwrites
+them with their gradient, and `Gradients` sums the gradients of weight and bias over the blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from megatron_ext.losses.vocabulary import default_rows, fused_rows, statistics,
 
 @dataclass(frozen=True)
 class Head:
-    """An output head without its weight: its options, and how its tensors lie on the ranks."""
+    """Options of an output head's loss, and the split of the head over ranks; not its weight."""
 
     block_size: int | None
     tp_group: ProcessGroup | None
@@ -55,14 +55,14 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int, hidden_size: int | None = None) -> int:
-        """Return the tokens of a block; with a hidden size, of one on a GPU in 16 bits."""
+        """Return the number of tokens in a block; give ``hidden_size`` only for fused blocks."""
         usual = fused_rows(num_tokens, hidden_size) if hidden_size else default_rows(num_tokens)
         return max(1, min(self.block_size or usual, num_tokens))
 
     def check(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
     ) -> None:
-        """Refuse tensors that do not fit each other; looks at shapes and types only."""
+        """Raise a ConfigError or DataError for tensors whose dtypes or shapes do not fit."""
         if hidden.dtype != weight.dtype:
             raise ConfigError(
                 f"The hidden states are {hidden.dtype} and the head weight is {weight.dtype}, but "
@@ -85,13 +85,13 @@ class Head:
             )
 
     def tokens(self, hidden: Tensor) -> Tensor:
-        """Return all tokens ``[s * b, h]`` of hidden states that may be cut along the sequence."""
+        """Return hidden states as ``[s * b, h]``, gathered along the sequence if it is split."""
         if self.sequence_parallel and self.tp_size > 1:
             hidden = _gather_along_first_dim(hidden, self.tp_group)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def reduce(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """Sum a gradient ``[s * b, h]`` over the parts of the vocabulary, in ``like``'s shape."""
+        """Sum a gradient ``[s * b, h]`` over tensor-parallel ranks, in the shape of ``like``."""
         gradient = gradient.view(-1, *like.shape[1:])
         if self.sequence_parallel and self.tp_size > 1:
             gradient = _reduce_scatter_along_first_dim(gradient, self.tp_group)
@@ -106,17 +106,17 @@ class Head:
 
 @dataclass(frozen=True)
 class Block:
-    """The logits of some tokens, and where their labels are.
+    """The logits of C tokens, and the positions of their labels.
 
     Attributes:
-        span: place of the tokens among all flattened ones.
-        hidden: ``[C, h]``.
-        logits: ``[C, v/tp]`` float32, or in the type of the product where ``fused``; overwritten by
-            what is computed from them and by the next block.
+        span: range of the tokens in the flattened ``[s * b]``.
+        hidden: hidden states ``[C, h]``.
+        logits: ``[C, v/tp]``, float32, or if ``fused`` in the dtype of the hidden states. The
+            functions of this module and the next block overwrite them.
         column: ``[C, 1]`` column of each token's label, 0 where this rank does not own it.
         owned: ``[C, 1]`` float32, 1 where this rank owns the label of a token that counts.
-        valid: ``[C]`` float32, 0 at ``ignore_index``.
-        fused: the compiled functions of `vocabulary` read the logits and make their gradient.
+        valid: ``[C]`` float32, 0 where the label is ``ignore_index``, else 1.
+        fused: use the compiled functions of `vocabulary` for statistics and gradient.
     """
 
     span: slice
@@ -131,7 +131,7 @@ class Block:
 def logit_blocks(
     head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
 ) -> Iterator[Block]:
-    """Yield the logits of ``[s * b, h]`` with labels ``[b, s]`` block by block, in one buffer."""
+    """Yield blocks of hidden states ``[s * b, h]`` and labels ``[b, s]``; logits share a buffer."""
     labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
     fused = compiles(hidden)
     rows = head.rows(num_tokens, hidden.shape[1] if fused else None)
@@ -160,7 +160,7 @@ def logit_blocks(
 def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Return the losses, log-sum-exp and sum of exponentials of a block, each ``[C]`` float32.
 
-    The logits become exp(z - max z) unless fused. This takes two collectives.
+    Overwrite the logits z with exp(z - max z), unless the block is fused. Call two collectives.
     """
     smoothing = head.label_smoothing
     highest, sums = (_fused_sums if block.fused else _sums)(head, block)
@@ -176,9 +176,10 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return the highest logit ``[C]`` of all parts, and sums over this part without it.
+    """Return each token's highest logit ``[C]`` over all ranks, and sums over this rank's logits.
 
-    The sums are ``[2 or 3, C]``: of the label, with smoothing of all logits, of the exponentials.
+    The highest logit is subtracted from the logits first. The rows of the sums ``[2 or 3, C]`` are
+    the label's logit, with label smoothing the sum of all logits, and the sum of exponentials.
     """
     logits = block.logits
     highest = logits.amax(dim=1, keepdim=True)
@@ -193,7 +194,7 @@ def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return what `_sums` returns, but leave the logits as they are."""
+    """Return the same as `_sums` by compiled code; leave the logits unchanged."""
     smooths = head.label_smoothing > 0
     found = statistics(block.logits, block.column, smooths)
     highest = found.highest.clone()
@@ -206,9 +207,10 @@ def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total: Tensor) -> None:
-    """Turn exponentials, or fused logits, into the gradient of the logits, in place.
+    """Overwrite a block's logits, after `exponentiate`, with their gradient.
 
-    ``incoming`` is the gradient of each token's loss; all three are ``[C]`` float32.
+    ``incoming`` is the gradient of each token's loss; it and `exponentiate`'s ``lse`` and ``total``
+    are ``[C]`` float32.
     """
     logits, smoothing = block.logits, head.label_smoothing
     incoming, lse = (incoming * block.valid).unsqueeze(1), lse.unsqueeze(1)
@@ -225,9 +227,9 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
 
 
 class Gradients:
-    """Accumulators of the gradients of tokens ``[s * b, h]``, weight and bias; None if unwanted.
+    """Gradients of hidden states ``[s * b, h]``, weight and bias; each is None if not wanted.
 
-    Gradients of weight and bias are float32, those of tokens have the tokens' dtype.
+    Those of weight and bias are float32; that of the hidden states has their dtype.
     """
 
     def __init__(self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
@@ -243,7 +245,7 @@ class Gradients:
         self._is_zero = True
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients, scaling tokens' and bias's; raise a RuntimeError the next time."""
+        """Return the gradients, all but the weight's scaled; a second call is a RuntimeError."""
         if self._taken:
             raise RuntimeError(
                 "The gradients of this loss were scaled in place by a first backward pass; compute "
@@ -257,7 +259,7 @@ class Gradients:
         return None if hidden is None else hidden.mul_(scale), weight, bias
 
     def add(self, block: Block, weight: Tensor) -> None:
-        """Add the gradients of a block after `differentiate` has replaced its logits."""
+        """Add the gradients of a block whose logits `differentiate` has overwritten."""
         tokens, total = block.hidden, self.weight
         gradient = block.logits.to(tokens.dtype)
         if self.hidden is not None:
@@ -274,7 +276,7 @@ class Gradients:
 
 
 def _scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
-    """Return a tensor times a scalar in another type; its own memory may be used."""
+    """Return a tensor times a scalar, cast to ``kind``; the tensor may be overwritten."""
     if tensor.is_cuda and tensor.dtype != kind:
         # One kernel multiplies and casts.
         return torch.mul(tensor, scale, out=tensor.new_empty(tensor.shape, dtype=kind))
@@ -282,19 +284,19 @@ def _scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return ``[b, s]`` in the order of the hidden states' tokens, ``[s * b]``."""
+    """Flatten ``[b, s]`` to ``[s * b]``, the order of tokens in flattened hidden states."""
     return tensor.t().reshape(-1)
 
 
 ValuesOf = Callable[[Tensor, Tensor, Gradients], Sequence[Tensor]]
-"""From all tokens ``[s * b, h]``, their weights and the gradients to fill to losses ``[s * b]``.
+"""Computes losses ``[s * b]`` from all hidden states ``[s * b, h]`` and token weights ``[s * b]``.
 
-Further values of the tokens may follow the losses.
+It fills the given `Gradients`. Extra values ``[s * b]`` may follow the losses in the result.
 """
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The weighted sum of the tokens' losses, whose gradients are taken in the forward pass."""
+    """Weighted sum of the token losses; its forward pass already computes the gradients."""
 
     @staticmethod
     def forward(
@@ -330,7 +332,7 @@ class _WeightedSum(torch.autograd.Function):
         of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
         if of_weight is not None and ctx.main_grad is not None:
             ctx.main_grad.addcmul_(of_weight, scale)
-            # Autograd's hook adds zeros to it; overlapped reductions refuse a missing gradient.
+            # megatron-core's hook adds these zeros; its overlapped reduction needs some gradient.
             zero = ctx.main_grad.new_zeros((), dtype=ctx.weight_dtype)
             of_weight = zero.expand_as(ctx.main_grad)
         elif of_weight is not None:
@@ -346,7 +348,10 @@ def weighted_sum(
     head: Head,
     values_of: ValuesOf,
 ) -> tuple[Tensor, ...]:
-    """Return the weighted sum of losses, inside the graph, and the values, ``[b, s]``, outside."""
+    """Return the losses' sum with the ``weights [b, s]``; then losses and extra values ``[b, s]``.
+
+    Only the sum is differentiable. ``values_of`` computes losses and extra values.
+    """
     result: tuple[Tensor, ...] = _WeightedSum.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, weights, head, values_of, torch.is_grad_enabled()
     )
