@@ -225,7 +225,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output ``[s, b, h]`` and context like megatron-core's, by fused parts if possible."""
+        """Return output ``[s, b, h]`` and context as megatron-core does, fused where possible."""
         if args or not self._fuses(hidden_states, kwargs):
             given: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return given
