@@ -271,7 +271,7 @@ class Change:
 def _changes(
     sections: Mapping[str, Any], given: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> Iterator[Change]:
-    """Yield the flags that differ from the stored ones, except those that may ("allow").
+    """Yield the flags that differ from the stored ones, except those declared "allow".
 
     Args:
         sections: the run's sections by name.

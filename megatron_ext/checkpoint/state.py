@@ -274,9 +274,9 @@ def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]
 
 
 def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return a sharded state to load averages into, which begins with the weights in fp32.
+    """Return a sharded state to load averages into, initialized with the weights in fp32.
 
-    Vocabulary rows that the checkpoint lacks (padding) keep these values.
+    Vocabulary rows that the checkpoint lacks (padding) keep their initial values.
     """
     values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
     return _cut_like(weights, zip(ema.parameters, values, strict=True))

@@ -84,7 +84,7 @@ class MTPTargets:
     reports: list[Tensor] = field(default_factory=list)
 
     def record(self, depth: int, losses: Tensor) -> None:
-        """Append sum and count of the masked losses ``[b, s/c]`` of a depth, counted from 0."""
+        """Append sum and count of a depth's masked losses ``[b, s/c]``; depths count from 0."""
         mask = self.masks[depth]
         with torch.no_grad():
             self.reports.append(torch.stack([(losses.float() * mask).sum(), mask.sum()]))

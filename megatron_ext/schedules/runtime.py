@@ -287,7 +287,7 @@ class _Step:
         return entering.requires_grad_(self.trains)
 
     def backward(self, action: Action) -> None:
-        """Run a micro-batch's backward pass through a chunk, with INPUT only for the input."""
+        """Run a micro-batch's backward pass of a chunk; `Kind.INPUT` defers weight gradients."""
         key = action.microbatch, action.stage
         gradient = None
         if action.stage < self.placement.num_stages - 1:

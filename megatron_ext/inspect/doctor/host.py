@@ -212,7 +212,7 @@ def ask_python(
 
 
 def host_findings(host: Host, num_gpus: int) -> list[Finding]:
-    """Report what stands in the way of a run's ranks, one for each GPU, loaders and messages."""
+    """Report cores, open files, shared memory and RDMA, with the cost to a run if too low."""
     detail = f"{host.cores:g} core(s), {host.memory / GIB:.1f} GiB of memory."
     cores = Finding("host", "found", None, detail)
     if host.cores < 2 * num_gpus:

@@ -58,7 +58,7 @@ def one_process(layout: Layout) -> Iterator[ParallelContext]:
 def collect(
     config: RunConfig, task: Task, tokenizer: Tokenizer, *, first: int, count: int
 ) -> list[Step]:
-    """Draw the batches of some steps of a run, counted from 1, after the task's preflight."""
+    """Draw the batches of some steps, counted from 1; the task's preflight must have run."""
     layout = Layout.from_config(config.parallel)
     replicas, length = layout.data_parallel_size, config.model.seq_length
     iterations = number_of_iterations(config.training, length, replicas)

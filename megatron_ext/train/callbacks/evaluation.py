@@ -171,7 +171,7 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
 def _evaluate_sources(
     run: Run, name: str, sources: list[BatchSource], *, final: bool, mark: str = ""
 ) -> list[dict[str, float]]:
-    """Evaluate and report each set of a split, whose name in the report ends with ``mark``."""
+    """Evaluate and report each set of a split; the names reported end with ``mark``."""
     found = []
     process = run.task.process_non_loss_data
     # All ranks take part in what only one of them hands over.

@@ -1,4 +1,4 @@
-"""Rules of video runs: defaults, the engine's flags that they lack, and flags that exclude others.
+"""Rules of video runs: defaults, engine flags of no use to a video model, and flags in conflict.
 
 A flag that a run would ignore is refused by name.
 """

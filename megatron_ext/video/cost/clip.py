@@ -169,7 +169,10 @@ class ClipNetwork(Network):
         return LayerBytes(block.kept - saved, block.transient)
 
     def in_8_bits(self, block: Flops) -> Flops:
-        """Return a block's operations, in an fp8 run with those of weights counted as 8-bit."""
+        """Return a block's operations; in an fp8 run, those of linear layers count as 8-bit.
+
+        Gradients of weights do so only with ``--fp8-wgrad``.
+        """
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
             return block

@@ -254,8 +254,8 @@ def recache(
         latents: clean frames from ``first_frame`` up to the newest, ``[b, t, c, h, w]``.
         timestep: timestep given to the model for these clean frames (the context noise).
         text: the new prompt, ``[b, l, text_width]``.
-        sink_latents: clean frames from frame 0 on, at least the blocks that hold sinks before
-            ``first_frame``.
+        sink_latents: clean frames from frame 0 on. They must include every block that holds a
+            sink before ``first_frame``.
         keep_sink: keep the sinks' keys and values from the old prompt, as LongLive's sampling does;
             ``first_frame`` must then come after the sinks.
 
