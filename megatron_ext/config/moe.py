@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import (
@@ -17,6 +17,17 @@ from megatron_ext.config.flags import (
     resumed_flag,
     said_flag,
 )
+
+
+def layers_with_experts(frequency: int | Sequence[int], num_layers: int) -> list[bool]:
+    """Return for each layer of the decoder whether it holds experts.
+
+    Args:
+        frequency: every how many layers one holds experts, or a truth value for each layer.
+    """
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(holds) for holds in frequency]
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,12 @@ class MoEConfig(Changeable):
                 raise ValueError(text)
             pattern += numbers * int(times or 1)
         return pattern
+
+    def expert_layers(self, num_layers: int) -> list[bool]:
+        """Return for each layer of the decoder whether it holds experts."""
+        if self.num_experts is None:
+            return [False] * num_layers
+        return layers_with_experts(self.layer_pattern(), num_layers)
 
     def errors(self, expert_size: int) -> Iterator[str]:
         """Yield a sentence for each fault in the flags of experts."""

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron_ext.config.moe import layers_with_experts
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.build import RECOMPUTED_WITH_TE
 from megatron_ext.errors import ConfigError
@@ -115,17 +116,16 @@ def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
     Raises:
         ConfigError: a list in ``moe_layer_freq`` whose length is not the number of layers.
     """
+    num_layers = transformer_config.num_layers
     if transformer_config.num_moe_experts is None:
-        return [False] * transformer_config.num_layers
-    frequency = transformer_config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(transformer_config.num_layers)]
-    if len(frequency) != transformer_config.num_layers:
+        return [False] * num_layers
+    pattern = layers_with_experts(transformer_config.moe_layer_freq, num_layers)
+    if len(pattern) != num_layers:
         raise ConfigError(
-            f"`--moe-layer-freq` has {len(frequency)} entries, but must have one for each of the "
-            f"{transformer_config.num_layers} layers."
+            f"`--moe-layer-freq` has {len(pattern)} entries, but must have one for each of the "
+            f"{num_layers} layers."
         )
-    return [bool(flag) for flag in frequency]
+    return pattern
 
 
 def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig) -> None:

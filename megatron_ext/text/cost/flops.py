@@ -20,15 +20,6 @@ CASTS = {"delayed": 4, "tensorwise": 6, "rowwise": 8}
 Other recipes (Transformer Engine's) count as tensorwise."""
 
 
-def expert_layers(moe: MoEConfig, num_layers: int) -> list[bool]:
-    if moe.num_experts is None:
-        return [False] * num_layers
-    frequency = moe.layer_pattern()
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(num_layers)]
-    return [bool(flag) for flag in frequency]
-
-
 @dataclass(frozen=True)
 class Sizes(Ranks):
     """The sizes of a resolved run that the formulas need.
@@ -95,7 +86,7 @@ def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
     the gate of SwiGLU but of no other gated MLP, and the norms of multi-token prediction.
     """
     products, depths = token_products(model, moe, gated=model.swiglu), model.mtp_num_layers or 0
-    layers = expert_layers(moe, model.num_layers or 0)
+    layers = moe.expert_layers(model.num_layers or 0)
     layers += layers[-1:] * depths
     per_token = len(layers) * (products["projections"] + products["scores"])
     per_token += sum(products["experts" if experts else "dense"] for experts in layers)

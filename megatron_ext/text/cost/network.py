@@ -25,7 +25,7 @@ from megatron_ext.planning.network import (
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.flops import GptFlops, Sizes, expert_layers
+from megatron_ext.text.cost.flops import GptFlops, Sizes
 
 RECOMPUTATION: dict[str, dict[str, object]] = {
     "none": {"recompute_granularity": None},
@@ -183,7 +183,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
             v=model.padded_vocab_size,
             layers=model.num_layers or 0,
             depths=model.mtp_num_layers or 0,
-            experts=tuple(expert_layers(config.moe, model.num_layers or 0)),
+            experts=tuple(config.moe.expert_layers(model.num_layers or 0)),
         )
         return cls(config, sizes)
 
