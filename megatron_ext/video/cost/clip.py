@@ -1,4 +1,4 @@
-"""The clips of a bucket as a plan needs them, and the formulas that both networks share."""
+"""Cost formulas that the MMDiT and the video DiT share, for the clips of one shape (a bucket)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage
 
 @dataclass(frozen=True)
 class Clip:
-    """The clips of the bucket ``name``.
+    """The size and number of a bucket's clips, which all have one shape.
 
     Attributes:
+        name: name of the bucket.
         frames, rows, columns: tokens of a clip in time, height and width.
         num_text: text tokens of a clip, padding included.
         micro_batch_size: clips of a micro-batch on one rank.
-        share: fraction of an epoch's micro-batches that are of this bucket.
+        share: fraction of an epoch's micro-batches that come from this bucket.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Clip:
 
     @property
     def num_image(self) -> int:
-        """Return the number of image tokens."""
+        """Return the number of image tokens of a clip."""
         return self.frames * self.rows * self.columns
 
 
@@ -44,7 +45,7 @@ class BlockBytes:
 
     Attributes:
         h: hidden size.
-        rows: tokens ``s * b`` of all samples that a context-parallel rank holds.
+        rows: tokens of a micro-batch on a context-parallel rank, ``s * b``.
     """
 
     ranks: Ranks
@@ -53,36 +54,40 @@ class BlockBytes:
 
     @property
     def stream(self) -> int:
-        """Return the bytes of the residual stream, cut by sequence parallelism, ``[s, b, h]``."""
+        """Return the bytes of the residual stream ``[s, b, h]``, split by sequence parallelism."""
         return self.rows // self.ranks.sequence_size * self.h * self.ranks.width
 
     @property
     def whole(self) -> int:
-        """Return the bytes of the stream inside the parallel layers, where s is never cut."""
+        """Return the bytes of the residual stream before sequence parallelism splits its tokens."""
         return self.rows * self.h * self.ranks.width
 
     def cut(self, width: int) -> int:
-        """Return a rank's bytes of ``width`` features that tensor-parallel ranks divide."""
+        """Return a rank's bytes of ``width`` features a token, split over tensor-parallel ranks."""
         return self.rows * width // self.ranks.tp * self.ranks.width
 
     def matrix(self, rows: int, columns: int) -> int:
-        """Return a rank's bytes of the gradient of a matrix that tensor-parallel ranks divide."""
+        """Return a rank's bytes of a weight gradient that is split over tensor-parallel ranks."""
         return rows * columns // self.ranks.tp * self.ranks.width
 
     def gradients(self, width: int) -> int:
-        """Return the most bytes of gradients at a time around ``width`` features of attention.
+        """Return the peak bytes of gradients in the backward pass of attention and its projection.
 
-        They are two of such features, or those of the projection before: its weight and input.
+        The projection makes ``width`` features per token. The peak holds two gradients of these
+        features, or the gradients of the projection's weight and input, whichever is more.
         """
         return max(self.matrix(width, self.h) + self.whole, 2 * self.cut(width))
 
     @property
     def statistics(self) -> int:
-        """Return the bytes of mean and deviation that a LayerNorm of the stream keeps."""
+        """Return the bytes of mean and deviation that a LayerNorm of the residual stream keeps."""
         return 2 * (self.rows // self.ranks.sequence_size) * FP32
 
     def exchanged(self, trades_heads: bool) -> int:
-        """Return the bytes that attention keeps in addition because of context parallelism."""
+        """Return the extra bytes that attention keeps because of context parallelism.
+
+        ``trades_heads`` means an all-to-all of heads for tokens, else keys and values are gathered.
+        """
         if self.ranks.cp == 1:
             return 0
         return self.cut(self.h) if trades_heads else 2 * (self.ranks.cp - 1) * self.cut(self.h)
@@ -90,7 +95,10 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class ClipNetwork(Network):
-    """A video network on the clips of one bucket; ``model`` are its sizes. See `Network`."""
+    """Formulas for the cost of a video network on one rank, for one micro-batch of a bucket.
+
+    ``sizes`` are those of the parallel layout, ``model`` those of the network.
+    """
 
     config: RunConfig
     sizes: Ranks
@@ -104,7 +112,7 @@ class ClipNetwork(Network):
 
     @abstractmethod
     def sample_flops(self) -> float:
-        """Return the operations of a clip, forward and backward, by the formula of the log."""
+        """Return the operations of one clip, forward and backward, as the log counts them."""
 
     @property
     def tokens(self) -> int:
@@ -113,15 +121,15 @@ class ClipNetwork(Network):
 
     @property
     def layer_input(self) -> int:
-        """Return the bytes of the residual stream."""
+        """Return the bytes of a block's input, the residual stream."""
         return self.block_bytes.stream
 
     @abstractmethod
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Return the range of blocks of each pipeline stage, virtual stages included."""
+        """Return the indices of each pipeline stage's blocks; virtual stages are stages too."""
 
     def stages(self) -> list[Stage]:
-        """See `Network.stages`."""
+        """Return all pipeline stages of the network, first to last."""
         place = Layout.from_config(self.config.parallel).placement
         count = place.num_stages
         return [
@@ -130,7 +138,7 @@ class ClipNetwork(Network):
         ]
 
     def step_flops(self) -> float:
-        """See `Network.step_flops`."""
+        """Return the operations of a training step on all ranks together, without recomputation."""
         x = self.sizes
         micro, batch = self.config.training.batch_sizes
         clips = batch // (micro * self.config.parallel.data_parallel_size) * x.b * x.dp
@@ -138,7 +146,7 @@ class ClipNetwork(Network):
 
     @property
     def trades_heads(self) -> bool:
-        """Return whether context parallelism trades heads for tokens by all-to-all."""
+        """Return whether context-parallel ranks trade heads for tokens by all-to-all (Ulysses)."""
         return self.config.parallel.cp_comm_type[0] == "a2a"
 
     def context_bytes(self) -> float:
@@ -147,7 +155,7 @@ class ClipNetwork(Network):
         return 4 * ring(x.cp) * head if self.trades_heads else 2.0 * (x.cp - 1) * head
 
     def mlp(self, inner: int) -> LayerBytes:
-        """Return the memory of an MLP of width ``inner``; outputs of fc1 and GELU are kept."""
+        """Return the memory of an MLP of width ``inner``; it keeps the outputs of fc1 and GELU."""
         width, x = self.block_bytes, self.sizes
         tensor, weight = width.cut(inner), width.matrix(inner, width.h)
         emulated = self.config.fp8.fp8_format is not None and not x.gpu
@@ -156,7 +164,9 @@ class ClipNetwork(Network):
         return LayerBytes(2 * tensor, max(tensor + weight, weight + width.whole - tensor) + more)
 
     def kept_in_8_bits(self, block: LayerBytes, *, alone: int, shared: int) -> LayerBytes:
-        """Return the memory of a block whose linear layers keep 8-bit inputs with ``--fp8-wgrad``.
+        """Return the memory of ``block`` if its linear layers keep their inputs in 8 bits.
+
+        They do so in an fp8 run with ``--fp8-wgrad``; otherwise ``block`` is returned unchanged.
 
         Args:
             alone: bytes of inputs that only one linear layer keeps.
@@ -169,9 +179,9 @@ class ClipNetwork(Network):
         return LayerBytes(block.kept - saved, block.transient)
 
     def in_8_bits(self, block: Flops) -> Flops:
-        """Return a block's operations; in an fp8 run, those of linear layers count as 8-bit.
+        """Return a block's operations, with those of linear layers counted as 8-bit in an fp8 run.
 
-        Gradients of weights do so only with ``--fp8-wgrad``.
+        The products for gradients of weights count as 8-bit only with ``--fp8-wgrad``.
         """
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
@@ -182,9 +192,9 @@ class ClipNetwork(Network):
         )
 
     def velocity_loss(self, rows: int) -> LayerBytes:
-        """Return the memory of the loss on ``rows`` image tokens: velocities and errors.
+        """Return the memory of the loss on the velocities of ``rows`` image tokens.
 
-        One of these tensors is kept in fp32, and in 16-bit precision another one in 16 bits.
+        It keeps an fp32 tensor of the velocities' shape and, in 16-bit runs, a 16-bit one too.
         """
         error = rows * self.model.token_width * FP32
         half = rows * self.model.token_width * self.sizes.width if self.sizes.half else 0

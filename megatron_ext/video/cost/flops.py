@@ -20,7 +20,7 @@ from megatron_ext.video.model.wan.model import VideoDiT
 
 
 def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
-    """Return the operations of one clip of these tokens through an MMDiT, forward and backward."""
+    """Return the operations of an MMDiT on one clip, forward and backward."""
     h, m = sizes.hidden_size, sizes.mlp_size
     tokens = num_text + num_image
     # Queries, keys, values and projection, both MLP matrices, scores and their product with
@@ -45,9 +45,9 @@ def flops_of_frames(
     num_frames: int,
     tokens_per_frame: int,
 ) -> float:
-    """Return the operations of one clip through a video DiT, forward and backward.
+    """Return the operations of a video DiT on one clip, forward and backward.
 
-    With a window attention is causal, and the latent frames must be whole blocks of the window.
+    A ``window`` makes attention causal; ``num_frames`` must then be a multiple of its block.
     """
     frames = range(num_frames)
     seen = [
@@ -67,10 +67,10 @@ def flops_of_pass(
     first_frame: int = 0,
     **others: Any,
 ) -> float:
-    """Return the operations of a pass without gradient on all model-parallel ranks together.
+    """Return the operations of a forward pass without gradient, summed over model-parallel ranks.
 
-    Keys and values of the text are not counted if the cache holds them. ``model`` may be any rank's
-    part; the other arguments are those of `VideoDiT.forward`.
+    Keys and values of the text are not counted if the cache holds them. ``model`` may be the chunk
+    of any rank; the other arguments are those of `VideoDiT.forward`.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2
@@ -90,7 +90,10 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Return for each frame block how many frames attend, and to how many present frames."""
+    """Return, for each block of new frames, its number of frames and the number it attends to.
+
+    Only frames in ``present`` count as attended to. Without a window all new frames are one block.
+    """
     if window is None:
         return [(len(new), len(new))]
     return [
@@ -107,12 +110,12 @@ def flops_of_sample(
     num_times: int,
     embeds_text: bool = True,
 ) -> float:
-    """Return the operations of one sample through a video DiT in a pass without gradient.
+    """Return the operations of a video DiT on one sample in a pass without gradient.
 
     Args:
-        attended: for each run of consecutive frames, how many tokens attend and to how many.
+        attended: for each block of frames, its number of tokens and the number it attends to.
         num_times: number of timesteps: 1, or one for each frame.
-        embeds_text: the embedding of the text, and its keys and values, are computed.
+        embeds_text: whether the pass computes the text's embedding, keys and values.
     """
     h, pairs = sizes.hidden_size, list(attended)
     tokens = sum(queries for queries, _ in pairs)

@@ -32,22 +32,22 @@ from megatron_ext.video.model.mmdit.blocks import stage_blocks
 
 @dataclass(frozen=True)
 class MMDiTNetwork(ClipNetwork):
-    """An MMDiT on the clips of one bucket.
+    """Formulas for the cost of an MMDiT on the clips of one bucket.
 
-    Context-parallel ranks hold different shares of text and image, but equally many tokens, and
-    text and image tokens cost the same.
+    Context-parallel ranks hold equally many tokens, but different numbers of text tokens. Text and
+    image tokens cost the same, so the formulas hold for every rank.
     """
 
     model: MMDiTSizes
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
-        """Return the network of a resolved run, on the clips of one bucket of its data."""
+        """Return the formulas for a resolved run's network on the clips of one bucket."""
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)
 
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Return the range of blocks of each stage, dealt by cost; double blocks come first."""
+        """Return the indices of each stage's blocks, double blocks first, balanced by cost."""
         cost = self.config.section(MMDiTConfig).double_block_cost
         return stage_blocks(self.model, num_stages, cost)
 
@@ -59,7 +59,7 @@ class MMDiTNetwork(ClipNetwork):
 
     @property
     def boundary(self) -> int:
-        """Return the bytes between stages: hidden states and timesteps, ``[s + 1, b, h]``."""
+        """Return the bytes sent to the next stage: hidden states and a vector, ``[s + 1, b, h]``."""
         return self.block_bytes.stream + self._vector
 
     @property
@@ -71,7 +71,7 @@ class MMDiTNetwork(ClipNetwork):
         return number < self.model.num_double_blocks
 
     def weights(self, stage: Stage) -> list[Weight]:
-        """See `Network.weights`."""
+        """Return the parameters of a stage, in the order of its module's parameters."""
         model, h = self.model, self.model.hidden_size
         found = self._embedding() if stage.embedding else []
         for number in stage.layers:
@@ -116,7 +116,7 @@ class MMDiTNetwork(ClipNetwork):
         return [*self._whole(f"{name}.modulation", h, (6 if double else 3) * h), *qkv, *rest]
 
     def activations(self, stage: Stage) -> LayerBytes:
-        """See `Network.activations`."""
+        """Return the memory of one micro-batch's activations in a stage."""
         x, model = self.sizes, self.model
         table = self.block_bytes.rows * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
@@ -131,7 +131,7 @@ class MMDiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
-        """Return the memory of a block of the more frequent kind."""
+        """Return the memory of a double or single block, whichever kind the model has more of."""
         singles = self.model.num_single_blocks > self.model.num_double_blocks
         return self._single_block() if singles else self._double()
 
@@ -151,7 +151,7 @@ class MMDiTNetwork(ClipNetwork):
         )
 
     def _entering(self) -> LayerBytes:
-        """Return the memory of the embedders, which keep a copy of their inputs if in 16 bits."""
+        """Return the memory of the embedders, which keep copies of their inputs in 16-bit runs."""
         x, model = self.sizes, self.model
         share = x.cp * x.sequence_size
         features = self.clip.num_image * (model.token_width + model.cond_embed * model.cond_width)
@@ -161,13 +161,13 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(copies + 6 * self._vector, weight * x.width + self.block_bytes.stream)
 
     def _modulation(self, parts: int) -> LayerBytes:
-        """Return the memory of a block's modulation, ``Linear(SiLU(vec))`` to ``parts`` vectors."""
+        """Return the memory of a modulation, ``Linear(SiLU(vec))``, that gives ``parts`` vectors."""
         weight = parts * self.model.hidden_size**2 * self.sizes.width
         scales = parts // 3
         return LayerBytes((1 + parts + scales) * self._vector, weight + self.block_bytes.stream)
 
     def _attended(self, *, joins: bool) -> int:
-        """Return the bytes that attention keeps; ``joins`` adds the copy that joins two streams."""
+        """Return the bytes that attention keeps; ``joins`` adds a joint copy of text and image."""
         width, h = self.block_bytes, self.model.hidden_size
         rows = width.rows * self.model.num_heads // self.sizes.tp
         kept = width.cut(3 * h) + 2 * rms_norm(self.sizes, rows, self.model.head_dim)
@@ -209,7 +209,7 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(3 * width.stream + width.statistics + output, 2 * width.stream + weight)
 
     def _block_flops(self) -> Flops:
-        """Return the operations of a block of either kind, without its modulation."""
+        """Return the operations of a double or single block, which are equal without modulation."""
         h, m = self.model.hidden_size, self.model.mlp_size
         rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp
         linear = rows * (4 * h * h + 2 * h * m)
@@ -217,7 +217,7 @@ class MMDiTNetwork(ClipNetwork):
         return self.in_8_bits(block)
 
     def flops(self, stage: Stage) -> Flops:
-        """See `Network.flops`."""
+        """Return the operations of one micro-batch in a stage."""
         h, total = self.model.hidden_size, Flops()
         for number in stage.layers:
             parts = 12 if self._is_double(number) else 3
@@ -226,14 +226,14 @@ class MMDiTNetwork(ClipNetwork):
         return total + Flops(again=self._block_flops().forward * sum(self._recomputed(stage)))
 
     def sample_flops(self) -> float:
-        """See `flops_of_clip`."""
+        """Return the operations of one clip, forward and backward, without recomputation."""
         return flops_of_clip(self.model, self.clip.num_text, self.clip.num_image)
 
     def traffic(self, stage: Stage) -> Volume:
-        """Return the bytes that a rank of a stage sends.
+        """Return the bytes that a rank of a stage sends for one micro-batch, forward and backward.
 
-        Attention and MLP of a double block, and a single block as a whole, each need one gather and
-        one reduce-scatter (or one all-reduce) over the tensor-parallel ranks.
+        In each direction attention and MLP of a double block, and a single block as a whole, each
+        need one gather and one reduce-scatter (or one all-reduce) over the tensor-parallel ranks.
         """
         halves = sum(2 if self._is_double(number) else 1 for number in stage.layers)
         # A gather and a reduce-scatter, or one all-reduce; in each direction.

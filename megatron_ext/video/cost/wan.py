@@ -27,7 +27,7 @@ from megatron_ext.video.model.wan.attention import AttentionPlan, stage_blocks, 
 
 
 def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
-    """Return the parameters of a stage on one of ``tp`` ranks, in the order of its module."""
+    """Return a stage's parameters on one of ``tp`` ranks, in the order of the stage's module."""
     held = [f"blocks.{number}." for number in stage.layers]
     held += ["embedder."] * stage.embedding + ["head."] * stage.head
     found = list[Weight]()
@@ -49,11 +49,11 @@ def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -
 
 @dataclass(frozen=True)
 class DiTNetwork(ClipNetwork):
-    """A video DiT on clips of one shape.
+    """Formulas for the cost of a video DiT on clips of one shape.
 
     Attributes:
-        plan: which frames attend to which; past frames are those of a cache.
-        num_times: number of timesteps of a clip, f: 1, or one for each frame.
+        plan: the new and cached frames to which each block of frames attends.
+        num_times: number f of timesteps of a clip: 1, or one for each frame.
     """
 
     model: VideoDiTSizes
@@ -62,7 +62,7 @@ class DiTNetwork(ClipNetwork):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
-        """Return the network of a resolved flow-matching run, on one bucket of its data."""
+        """Return the formulas for a resolved flow-matching run on the clips of one bucket."""
         plan, dit = AttentionPlan.bidirectional(clip.frames), config.section(VideoDiTConfig)
         if config.section(VideoConfig).is_causal:
             window = window_of(config.section(WanConfig))
@@ -72,11 +72,11 @@ class DiTNetwork(ClipNetwork):
         return cls(config, ranks, dit.sizes, clip, plan, times)
 
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Return the range of blocks of each stage, dealt evenly."""
+        """Return the indices of each stage's blocks; stages differ by at most one block."""
         return stage_blocks(self.model.num_blocks, num_stages)
 
     def weights(self, stage: Stage) -> list[Weight]:
-        """See `dit_weights`."""
+        """Return the parameters of a stage, in the order of its module's parameters."""
         return dit_weights(self.config.lora, self.model, self.sizes.tp, stage)
 
     @cached_property
@@ -91,18 +91,21 @@ class DiTNetwork(ClipNetwork):
 
     @property
     def boundary(self) -> int:
-        """Return the bytes of hidden states, timesteps and text, ``[s + 7 f + l, b, h]``."""
+        """Return the bytes sent to the next stage, ``[s + 7 f + l, b, h]``.
+
+        The rows are s hidden states, 7 for each of f timesteps, and l text tokens.
+        """
         rows = 7 * self.num_times * self.sizes.b + self._text_rows
         return self.block_bytes.stream + rows * self.model.hidden_size * self.sizes.width
 
     @property
     def _vector(self) -> int:
-        """Return the bytes of one of the six parts of the modulation, ``[f, b, h]``."""
+        """Return the bytes of one shift, scale or gate of the modulation, ``[f, b, h]``."""
         rows = self.num_times * self.sizes.b
         return rows * self.model.hidden_size * self.sizes.width
 
     def activations(self, stage: Stage) -> LayerBytes:
-        """See `Network.activations`."""
+        """Return the memory of one micro-batch's activations in a stage."""
         x, model = self.sizes, self.model
         table = self.block_bytes.rows // x.b * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
@@ -113,7 +116,7 @@ class DiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def _entering(self) -> LayerBytes:
-        """Return the memory of the embedder: packed latents, the text's MLP, and the timesteps."""
+        """Return the memory of the embedder for packed latents, text and timesteps."""
         x, model, h = self.sizes, self.model, self.model.hidden_size
         held = self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
         text = self._text_rows * 3 * h * x.width
@@ -124,14 +127,14 @@ class DiTNetwork(ClipNetwork):
         )
 
     def _selected(self) -> int:
-        """Return how many frames' keys and values are copied, to join slices or cached frames."""
+        """Return the number of frames whose keys and values attention copies, repeats included."""
         frames = sum(_count(seen) for _, seen in self.plan.blocks if len(seen) > 1)
         if self.plan.past:
             frames += len(self.plan.past) + self.clip.frames
         return frames
 
     def _self_attention(self) -> int:
-        """Return the bytes that self-attention keeps, from its projection to its joined output."""
+        """Return the bytes that self-attention keeps between its two projections."""
         x, width, h = self.sizes, self.block_bytes, self.model.hidden_size
         wide = 2 * width.rows * h // x.tp * FP32 if x.half else 0
         rows = width.rows * self.model.num_heads // x.tp
@@ -159,7 +162,7 @@ class DiTNetwork(ClipNetwork):
         return self.config.lora.lora_rank is None
 
     def _adapters(self) -> int:
-        """Return the bytes of ``A x`` of a block's adapters, ``lora_rank`` features a token."""
+        """Return the bytes of ``A x``, ``lora_rank`` wide, that the adapters of a block keep."""
         lora, width = self.config.lora, self.block_bytes
         rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
         targets = lora.lora_target_modules or []
@@ -209,7 +212,7 @@ class DiTNetwork(ClipNetwork):
         return LayerBytes(kept, 2 * width.stream)
 
     def _attended(self) -> list[tuple[int, int]]:
-        """Return, for each run of consecutive frames, how many tokens attend and to how many."""
+        """Return, for each block of frames, its number of tokens and the number it attends to."""
         per_frame = self.clip.rows * self.clip.columns
         return [
             ((own.stop - own.start) * per_frame, _count(seen) * per_frame)
@@ -217,7 +220,7 @@ class DiTNetwork(ClipNetwork):
         ]
 
     def _block_flops(self) -> Flops:
-        """Return the operations of a block on one rank; see `flops_of_sample`."""
+        """Return the operations of a block for one micro-batch on one rank."""
         h, x, text = self.model.hidden_size, self.sizes, self.clip.num_text
         tokens = self.clip.num_image / x.cp
         linear = tokens * (6 * h * h + 2 * h * self.model.ffn_size) + 2 * text * h * h
@@ -233,22 +236,22 @@ class DiTNetwork(ClipNetwork):
         return max(0, min(len(stage.layers), limit))
 
     def flops(self, stage: Stage) -> Flops:
-        """See `Network.flops`."""
+        """Return the operations of one micro-batch in a stage."""
         block = self._block_flops()
         total = sum((block for _ in stage.layers), Flops())
         return total + Flops(again=block.forward * self._run_again(stage))
 
     def sample_flops(self) -> float:
-        """See `flops_of_sample`."""
+        """Return the operations of one clip, forward and backward, without recomputation."""
         return FORWARD_AND_BACKWARD * flops_of_sample(
             self.model, self._attended(), num_text=self.clip.num_text, num_times=1
         )
 
     def traffic(self, stage: Stage) -> Volume:
-        """Return the bytes that a rank of a stage sends.
+        """Return the bytes that a rank of a stage sends for one micro-batch, forward and backward.
 
-        Both attentions and the feed-forward layers each need one gather and one reduce-scatter (or
-        one all-reduce) over the tensor-parallel ranks.
+        In each direction both attentions and the feed-forward layers each need one gather and one
+        reduce-scatter (or one all-reduce) over the tensor-parallel ranks.
         """
         x, count = self.sizes, len(stage.layers)
         gathers = 6 * ring(x.tp) * self.block_bytes.whole
