@@ -59,7 +59,7 @@ class MMDiTNetwork(ClipNetwork):
 
     @property
     def boundary(self) -> int:
-        """Return the bytes sent to the next stage: hidden states and a vector, ``[s + 1, b, h]``."""
+        """Return the bytes sent to the next stage: tokens and one vector, ``[s + 1, b, h]``."""
         return self.block_bytes.stream + self._vector
 
     @property
@@ -161,7 +161,7 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(copies + 6 * self._vector, weight * x.width + self.block_bytes.stream)
 
     def _modulation(self, parts: int) -> LayerBytes:
-        """Return the memory of a modulation, ``Linear(SiLU(vec))``, that gives ``parts`` vectors."""
+        """Return the memory of a modulation ``Linear(SiLU(vec))`` that gives ``parts`` vectors."""
         weight = parts * self.model.hidden_size**2 * self.sizes.width
         scales = parts // 3
         return LayerBytes((1 + parts + scales) * self._vector, weight + self.block_bytes.stream)
