@@ -38,10 +38,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     """Scaled dot-product attention over this rank's heads.
 
     Under context parallelism ``--cp-comm-type`` selects the method: ``all_gather`` and ``p2p``
-    gather keys and values, ``a2a`` exchanges heads for sequence by an all-to-all.
+    gather all keys and values; ``a2a`` gives each rank some heads of the whole sequence.
 
     Raises:
-        ConfigError: a ``--cp-comm-type`` that the torch layers lack.
+        ConfigError: under context parallelism ``--cp-comm-type`` is none of these three.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Compute the attention output ``[s/c, b, n * d]`` on a context-parallel rank of c.
+        """Return the attention output ``[s/cp, b, n * d]`` for this rank's queries.
 
         Args:
-            query: ``[s/c, b, n, d]``.
-            key, value: ``[s/c, b, g, d]``, g query groups.
-            attention_mask: ``[b, 1, s/c, s]``, True where attention is forbidden; with None a
+            query: ``[s/cp, b, n, d]``.
+            key, value: ``[s/cp, b, g, d]``, g query groups.
+            attention_mask: ``[b, 1, s/cp, s]``, True where attention is forbidden; with None a
                 causal layer masks later positions itself.
 
         Raises:
-            ConfigError: an attention bias or packed sequences.
+            ConfigError: an attention bias or packed sequences are given.
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ConfigError(
@@ -119,7 +119,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_to_gathered(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend from this rank's queries to the gathered keys; return ``[s/c, b, n, d]``."""
+        """Attend from this rank's queries to the gathered keys; return ``[s/cp, b, n, d]``."""
         key, value = gather_sequence(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
         length, outputs = query.size(0) // 2, []
         for part, index in enumerate(slices_of(self.cp_group.rank(), self.cp_group.size())):
@@ -137,7 +137,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_with_traded_heads(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend over the whole sequence with a part of the heads; return ``[s/c, b, n, d]``."""
+        """Exchange sequence for heads, attend, and exchange back; return ``[s/cp, b, n, d]``."""
         size = self.cp_group.size()
         if query.size(2) % size:
             raise ConfigError(
@@ -160,9 +160,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend without communication, and return ``[q, b, n, d]``.
 
-        Queries are ``[q, b, n, d]``, keys and values ``[k, b, g, d]``. The mask ``[b, 1, q, k]`` is
-        True where attention is forbidden. ``first_query`` is the position of the first query in the
-        sequence; the first key is at position 0.
+        The q queries are ``[q, b, n, d]``. The k keys and values are ``[k, b, g, d]`` with g query
+        groups. The mask ``[b, 1, q, k]`` is True where attention is forbidden. ``first_query`` is
+        the position of the first query in the sequence; the first key is at position 0.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
@@ -195,7 +195,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _with_window(
         self, mask: Tensor | None, query: Tensor, key: Tensor, first_query: int
     ) -> Tensor:
-        """Add the sliding window (and causality) to a mask; return ``[b or 1, 1, q, k]``."""
+        """Return ``[b or 1, 1, q, k]``, True where mask, window or causality forbids attention."""
         assert self.window_size is not None
         left, right = self.window_size
         q = torch.arange(query.size(0), device=query.device)[:, None] + first_query
@@ -210,10 +210,11 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return forbidden[None, None] if mask is None else mask | forbidden
 
     def _follows_core(self, query: Tensor) -> bool:
-        """Return whether to compute step by step as megatron-core's unfused attention does.
+        """Return whether to attend step by step, as megatron-core's unfused attention does.
 
-        A GPU does so with ``--attention-backend local``, and for ``--deterministic-dropout``. A CPU
-        does so in 16 bits, to round as Megatron-LM does, and with dropout, to draw as it does.
+        A GPU does this with ``--attention-backend local``, or if dropout is on and deterministic. A
+        CPU does this in 16 bits, to round like Megatron-LM, and with dropout, to draw the same
+        masks as Megatron-LM.
         """
         drops = self.dropout > 0 and self.training
         if query.device.type != "cpu":
@@ -223,7 +224,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_eagerly(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
     ) -> Tensor:
-        """Return what `_attend` returns, computed with the full matrix of probabilities."""
+        """Attend with the full matrix of probabilities; arguments and result as in `_attend`."""
         q_len, batch, heads, _ = query.shape
         repeats = heads // key.size(2)
         if repeats > 1:
@@ -271,9 +272,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _random_state(transformer_config: TransformerConfig, dropout: float) -> Any:
-    """Return a context in which dropout draws differ between tensor-parallel ranks, if needed.
+    """Return a context in which tensor-parallel ranks draw different dropout masks.
 
-    With sequence parallelism megatron-core's blocks have entered such a context already.
+    Without dropout it does nothing. With sequence parallelism it does nothing either, since
+    megatron-core's blocks have entered such a context already.
     """
     if dropout > 0 and not transformer_config.sequence_parallel:
         return tensor_parallel.get_cuda_rng_tracker().fork()

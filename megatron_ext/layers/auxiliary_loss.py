@@ -1,9 +1,9 @@
 """Auxiliary losses in the autograd graph, and the targets of multi-token prediction (MTP).
 
-An identity on the activations carries the loss. Its backward pass returns the activations' gradient
-unchanged and starts the gradient of the attached loss with the loss scale, as megatron-core does
-for experts and MTP. Scale and normalization come from the training step, which makes log and
-gradients independent of the parallel layout.
+An identity function on activations attaches an auxiliary loss to them. Its backward pass returns
+the activations' gradient unchanged and starts the gradient of the attached loss with the loss
+scale, as megatron-core does for experts and MTP. The training step sets scale and normalization, so
+that log and gradients do not depend on the parallel layout.
 
 MTP has K depths (prediction modules); depth k predicts the token k+1 positions ahead (DeepSeek-V3,
 arXiv:2412.19437, section 2.2).
@@ -22,12 +22,12 @@ from torch.distributed import ProcessGroup
 
 @dataclass
 class AuxiliaryScale:
-    """The factor that turns a micro-batch's auxiliary loss into its share of the step.
+    """The factor with which a micro-batch's auxiliary loss enters the loss of the step.
 
     Let each of DP data-parallel ranks have M micro-batches. If the step divides its gradients by
-    its number of targets N, the factor is N / (DP * M). If it takes the mean of micro-batch means,
-    the factor is CP / M, and data parallelism divides by DP * CP. The step sets the factor before
-    its first forward pass.
+    its number of targets N, the factor is N / (DP * M). If the step takes the mean of micro-batch
+    means, the factor is CP / M for CP context-parallel ranks, and data parallelism divides by
+    DP * CP. The step sets the factor before its first forward pass.
     """
 
     value: Tensor | float = 1.0
@@ -51,18 +51,19 @@ class _Attach(torch.autograd.Function):
 def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Return ``carrier``, whose backward pass also differentiates ``loss.sum()``.
 
-    The step divides all gradients by its number of targets. If the loss needs another divisor,
-    multiply it beforehand by the number of targets over that divisor.
+    The step divides all gradients by its number of targets N. A loss that needs another divisor D
+    must be multiplied by N / D beforehand.
     """
     attached: Tensor = _Attach.apply(carrier, loss, transformer_config)  # type: ignore[no-untyped-call]
     return attached
 
 
 def attach_microbatch_loss(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
-    """Attach a scalar loss whose mean over all micro-batches of the step is to be minimized.
+    """Return ``carrier``, whose backward pass also differentiates a scalar auxiliary loss.
 
-    A task must declare its own auxiliary losses in `Task.auxiliary_losses`. The values of
-    context-parallel ranks are parts of a sum; those of tensor-parallel ranks must be equal.
+    The step minimizes the mean of this loss over its micro-batches. The losses of context-parallel
+    ranks are summed; the losses of tensor-parallel ranks must be equal. A task whose model calls
+    this must set `Task.auxiliary_losses`.
     """
     scale: AuxiliaryScale | None = getattr(transformer_config, "auxiliary_scale", None)
     return attach(carrier, loss if scale is None else loss * scale.value, transformer_config)
@@ -73,9 +74,10 @@ class MTPTargets:
     """The targets of a micro-batch for each MTP depth, and the losses to log.
 
     Attributes:
-        labels, masks, weights: for each depth ``[b, s/c]``: token ids; 1 where a target counts,
-            else 0; and the weights by which the token losses are summed.
-        reports: for each depth ``[sum, count]`` of the masked losses, filled by the forward pass.
+        labels: token ids for each depth, ``[b, s/cp]``.
+        masks: loss weights from the data for each depth, ``[b, s/cp]``; 0 without a target.
+        weights: normalized weights by which the token losses are summed, ``[b, s/cp]`` by depth.
+        reports: ``[sum, count]`` of the masked losses by depth, filled by the forward pass.
     """
 
     labels: Sequence[Tensor]
@@ -84,7 +86,7 @@ class MTPTargets:
     reports: list[Tensor] = field(default_factory=list)
 
     def record(self, depth: int, losses: Tensor) -> None:
-        """Append sum and count of a depth's masked losses ``[b, s/c]``; depths count from 0."""
+        """Append ``[sum, count]`` of the losses ``[b, s/cp]`` of a depth, counted from 0."""
         mask = self.masks[depth]
         with torch.no_grad():
             self.reports.append(torch.stack([(losses.float() * mask).sum(), mask.sum()]))
@@ -93,12 +95,12 @@ class MTPTargets:
 def per_token_weights(
     masks: Sequence[Tensor], scaling_factor: float, main_count: Tensor, depth_counts: Tensor
 ) -> list[Tensor]:
-    """Return the weights ``[b, s/c]`` of each MTP depth's losses under per-token normalization.
+    """Return the weights of each MTP depth's token losses under per-token normalization.
 
-    The step divides its gradients by the number N of its main targets (``main_count``). Depth k has
-    D_k targets in the step (``depth_counts``, ``[K]``) and is therefore weighted by N / D_k. It
-    then adds ``scaling_factor / K`` times its mean loss over the global batch. The masks are
-    ``[b, s/c]``.
+    Each of the K depths has a mask and weights ``[b, s/cp]``. The step divides its gradients by the
+    number N of its main targets (``main_count``). The masks of depth k sum to D_k over the step
+    (``depth_counts``, ``[K]``), so its weights contain the factor N / D_k. Each depth then adds
+    ``scaling_factor / K`` times its mean loss over the global batch.
     """
     coefficient = scaling_factor / len(masks)
     ratios = main_count / depth_counts.clamp(min=1)
@@ -106,8 +108,9 @@ def per_token_weights(
 
 
 def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> list[Tensor]:
-    """Return each MTP depth's weights for a mean of micro-batch means, Megatron-LM's default.
+    """Return the weights of each MTP depth's token losses for a mean of micro-batch means.
 
+    This is Megatron-LM's default normalization. Each depth has a mask and weights ``[b, s/cp]``.
     ``scaling_factor`` is ``--mtp-loss-scaling-factor`` divided by the number of micro-batches.
     """
     coefficient = scaling_factor / len(masks)
@@ -116,10 +119,11 @@ def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> lis
 
 @dataclass(frozen=True)
 class OutputHead:
-    """This rank's part ``[v/tp, h]`` of an output head, which starts at token ``rank * v/tp``.
+    """This rank's part of an output head.
 
-    The bias is ``[v/tp]``, in the weight's dtype. With ``sequence_parallel`` the hidden states are
-    split along the sequence.
+    The weight is ``[v/tp, h]``; its first row belongs to the token id ``rank * v/tp``. The bias is
+    ``[v/tp]``, in the weight's dtype. With ``sequence_parallel`` the hidden states are split along
+    the sequence.
     """
 
     weight: Tensor

@@ -31,9 +31,10 @@ def build_chunks(
     context: ParallelContext,
     vocab_size: int | None = None,
 ) -> list[MegatronModule]:
-    """Build the bare chunks of this rank, one for each virtual stage, by `Task.model_chunk`.
+    """Build and initialize this rank's model chunks, one for each virtual stage, without wrappers.
 
-    ``vocab_size`` is the number of entries of the vocabulary before padding.
+    ``build`` is `Task.model_chunk`, which builds one chunk. ``vocab_size`` is the number of entries
+    of the vocabulary before padding.
     """
     placement, parallel = context.placement, config.parallel
     several = parallel.pipeline_model_parallel_size > 1
@@ -90,6 +91,8 @@ _REQUIRED = {
 def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
     """Check that a model has the attributes that megatron-core's schedules and checkpoints use.
 
+    ``tied_stages`` says that two pipeline stages share an embedding, which takes further ones.
+
     Raises:
         ConfigError: with one sentence for each missing attribute.
     """
@@ -106,7 +109,10 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
 
 
 def bucket_size(optimizer: OptimizerConfig, num_parameters: int, replicas: int) -> int | None:
-    """Return the number of parameters in a bucket of the first chunk; None means one bucket."""
+    """Return how many parameters of the first chunk share a gradient bucket; None means all.
+
+    ``replicas`` is the number of ranks over which gradients are reduced.
+    """
     if not optimizer.overlap_grad_reduce:
         return None
     if optimizer.ddp_num_buckets is not None:
@@ -137,9 +143,10 @@ def _ddp_config(
 
 
 class _In16Bits(Float16Module):  # type: ignore[misc]
-    """megatron-core's `Float16Module`, which casts the output of the model's last stage to float32.
+    """megatron-core's `Float16Module`, changed to cast the last stage's output to float32.
 
-    megatron-core casts on the last pipeline rank, which under ``zb-v`` does not hold that stage.
+    megatron-core casts on the last pipeline rank, which under ``zb-v`` does not hold the last stage
+    of the model.
     """
 
     def __init__(self, config: TransformerConfig, module: Any, *, is_last: bool) -> None:
@@ -158,7 +165,7 @@ def wrap_chunks(
     context: ParallelContext,
     device: torch.device,
 ) -> list[DistributedDataParallel]:
-    """Move the chunks to the device, cast them, and wrap them for data parallelism."""
+    """Move the chunks to the device, cast them to the run's dtype, and wrap them for DDP."""
     wrapped: list[Any] = [chunk.to(device) for chunk in chunks]
     if config.precision.bf16 or config.precision.fp16:
         placement = context.placement

@@ -3,10 +3,10 @@
 A function marked with `compiled` runs eagerly on CPU tensors. On CUDA tensors its first call
 compiles it into one forward and one backward graph, whose intermediate results never reach memory.
 
-A function is compiled anew for every combination of dtypes, widths, gradient needs, floats and
-switches among its arguments. Within one combination the first two axes (sequence and batch, or
-frames and tokens) and integers may vary. They are compiled once for the first lengths, and once
-more for arbitrary lengths when others occur, which makes two compilations in a run.
+A function is compiled anew for every combination of its arguments' dtypes, widths (last axes),
+``requires_grad``, floats and booleans. Within one combination the first two axes (sequence and
+batch, or frames and tokens) and integers may vary. The function is compiled once for the lengths of
+the first call, and once more, for arbitrary lengths, when other lengths occur.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def compile_nothing() -> None:
 
 @contextmanager
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
-    """Compile functions of CPU tensors too inside the block, for tests and traffic counts.
+    """Compile functions of CPU tensors too inside the block, to test them or count their traffic.
 
     ``strict`` raises the compiler's errors instead of falling back to eager.
     """
@@ -101,7 +101,7 @@ def _missing() -> str | None:
 
 
 def _signature(arg: Any, by_shape: bool) -> Any:
-    """Return the properties of an argument that select its compilation.
+    """Return the properties of an argument; new properties need a new compilation.
 
     ``by_shape`` adds the whole shape and the strides of a tensor.
     """
@@ -113,10 +113,10 @@ def _signature(arg: Any, by_shape: bool) -> Any:
 
 
 class Compiled(Generic[R]):
-    """A pure function that is compiled for GPU tensors, as the module describes.
+    """A pure function that is compiled for GPU tensors and runs eagerly on CPU tensors.
 
     Args:
-        function: takes tensors, None, numbers, strings and switches; its first argument is a
+        function: takes tensors, None, numbers, strings and booleans; its first argument is a
             tensor. It may not branch on values of tensors. It may not return an argument or a view
             of one, since the gradients of these would be summed outside of the graph.
         by_shape: compile every shape separately, for kernels specialized to all lengths.
@@ -159,9 +159,9 @@ class Compiled(Generic[R]):
             return self.eager(*args, **kwargs)
 
     def _compile(self) -> Callable[..., R]:
-        """Return a compiled copy of the function under a new name; the eager one at the limit.
+        """Return a compiled copy of the function, or the eager one after `MAX_VARIANTS` copies.
 
-        `torch.compile` keeps its caches and limits by code object, hence the copy.
+        Each copy has a code object of its own, by which `torch.compile` keeps caches and limits.
         """
         count, function = len(self._variants), self.eager
         if count >= MAX_VARIANTS:

@@ -1,4 +1,4 @@
-"""Moving keys, values and heads between context-parallel ranks.
+"""Exchange of keys, values and heads between context-parallel ranks.
 
 megatron-core cuts a sequence into ``2 * cp`` slices and gives rank r the slices r and ``2 * cp - 1
 - r``. This "zig-zag" order makes causal attention cost the same on every rank.
@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 
 def slices_of(rank: int, size: int) -> tuple[int, int]:
-    """Return the indices of the two slices that a rank holds, of ``2 * size`` slices."""
+    """Return the indices of a rank's two slices among the ``2 * size`` slices of a sequence."""
     return rank, 2 * size - 1 - rank
 
 
 def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from rank order, as ``size`` ranks gather it, to sequence order."""
+    """Reorder ``[s, ...]`` to sequence order from rank order, as ``size`` ranks gather it."""
     slices = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
     slots = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     # An index tensor would have to be copied to the device.
@@ -26,14 +26,14 @@ def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
 
 
 def to_rank_order(ordered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from sequence order to the rank order of ``size`` ranks."""
+    """Reorder ``[s, ...]`` from sequence order to rank order: each rank's two slices in turn."""
     slices = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
     order = [i for rank in range(size) for i in slices_of(rank, size)]
     return torch.stack([slices[i] for i in order]).view_as(ordered)
 
 
 def gather_sequence(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather ``[s/c, ...]`` to ``[s, ...]`` in sequence order; reduce-scatter the gradient."""
+    """Gather ``[s/cp, ...]`` to ``[s, ...]`` in sequence order; reduce-scatter the gradient."""
     gathered = gather_from_sequence_parallel_region(
         local.contiguous(), tensor_parallel_output_grad=True, group=group
     )
@@ -51,6 +51,6 @@ def heads_to_sequence(x: Tensor, group: ProcessGroup, *, zigzag: bool = True) ->
 
 
 def sequence_to_heads(x: Tensor, group: ProcessGroup, *, zigzag: bool = True) -> Tensor:
-    """Invert `heads_to_sequence`: ``[s, b, n/c, ...]`` to ``[s/c, b, n, ...]``."""
+    """Invert `heads_to_sequence`: ``[s, b, n/c, ...]`` to ``[s/c, b, n, ...]`` on c ranks."""
     ordered = to_rank_order(x, group.size()) if zigzag else x
     return torch.cat(all_to_all(group, ordered.contiguous()).chunk(group.size()), dim=2)

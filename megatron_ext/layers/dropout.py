@@ -1,9 +1,10 @@
-"""Dropout whose masks do not depend on the layout (``--deterministic-dropout``).
+"""Dropout whose masks do not depend on the parallel layout (``--deterministic-dropout``).
 
 The mask of a full sample is drawn from a generator whose seed depends on the run's seed, the index
-of the sample in the run, the layer and the site within the layer. Each rank keeps its part. While a
-micro-batch passes a model chunk, megatron-core's random number tracker holds the index of its first
-sample as one of its states, which activation checkpointing restores before it recomputes a layer.
+of the sample in the run, the layer and the site within the layer. Each rank keeps the part of the
+mask for its own elements. While a micro-batch passes a model chunk, the index of the micro-batch's
+first sample is a state of megatron-core's random number tracker. Activation checkpointing restores
+these states before it recomputes a layer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def _hash(*parts: object) -> int:
 
 @contextmanager
 def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
-    """Draw dropout masks inside the block for the micro-batch whose first sample is given.
+    """Set the micro-batch for which dropout masks are drawn inside the block.
 
-    ``first_sample`` is the index of that sample in the run.
+    ``first_sample`` is the index in the run of the micro-batch's first sample.
     """
     tracker = get_cuda_rng_tracker()
     number = torch.tensor((_hash("dropout", seed) + first_sample) & _BITS)
@@ -59,9 +60,9 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 
 
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
-    """Return the positions in the sequence ``[length]`` of this rank's tokens.
+    """Return the positions ``[length]`` of this rank's ``length`` tokens in the whole sequence.
 
-    ``cut`` says that the tensor-parallel ranks split the sequence too.
+    With ``cut`` the tensor-parallel ranks split the sequence, as the context-parallel ranks do.
     """
     shards = groups.tp.size() if cut else 1
     whole, size = length * shards, groups.cp.size()
@@ -83,16 +84,16 @@ class HiddenDropout(torch.nn.Module):
         self.groups, self.cut = groups, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout to ``[s_local, b, h]`` in training; return the input in evaluation."""
+        """Apply dropout to this rank's hidden states; return the input in evaluation."""
         return _drop(x, self.drawn(x), self.probability) if self.drops else x
 
     @property
     def drops(self) -> bool:
-        """Return whether any element is dropped now."""
+        """Return whether dropout is active: in training with a probability above 0."""
         return self.training and self.probability > 0
 
     def drawn(self, x: Tensor) -> Tensor:
-        """Return uniform numbers shaped like ``x``; an element is dropped below the probability."""
+        """Return uniform numbers shaped like ``x``; those below the probability drop an element."""
         positions = local_positions(x.size(0), self.groups, cut=self.cut).to(x.device)
         full = x.size(0) * self.groups.cp.size() * (self.groups.tp.size() if self.cut else 1)
         shape = full, x.size(2)
@@ -133,8 +134,9 @@ def attention_dropout(
 ) -> Tensor:
     """Apply dropout to attention probabilities ``[b, n, q, k]``.
 
-    ``first_head`` and ``first_query`` are the indices of the first head and query of this part
-    among the ``num_heads`` heads and ``length`` positions of the whole.
+    They are a part of the probabilities of all ``num_heads`` heads and ``length`` positions.
+    ``first_head`` and ``first_query`` are the indices of the first head and query of this part.
+    ``site`` names the layer.
     """
     batch, heads, queries, keys = probabilities.shape
     rows = slice(first_query, first_query + queries)

@@ -5,14 +5,14 @@ those of its backward pass. They read and write fixed addresses. Each layer ther
 graphs for each micro-batch in flight: a *slot*. The graphs of one slot share a memory pool, and
 graphs of different slots may be replayed in any order.
 
-`torch.cuda.make_graphed_callables` records the graphs. It gets the weights as arguments, each as a
-new leaf tensor with the same storage: data parallelism holds the gradient accumulators of the
-parameters themselves, which were made on the default stream, for which a recording may not wait.
-A replay gets the parameters, whose accumulators and hooks run as usual. The hooks of data
+`torch.cuda.make_graphed_callables` records the graphs. Weights are arguments of the recorded
+function. A recording gets new leaf tensors with the parameters' storage. The parameters' own
+gradient accumulators were made on the default stream, for which a recording may not wait. A replay
+gets the parameters themselves, whose accumulators and hooks run as usual. The hooks of data
 parallelism consume each gradient at once, before the next replay overwrites it.
 
-megatron-core's own CUDA graph manager (0.16.1) is not used (DECISIONS, 62). It also reuses the
-buffer of a chunk's input for the gradient of its output before the backward pass has read it.
+megatron-core's own CUDA graph manager (0.16.1) is not used, for the reasons in DECISIONS, 62, and
+because it overwrites a chunk's input with an output gradient before the backward pass reads it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerGraphs:
 
     Attributes:
         is_first: the layer is the first of its chunk, whose input gradient leaves the chunk.
-        live: replay the graphs.
+        live: whether the graphs may be replayed.
         arguments: the tensor arguments of the layer.
         seen: keyword arguments of the first call, with None for those that need a gradient.
         slots: the graphed layer for each micro-batch in flight.
@@ -172,10 +172,10 @@ class ChunkGraphs:
             graphs.live = on
 
     def capture(self, num_slots: int) -> None:
-        """Record graphs until there are ``num_slots`` slots, but none before all layers have run.
+        """Record graphs until there are ``num_slots`` slots; record none if a layer never ran.
 
-        All ranks that share a layer call this together. In either case the gradient buffers are
-        zeroed, the random state of the GPU is restored, and replay is disabled until `switch`.
+        All ranks that share a layer call this together. Afterwards the gradient buffers are zero,
+        the GPU's random state is as before, and replay is disabled until `switch` enables it.
         """
         self.switch(False)
         random_state = torch.cuda.get_rng_state()

@@ -1,9 +1,9 @@
-"""The same initial weights on every layout.
+"""Initial weights that do not depend on the parallel layout.
 
 megatron-core draws each rank's part of a weight from that rank's generator, which makes the weights
-depend on the parallel layout. Here building the model only marks the parameters (`Marked`). Each
-full tensor is then drawn in float32 on the CPU by a generator that is seeded with its name and the
-run's seed, and the rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's method.
+depend on the layout. Here building the model only registers the parameters (`Marked`). Each full
+tensor is then drawn in float32 on the CPU, from a generator seeded with the tensor's name and the
+run's seed. The rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's method.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of one full tensor.
+    """The part of one full parameter (or gradient) that a rank holds.
 
     Attributes:
         name: name of the full tensor on any layout, with the indices of its layer and expert, such
@@ -46,7 +46,7 @@ class Shard:
     is_vocabulary: bool
 
     def cut(self, full: Tensor) -> Tensor:
-        """Return this part of the full tensor."""
+        """Return the part of the tensor ``full`` that this shard covers."""
         parts = zip(self.offset, self.tensor.shape, strict=True)
         return full[tuple(slice(start, start + size) for start, size in parts)]
 
@@ -54,7 +54,7 @@ class Shard:
 def shards_of(
     chunk: Any, tensor_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
 ) -> Iterator[Shard]:
-    """Yield the parts of all parameters of a model chunk, with gated and grouped weights split.
+    """Yield a shard for each parameter of a model chunk, several for gated and grouped weights.
 
     Args:
         tensor_of: maps a parameter to a tensor to yield in its place, such as its gradient, or to
@@ -97,9 +97,10 @@ METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 
 
 class Marks:
-    """Parameters that wait for their initial values, keyed by their storage.
+    """Register of parameters that wait for initial values, and of the methods that draw these.
 
-    Transformer Engine puts a weight into a new Parameter that lacks the attributes of the old one.
+    A parameter is found by its storage, since Transformer Engine puts a weight into a new Parameter
+    that lacks the attributes of the old one.
     """
 
     def __init__(self) -> None:
@@ -107,13 +108,13 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Rebuild the keys, since the storage of a router's weight changes after it was marked."""
+        """Rebuild the keys; the storage of a router's weight changes after its registration."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize) -> None:
-        """Register a parameter and fill it with NaN, which reveals it if it is never filled."""
+        """Register a parameter, and fill it with NaN to reveal later if it got no values."""
         # Both references keep the memory, also after a move, from another parameter.
         self._waiting[_memory(parameter)] = parameter, method
         if not is_float8tensor(parameter):
@@ -121,7 +122,7 @@ class Marks:
         parameter.fill_(math.nan)
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
-        """Return the method that fills a parameter or a part of one; None if it is not marked."""
+        """Return the method registered for a parameter or a part of one; None without one."""
         return self._waiting.get(_memory(tensor), (None, None))[1]
 
     def clear(self) -> None:
@@ -130,26 +131,26 @@ class Marks:
 
 
 class Marked:
-    """Wrapper of an initialization method that only marks parameters with it for later."""
+    """Wrapper of an initialization method that only registers parameters in `Marks`, for later."""
 
     def __init__(self, method: Initialize, marks: Marks) -> None:
         self.method = method
         self.marks = marks
 
     def __call__(self, tensor: Tensor) -> Any:
-        """Mark a parameter; fill any other tensor at once."""
+        """Register a parameter to be filled later; fill any other tensor at once."""
         if not isinstance(tensor, torch.nn.Parameter):
             return self.method(tensor)
         self.marks.add(tensor, self.method)
         return tensor
 
     def __deepcopy__(self, _memo: Any) -> Marked:
-        """Return this object, which keeps one `Marks` for modules that copy their configuration."""
+        """Return this object, so that modules that copy their configuration share one `Marks`."""
         return self
 
 
 def mark_methods(transformer_config: Any) -> None:
-    """Replace a TransformerConfig's initialization methods by `Marked`, if they are not already."""
+    """Wrap a TransformerConfig's initialization methods in `Marked`, unless they already are."""
     methods = {name: getattr(transformer_config, name) for name in METHODS}
     known = [method.marks for method in methods.values() if isinstance(method, Marked)]
     marks = known[0] if known else Marks()
@@ -173,10 +174,10 @@ def initialize_by_name(
     seed: int,
     vocab_size: int | None = None,
 ) -> None:
-    """Fill the parameters of this rank's model chunks; one full tensor exists at a time.
+    """Fill this rank's parameters with values that depend on their names and the seed only.
 
-    Unmarked parameters stay as they were built, except those that torch's own modules drew at
-    random, which are drawn again by name.
+    One full tensor exists at a time. Parameters that `Marked` did not register stay as they were
+    built, except those that torch's own modules drew at random, which are drawn again by name.
 
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
@@ -185,7 +186,7 @@ def initialize_by_name(
             padding; None means all entries.
 
     Raises:
-        ConfigError: a marked parameter that a chunk's ``sharded_state_dict`` does not name.
+        ConfigError: a chunk's ``sharded_state_dict`` does not name a registered parameter.
     """
     marks: Marks = transformer_config.init_method.marks
     marks.settle()
@@ -221,7 +222,7 @@ def initialize_by_name(
 def draw_by_name(
     chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
 ) -> None:
-    """Draw some parameters of an unwrapped model chunk, each by the name of its full tensor."""
+    """Draw some parameters of an unwrapped model chunk, each seeded by its full tensor's name."""
     wanted = {_memory(parameter) for parameter in parameters}
     for shard in shards_of(chunk):
         if _memory(shard.tensor) in wanted:
@@ -233,9 +234,10 @@ Staged = dict[int, tuple[Any, Tensor]]
 
 
 def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
-    """Mark plain tensors in place of the parameters that Transformer Engine keeps in 8 bits.
+    """Register a plain tensor in place of each parameter that Transformer Engine keeps in 8 bits.
 
-    Quantization frees the marked storage, but the module still holds the initialization method.
+    Quantization has freed the storage that was registered when the module was built. The module
+    still holds the initialization method.
     """
     staged: Staged = {}
     for module in chunk.modules():
@@ -304,7 +306,7 @@ def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -
 def _redraw_plain_modules(
     chunk: torch.nn.Module, shards: Sequence[Shard], marks: Marks, seed: int
 ) -> None:
-    """Draw again by name the random parameters of torch modules in a user's own model."""
+    """Draw the random parameters of torch's own modules again, seeded by their names."""
     whole = [shard for shard in shards if shard.full_shape == shard.tensor.shape]
     names = {shard.tensor.data_ptr(): shard.name for shard in whole}
     for module in chunk.modules():
@@ -330,10 +332,10 @@ def _can_reset(module: torch.nn.Module) -> bool:
 
 
 def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
-    """Reset a copy of the module on the CPU in float32, and copy its values.
+    """Initialize a float32 copy of the module on the CPU, and copy the values to the module.
 
-    A parameter that was written more often than by a reset was initialized by the user's own code
-    and stays as it is.
+    A parameter that was written more often than ``reset_parameters`` writes it was initialized by
+    the user's own code and stays as it is.
     """
     fresh = copy.copy(module)
     fresh._parameters = {

@@ -1,7 +1,7 @@
 """Choice of the layers that multiply in 8 bits: the parallel linear layers of a model's blocks.
 
-The embedding, the output head, norms, core attention, routers, adapters, modulation and the layers
-of multi-token prediction do not.
+Not chosen are the embedding, the output head, norms, core attention, routers, adapters, modulation
+and the layers of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ def attach_fp8(
     """Make the linear layers of this rank's model chunks multiply in 8 bits.
 
     Args:
-        num_layers: number of layers of the whole model; None keeps none of them in bfloat16.
+        num_layers: number of layers of the whole model, to find the first and last ones that stay
+            in bfloat16; None keeps no layer in bfloat16.
         on_gpu: check that this GPU multiplies 8-bit matrices.
         varies: the number of tokens differs from one matrix product to the next.
 
     Raises:
         ConfigError: the GPU has no 8-bit products, the model has no parallel linear layers, or a
-            side of a weight is not divisible by `UNIT`.
+            side of a weight is not divisible by 16.
     """
     if on_gpu:
         found = torch.cuda.get_device_capability()

@@ -82,9 +82,10 @@ class _Fp8Linear(torch.autograd.Function):
 def _entered(input: Tensor, call: LinearCall, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
     """Return all tokens of the input in 8 bits, and the tensors to save for the backward pass.
 
-    With ``--fp8-wgrad`` the saved tensors are values and scale of the transposed 8-bit input, or
-    under sequence parallelism of this rank's 8-bit rows, which the backward pass gathers. Without
-    it the input itself is saved. Without a weight gradient nothing is saved.
+    With ``--fp8-wgrad`` the values and the scale of the transposed 8-bit input are saved. Under
+    sequence parallelism these are instead this rank's 8-bit rows, which the backward pass gathers
+    and transposes. Without ``--fp8-wgrad`` the input itself is saved. If the weight needs no
+    gradient, nothing is saved.
     """
     scaling, flat = call.scaling, input.flatten(0, -2)
     in_8_bits = trains and scaling.config.fp8_wgrad
@@ -127,7 +128,11 @@ def _weight_gradient(
 
 
 def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor | None:
-    """Queue, accumulate or return the weight's gradient; return the value for autograd."""
+    """Queue the weight's gradient, add it to ``main_grad``, or return it to autograd.
+
+    ``compute`` returns the gradient in a given dtype. Autograd gets None for a queued gradient and
+    a placeholder for one that was added.
+    """
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None) if call.in_place else None
     # The product cannot add by itself; in the buffer's float32 nothing is rounded in between.
@@ -166,7 +171,7 @@ class KeptWeights:
 
 
 class AmaxHistories:
-    """The delayed scalings of a rank's model chunks; the list is empty with other recipes."""
+    """The magnitude histories of a rank's 8-bit layers; empty without the delayed recipe."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         modules = (module for chunk in chunks for module in chunk.modules())
@@ -198,7 +203,7 @@ class AmaxHistories:
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:
-    """Advance the histories of layers that are all held by the same ranks."""
+    """Append the step's largest magnitudes to the histories of layers held by the same ranks."""
     amax = torch.stack([scaling.amax for scaling in scalings])
     # Collectives do not define how they compare NaN.
     amax = torch.where(amax.isfinite(), amax, torch.inf)

@@ -59,11 +59,11 @@ class Quantized:
         return self.values.float() * self.scale.reciprocal()
 
     def transposed(self) -> Quantized:
-        """Return the transpose ``[k, m]``, whose columns `turned` pads to a multiple of 16."""
+        """Return the transpose ``[k, m]``; columns of zeros pad m to a multiple of 16."""
         return Quantized(turned(self.values), self.scale.t())
 
     def gathered(self, group: ProcessGroup) -> Quantized:
-        """Gather the rows of all ranks; the scale is per row, or the same on all of them."""
+        """Gather the rows of a group's ranks; scales must be by rows, or equal on all ranks."""
         values = _gather_along_first_dim(self.values.view(torch.uint8), group)
         scale = self.scale
         if scale.dim() and scale.size(1) == 1:
@@ -128,9 +128,10 @@ class Pass(NamedTuple):
     """Results of a pass over a matrix ``[m, k]``; a layout that was not requested is None.
 
     Attributes:
-        number: a scale or a largest magnitude, float32 ``[]``, ``[m, 1]`` or ``[1, k]``.
+        number: a float32 number ``[]``, ``[m, 1]`` or ``[1, k]`` that the pass found: the scale if
+            `quantize` made the pass, the largest magnitude if `quantize_with` did.
         rows: ``[m, k]`` in 8 bits.
-        columns: the transpose ``[k, m]`` in 8 bits, padded as by `turned`.
+        columns: the transpose ``[k, m]`` in 8 bits, with m padded to a multiple of 16.
     """
 
     number: Tensor
@@ -141,9 +142,10 @@ class Pass(NamedTuple):
 def quantize(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, along: int | None, wanted: Wanted
 ) -> Pass:
-    """Cast ``[m, k]`` with scales from its largest magnitudes; `Pass.number` is the scale.
+    """Cast ``[m, k]`` to 8 bits with scales found from its largest magnitudes ``amax``.
 
-    ``amax`` None finds the magnitudes here; for ``along`` see `largest`.
+    ``amax`` None computes the magnitudes here: of the whole matrix with ``along`` None, of rows
+    with 1, of columns with 0. `Pass.number` is the scale.
     """
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
@@ -151,7 +153,7 @@ def quantize(
 
 
 def quantize_with(x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted) -> Pass:
-    """Cast ``[m, k]`` with a given scale ``[]``; `Pass.number` is the largest magnitude."""
+    """Cast ``[m, k]`` to 8 bits with a given scale ``[]``; also return the largest magnitude."""
     return Pass(largest(x), *_layouts(x, scale, dtype, wanted))
 
 

@@ -1,8 +1,8 @@
-"""The scales of a layer's 8-bit tensors, by recipe, and the ranks over which they are reduced.
+"""The scales of a layer's 8-bit tensors, by recipe, and the ranks that must agree on them.
 
-No scale may depend on how a tensor is sharded: the largest magnitude of a part is reduced over the
-ranks that hold the other parts (`Parts`). Only the delayed recipe, whose scales serve a whole step,
-also reduces over data-parallel ranks.
+Except with experts, a scale does not depend on how a tensor is split over ranks: the ranks that
+hold its parts reduce their largest magnitudes (`Parts`). Only the delayed recipe, whose scales
+serve a whole step, also reduces over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Role(IntEnum):
 
 
 class Parts:
-    """The groups of ranks that hold the parts of what one scale covers; None for this rank alone.
+    """The groups of ranks that share a scale: they hold parts of one tensor, row or column.
 
     Args:
         cuts_input: the layer is row-parallel and splits its input features; other layers split
@@ -55,23 +55,23 @@ class Parts:
         self._cuts_input, self._cuts_sequence = cuts_input, cuts_sequence
 
     def of_tensor(self, role: Role) -> ProcessGroup | None:
-        """Return the group that holds the parts of a whole tensor, for one scale of it."""
+        """Return the group that holds the parts of a tensor; None if this rank holds all of it."""
         if role is Role.WEIGHT:
             return _if_several(self._pgs.tp)
         cut = self._cuts_features(role) or (role is Role.INPUT and self._cuts_sequence)
         return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
 
     def of_rows(self, role: Role) -> ProcessGroup | None:
-        """Return the group that holds the parts of a row, for one scale of each row.
+        """Return the group that holds the parts of each row; None if this rank holds whole rows.
 
-        A row is a token, or an output feature of the weight.
+        A row is a token, or in the weight an output feature.
         """
         return _if_several(self._pgs.tp) if self._cuts_features(role) else None
 
     def of_columns(self, role: Role) -> ProcessGroup | None:
-        """Return the group that holds the parts of a column, for one scale of each column.
+        """Return the group that holds the parts of each column; None if this rank holds whole ones.
 
-        A column is a feature over all tokens, or an input feature of the weight.
+        A column is a feature over all tokens, or in the weight an input feature.
         """
         if role is Role.WEIGHT:
             return None if self._cuts_input else _if_several(self._pgs.tp)
@@ -82,14 +82,14 @@ class Parts:
         return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups to reduce over, in turn, to cover all parts and copies of the layer."""
+        """Return the groups that, reduced over one by one, cover all ranks with this layer."""
         return (self._pgs.tp_dp_cp,)
 
 
 class ExpertParts(Parts):
     """`Parts` for a layer of experts, whose input is the tokens dispatched to this rank.
 
-    Which tokens these are depends on the parallel layout, and therefore so do tensorwise scales.
+    These tokens depend on the parallel layout, and therefore tensorwise scales do so too.
     """
 
     may_idle: ClassVar[bool] = True
@@ -118,7 +118,7 @@ HISTORY = ".fp8.amax_history"
 
 
 def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the maximum of ``amax`` over a group; infinite if it is not finite on any rank."""
+    """Return ``amax``, or with a group the ranks' maximum: inf if any rank has inf or NaN."""
     if group is None:
         return amax
     # Collectives do not define how they compare NaN.
@@ -128,7 +128,7 @@ def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """A matrix ``[m, k]`` in 8 bits, and its transpose ``[k, m]``, None unless requested."""
+    """A matrix ``[m, k]`` in 8 bits and its transpose ``[k, m]``, or None if not requested."""
 
     rows: Quantized
     columns: Quantized | None
@@ -164,7 +164,7 @@ class Scaling(torch.nn.Module):
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
         """Return the transpose ``[k, m]`` of ``[m, k]`` in 8 bits, for a product that sums over m.
 
-        ``scale`` is the scale of `rows`, which one scale per tensor reuses.
+        ``scale`` is the one that `rows` found for the same tensor; it is used again here.
         """
         _, _, turned = matrices.QUANTIZE_WITH(
             x, scale, self.formats[role], "columns", varies=self.parts.varies
@@ -172,14 +172,14 @@ class Scaling(torch.nn.Module):
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]`` in 8 bits, untransposed, with the scales that `columns` would use.
+        """Return ``[m, k]`` in 8 bits with the scales of `columns`, but not transposed.
 
-        ``rows`` is the result of `rows` for the same matrix.
+        ``rows`` is the result of `rows` for the same matrix, which has the same scale here.
         """
         return rows
 
     def weight(self, weight: Tensor) -> Pair:
-        """Return the layer's weight in 8 bits; reuse the kept one with ``keeps_weight``."""
+        """Return the layer's weight in 8 bits; ``keeps_weight`` casts it only once."""
         if not self.keeps_weight:
             return self.pair(weight, Role.WEIGHT, columns=False)
         if self.kept_weight is None:
@@ -187,13 +187,13 @@ class Scaling(torch.nn.Module):
         return self.kept_weight
 
     def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
-        """Return the transpose ``[in, out]`` of the weight in 8 bits; ``scale`` as in `columns`."""
+        """Return the transpose ``[in, out]`` of the weight in 8 bits, cast with ``scale``."""
         if self.kept_weight is not None and self.kept_weight.columns is not None:
             return self.kept_weight.columns
         return self.columns(weight, Role.WEIGHT, scale)
 
     def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
-        """Return the `Pass` with the scale and the requested layouts of a matrix."""
+        """Cast a matrix to 8 bits; return its scale and the ``wanted`` layouts."""
         varies = self.parts.varies
         amax = _over(matrices.LARGEST(x, varies=varies), self.parts.of_tensor(role))
         found: Pass = matrices.QUANTIZE(x, amax, self.formats[role], None, wanted, varies=varies)
@@ -204,16 +204,16 @@ class RowScaling(Scaling):
     """One scale for each vector that a product sums over (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """Return the matrix and its transpose, with scales ``[m, 1]`` and ``[k, 1]``."""
+        """Return ``[m, k]`` with scales ``[m, 1]``, and if wanted ``[k, m]`` with ``[k, 1]``."""
         rows = self._along(x, role, 1, "rows")
         return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
-        """Return the transpose with its own scales ``[k, 1]``; ``scale`` is not used."""
+        """Return the transpose ``[k, m]`` with its own scales ``[k, 1]``; ``scale`` is not used."""
         return self._along(x, role, 0, "columns")
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return the matrix with scales ``[1, k]`` of its columns; ``rows`` is not used."""
+        """Return ``[m, k]`` in 8 bits with scales ``[1, k]`` of columns; ``rows`` is not used."""
         return self._along(x, role, 0, "rows")
 
     def _along(self, x: Tensor, role: Role, along: int, wanted: Wanted) -> Quantized:
@@ -237,7 +237,7 @@ class DelayedScaling(Scaling):
 
     Attributes:
         amax_history: largest magnitudes by step and `Role`, ``[steps, 3]`` float32, the latest
-            first; zero for steps that are still missing. The only state that a checkpoint holds.
+            first; zero for steps that are still missing. A checkpoint saves nothing else of this.
         scale: scales that follow from the history, ``[3]``.
         amax: largest magnitudes of the current step on this rank, ``[3]``.
         has_history: on the host, whether all three tensors have a history. If so, the pass that
@@ -263,7 +263,7 @@ class DelayedScaling(Scaling):
         self._mark()
 
     def _mark(self) -> None:
-        """Mark the history as one that a checkpoint may lack when it is loaded."""
+        """Mark the history as a tensor that a checkpoint to be loaded may lack."""
         self.amax_history.new_branch = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
@@ -300,7 +300,7 @@ class DelayedScaling(Scaling):
             self.amax[role] = torch.maximum(self.amax[role], amax)
 
     def scale_of(self, histories: Tensor) -> Tensor:
-        """Compute scales ``[..., 3]`` from histories ``[..., steps, 3]``."""
+        """Return scales ``[..., 3]`` from histories ``[..., steps, 3]`` of the 3 roles."""
         takes_max = self.config.fp8_amax_compute_algo == "max"
         amax = histories.amax(dim=-2) if takes_max else histories[..., 0, :]
         return matrices.scale_for(amax, self.limits, self.config.fp8_margin)
