@@ -75,7 +75,7 @@ class CountedAdam(torch.optim.AdamW):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; a step count of a group is given to each of its parameters."""
+        """Load a state dict; give a parameter group's step count to each parameter of the group."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             count = group.pop("step", None)
@@ -85,9 +85,9 @@ class CountedAdam(torch.optim.AdamW):
 
 
 def take_torchs_adam(optimizer: MegatronOptimizer) -> None:
-    """Replace Transformer Engine's or apex's Adam before its first update by torch's.
+    """Replace Transformer Engine's or apex's Adam, before its first update, by torch's.
 
-    Only torch's fused Adam can skip an update by itself.
+    Only torch's fused Adam can skip an update on the device, without the host.
     """
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
@@ -123,7 +123,7 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
 
 
 def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the schedule's phase lengths in samples, by `OptimizerParamScheduler` argument."""
+    """Return the schedule's phase lengths in samples, as arguments of the scheduler."""
     if training.train_samples is not None:
         total = training.train_samples
         decay = optimizer.lr_decay_samples or total

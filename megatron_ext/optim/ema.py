@@ -27,14 +27,14 @@ _BATCH = 2**26  # elements that are updated at a time, which bounds the memory f
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of one parameter that this rank averages.
+    """The elements of one parameter that this rank averages: all, or a shard.
 
     Attributes:
         main: the tensor that the optimizer updates on this rank. It is the whole parameter, or a
-            (possibly empty) piece of the flattened parameter.
+            (possibly empty) shard of the flattened parameter.
         average: fp32, in the shape of ``main``.
-        start: index in the flattened parameter where the piece begins.
-        group: ranks that hold the other pieces; None if this rank holds the whole parameter.
+        start: index in the flattened parameter where the shard begins.
+        group: ranks that hold the other shards; None if this rank holds the whole parameter.
     """
 
     parameter: Parameter
@@ -55,7 +55,7 @@ class _Part:
 
     @property
     def piece(self) -> slice:
-        """Return the slice of the flattened parameter that is the piece."""
+        """Return the slice of the flattened parameter that this rank averages."""
         return slice(self.start, self.start + self.average.numel())
 
 
@@ -65,11 +65,11 @@ class ShardedEMA:
     All ranks call `gathered` and `swapped_in` together, since these communicate.
 
     Args:
-        optimizer: any optimizer of megatron-core. None keeps the average of each parameter of the
-            chunks whole, for averages that a checkpoint gives.
-        decay: share of the old average in the new one.
-        start: first training step, counted from 1, that is averaged. Before it the average equals
-            the weights.
+        optimizer: any optimizer of megatron-core. With None, every rank holds the whole average of
+            each trained parameter, into which a checkpoint can be loaded.
+        decay: weight of the old average in the new one.
+        start: first training step, counted from 1, that is averaged. Before that step the average
+            equals the weights.
     """
 
     def __init__(
@@ -92,18 +92,18 @@ class ShardedEMA:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Set the average to the weights."""
+        """Set the averages to the current weights."""
         for part in self._parts:
             part.average.copy_(part.main)
 
     @torch.no_grad()
     def update(self, step: int, applied: Tensor | None = None) -> None:
-        """Update the average with the weights after a training step.
+        """Update the averages with the weights after a training step.
 
         Args:
             step: number of training steps done, including this one and skipped ones.
-            applied: whether the step updated the weights, bool ``[]`` on their device; if False,
-                the average does not change. None means True.
+            applied: whether the step updated the weights, bool ``[]`` on their device. If False,
+                the averages do not change. None means True.
         """
         if self._swapped:
             raise RuntimeError("The averaged weights are in the model; put the others back first.")
@@ -122,14 +122,14 @@ class ShardedEMA:
     def gathered(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Yield each trained parameter with its whole average on this rank, fp32.
 
-        Averages are gathered one at a time, so each data-parallel rank must consume the iterator.
+        Averages are gathered one at a time, so all data-parallel ranks must consume the iterator.
         """
         for part in self._parts:
             yield part.parameter, part.whole()
 
     @torch.no_grad()
     def load(self, averages: Sequence[Tensor]) -> None:
-        """Replace the averages by others, each whole, in the order of `gathered`."""
+        """Replace the averages by ``averages``: one whole tensor per parameter of `parameters`."""
         for part, average in zip(self._parts, averages, strict=True):
             part.average.copy_(average.reshape(-1)[part.piece].view(part.average.shape))
 
@@ -174,7 +174,7 @@ def _whole_part(parameter: Parameter, main: Tensor) -> _Part:
 
 
 def _parts_of(optimizer: Any) -> Iterator[_Part]:
-    """Yield a part for each parameter of one optimizer, in the same order on all its replicas."""
+    """Yield a `_Part` for each parameter of one optimizer, in one order on all its ranks."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
@@ -205,7 +205,7 @@ def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
 
 
 def _in_batches(parts: Sequence[_Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return batches of weights and their averages, which bounds the memory for differences."""
+    """Return weights and their averages in batches small enough to update in little memory."""
     batches, size = list[tuple[list[Tensor], list[Tensor]]](), _BATCH
     for part in (part for part in parts if part.main.numel()):
         size += part.main.numel()

@@ -63,7 +63,7 @@ class UpdateResult:
 
 @torch.no_grad()
 def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateResult:
-    """Clip and apply the gradients of all chunks, or skip the step.
+    """Clip and apply the gradients of all chunks, or skip the step if their norm is not finite.
 
     The gradients are reduced and normalized already. ``clip_grad`` is the largest allowed global
     norm; 0 switches clipping off.
@@ -113,9 +113,9 @@ def decides_on_device(optimizer: MegatronOptimizer) -> bool:
 def _update_where_finite(
     optimizer: MegatronOptimizer, update: UpdateResult, clip_grad: float
 ) -> None:
-    """Let the fused kernel clip the gradients or skip the update.
+    """Let torch's fused kernel clip the gradients and apply them, or skip the update.
 
-    It reads the attributes ``grad_scale`` and ``found_inf``, which torch's gradient scaler sets.
+    The kernel reads the attributes ``grad_scale`` and ``found_inf``, as torch's scaler sets them.
     """
     inner = [part.optimizer for part in _with_parameters(optimizer)]
     for each in inner:
@@ -134,15 +134,14 @@ def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """Return the optimizers of a chain, or a list of the one that is no chain."""
+    """Return the optimizers inside a chained optimizer, else ``[optimizer]``."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def global_grad_norm(optimizer: MegatronOptimizer) -> Tensor:
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
-    All ranks call this together. Squares are summed in short pieces, and the pieces in double
-    precision, so that the norm does not depend on how the gradients are sharded.
+    All ranks call this together. The sums of squares of the ranks are added in double precision.
     """
     return _over_ranks(optimizer, _sum_of_squares).sqrt()
 
@@ -159,7 +158,7 @@ def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
 def _over_ranks(
     optimizer: MegatronOptimizer, statistic: Callable[[list[Tensor]], Tensor]
 ) -> Tensor:
-    """Sum a statistic of the gradients over a chain's optimizers and the ranks of each."""
+    """Return a statistic of the gradients, summed over all optimizers and ranks, float64 ``[]``."""
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):
         grads = part.get_main_grads_for_grad_norm()
@@ -172,14 +171,17 @@ def _over_ranks(
 
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """Return the sum of squares; on a GPU, from a few kernels whose blocks sum short pieces."""
+    """Return the sum of squares of all gradients, float64; a GPU sums in single precision."""
     if grads[0].is_cuda:
         return torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
     return sum(map(_square, grads), torch.zeros((), dtype=torch.float64))
 
 
 def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
-    """Return a sum of squares, exact to about 1e-9: pieces in single precision, then double."""
+    """Return a gradient's sum of squares, float64, to a relative error of about 1e-9.
+
+    Only sums over ``piece`` elements are in single precision.
+    """
     flat = grad.reshape(-1)
     whole = flat.numel() // piece * piece
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, piece), dim=1)
@@ -224,7 +226,7 @@ class ParameterGather:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep whole parameters inside the block, for evaluation and checkpoints."""
+        """Keep parameters whole and the hooks off inside the block, as evaluation needs."""
         was_on = self._on
         self.switch_off(gather=True)
         try:

@@ -1,7 +1,7 @@
-"""Work on some ranks whose error is raised on every rank, so that no rank waits forever.
+"""Run work on one or all ranks and raise its error on every rank, so that no rank waits forever.
 
-`gather_or_raise` and `on_first_rank` are for work on checkpoints. The functions after them are for
-work that one rank does for the run or for its replica.
+`gather_or_raise` and `on_first_rank` are for work on checkpoints. `on_reporting_rank` and
+``on_first_of_...`` are for work that one rank does for the run or for its replica.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ T = TypeVar("T")
 def from_all_ranks(
     value: T, fault: MegatronExtError | None, group: ProcessGroup | None = None
 ) -> list[T]:
-    """Gather the values of all ranks of a group, by rank; all of them call this together.
+    """Return the values of all ranks of a group, by rank; all ranks of it call this together.
 
     Raises:
-        MegatronExtError: on every rank, the fault of the lowest rank that has one.
+        MegatronExtError: on every rank, if any rank gives a ``fault``; the lowest rank's is raised.
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, (value, fault), group=group)
@@ -37,7 +37,7 @@ def from_all_ranks(
 
 
 def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
-    """Run work that does not communicate on every rank, and gather the results by rank.
+    """Run work, which must not communicate, on every rank, and return all results by rank.
 
     Raises:
         CheckpointError: on every rank, with the first failing rank's message.
@@ -54,38 +54,41 @@ def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
 
 
 def on_first_rank(work: Callable[[], T], what: str) -> T:
-    """Run work that does not communicate on rank 0 only, and return its result on every rank.
+    """Run work, which must not communicate, on rank 0 only; return its result on every rank.
 
     Raises:
-        CheckpointError: see `gather_or_raise`.
+        CheckpointError: on every rank, if the work fails.
     """
     is_first = torch.distributed.get_rank() == 0
     return gather_or_raise(lambda: work() if is_first else None, what)[0]  # type: ignore[return-value]
 
 
 def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
-    """Run work that does not communicate on the reporting rank; all ranks call this together.
+    """Run work, which must not communicate, on the rank that prints and logs for the run.
 
-    The other ranks return None.
+    All ranks of the run call this together; the other ranks return None.
 
     Raises:
-        MegatronExtError: on every rank of the run. An error that is not this package's becomes a
-            DataError, and its traceback is printed.
+        MegatronExtError: on every rank of the run, if the work fails. Any error that is not a
+            MegatronExtError is printed with its traceback and becomes a DataError.
     """
     return _on_some_ranks(context.is_reporting_rank, work, what, context, None)
 
 
 def on_first_of_replica(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
-    """Run work as `on_reporting_rank` does, but on the first rank of each replica."""
+    """Run work on the first rank of each replica, and return None on all other ranks.
+
+    All ranks of the run call this together, and all raise an error as in `on_reporting_rank`.
+    """
     return _on_some_ranks(is_first_of_replica(context), work, what, context, None)
 
 
 def on_first_of_this_replica(
     work: Callable[[], T], what: str, context: ParallelContext
 ) -> T | None:
-    """Run work as `on_first_of_replica` does, but in one replica only.
+    """Run work on the first rank of this replica, and return None on the replica's other ranks.
 
-    Only the ranks of that replica call this together, and only they raise its error.
+    Only the ranks of the replica call this together, and only they raise the error of the work.
     """
     return _on_some_ranks(is_first_of_replica(context), work, what, context, context.pgs.tp_cp)
 
@@ -119,7 +122,7 @@ def is_first_of_replica(context: ParallelContext) -> bool:
 def share(
     known: Tensor | None, shape: Sequence[int], context: ParallelContext, device: torch.device
 ) -> Tensor:
-    """Return the tensor ``known`` of a replica's first rank on all ranks of the replica, float32.
+    """Broadcast ``known`` from a replica's first rank to all its ranks; return it in float32.
 
     All ranks of the replica call this together. On the other ranks ``known`` is ignored.
     """

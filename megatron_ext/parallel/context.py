@@ -1,4 +1,4 @@
-"""The process groups and seeds of a layout; the only file that reads ``parallel_state``."""
+"""The process groups and seeds of a layout; no other file reads ``parallel_state``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ParallelContext:
 
     @property
     def placement(self) -> Placement:
-        """Return the pipeline rank and the chunk of each stage."""
+        """Return the mapping of stages to pipeline ranks and chunks."""
         return self.layout.placement
 
     @property
@@ -63,13 +63,13 @@ class ParallelContext:
 
     @property
     def reporting_rank(self) -> int:
-        """Return the last of the ranks that hold the last stage, as in Megatron-LM."""
+        """Return the rank that prints and logs: the highest one that holds the last stage."""
         ranks = range(self.layout.world_size)
         return max(r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank)
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Tell whether this rank reports; see `reporting_rank`."""
+        """Tell whether this rank is the one that prints and logs for the run."""
         return self.rank == self.reporting_rank
 
     def destroy(self) -> None:
@@ -89,7 +89,7 @@ def destroy_groups() -> None:
 
 
 class NoAnswer(Enum):
-    """The two ways in which contact with another rank fails, each with its sentence."""
+    """The two ways in which contact with another rank fails; the values are error messages."""
 
     TIMEOUT = (
         "waited in vain for another rank until `--distributed-timeout-minutes` were over; look at "
@@ -112,7 +112,7 @@ def contact_fault(error: BaseException) -> NoAnswer | None:
 
 
 def mtp_rank(model: ModelConfig, parallel: ParallelConfig) -> int | None:
-    """Return the pipeline rank that holds multi-token prediction, None without it."""
+    """Return the pipeline rank that holds multi-token prediction; None if the model has none."""
     if not model.mtp_num_layers:
         return None
     return Layout.from_config(parallel).placement.rank_of(mtp_stage(parallel))
@@ -121,7 +121,7 @@ def mtp_rank(model: ModelConfig, parallel: ParallelConfig) -> int | None:
 def embedding_ranks(
     model: ModelConfig, parallel: ParallelConfig
 ) -> Callable[[list[int]], list[int]]:
-    """Return a function that selects the ranks of a pipeline that hold the word embedding."""
+    """Return a function that selects, from a pipeline's ranks, those with the word embedding."""
     last = None if model.untie_embeddings_and_output_weights else -1
     places = [x for x in (0, last, mtp_rank(model, parallel)) if x is not None]
     return lambda pp_ranks: sorted({pp_ranks[place] for place in places})
@@ -143,9 +143,11 @@ def init_groups(
     is left.
 
     Args:
-        get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
+        get_embedding_ranks: selects, from a pipeline's ranks, those with the word embedding; None
+            selects the first and the last.
         init_method: rendezvous address such as ``file:///path``; a single rank needs none.
-        hierarchical_context_parallel_sizes: see ``--cp-comm-type a2a+p2p``.
+        hierarchical_context_parallel_sizes: sizes of the inner (a2a) and outer (p2p) groups of
+            ``--cp-comm-type a2a+p2p``.
 
     Raises:
         ConfigError: the number of started ranks differs from the layout's, or a group of
@@ -193,7 +195,7 @@ def init_groups(
 def pipeline_channels(
     layout: Layout, pipeline: ProcessGroup, timeout: timedelta
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Create two groups for each pipeline, and return this rank's two.
+    """Create groups for messages to higher and to lower ranks of each pipeline; return this rank's.
 
     With pipeline size 1, which sends no messages, both are the group ``pipeline``.
     """
@@ -211,7 +213,7 @@ def _checked_context(layout: Layout, timeout: timedelta) -> ParallelContext:
     """Return the context with megatron-core's groups.
 
     Raises:
-        ConfigError: a group differs from the grid's, which would change what is trained.
+        ConfigError: a group has other ranks than in the grid, which would change what is trained.
     """
     pgs = ProcessGroupCollection.use_mpu_process_groups()
     context = ParallelContext(
@@ -256,8 +258,8 @@ def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> Parallel
     """Create the groups of a second layout, for a network with other parallel sizes.
 
     All ranks of the run call this together. megatron-core's ``parallel_state`` keeps the groups of
-    the first layout, so the modules of the network must be given the new ones. There are no expert
-    groups.
+    the first layout, so the modules of the network must be given the new groups. No expert groups
+    are created.
     """
     timeout = timedelta(minutes=timeout_minutes)
     groups = {axes: _group(layout.groups(axes), timeout) for axes in ("tp", "cp", "pp", "dp")}
@@ -276,10 +278,11 @@ def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> Parallel
 
 
 def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10) -> ProcessGroup:
-    """Create a group of every ``step``-th rank, through this rank, in its block of ranks.
+    """Create groups of every ``step``-th rank within each block, and return this rank's group.
 
-    All ranks of the run call this together. A block is ``block`` consecutive ranks; ``block`` is a
-    multiple of ``step`` and divides ``world_size``.
+    A block is ``block`` consecutive ranks: with ``step`` 2 and ``block`` 8, rank 1's group is 1, 3,
+    5, 7. ``block`` is a multiple of ``step`` and divides ``world_size``. All ranks of the run call
+    this together.
     """
     sizes = {"place": step, "stretch": block // step, "block": world_size // block}
     ranks = groups_of(("place", "stretch", "block"), sizes, {"stretch"})

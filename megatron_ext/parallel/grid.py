@@ -1,8 +1,8 @@
 """The rank grid, in pure Python: which ranks form which group, and which rank holds which stage.
 
 Ranks are numbered with tensor parallelism innermost, then context, data and pipeline parallelism
-(pipeline before data with ``--use-tp-pp-dp-mapping``); experts use a second grid over the same
-ranks, with expert-tensor, expert, expert-data and pipeline parallelism.
+(pipeline before data with ``--use-tp-pp-dp-mapping``). This is the dense grid. Experts use a second
+grid over the same ranks, with expert-tensor, expert, expert-data and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Placement:
         return stage // self.pipeline_size
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Return the stage that is a pipeline rank's chunk of index ``chunk``."""
+        """Return the stage that pipeline rank ``rank`` holds as its chunk ``chunk``."""
         position = self.pipeline_size - 1 - rank if self.v_shape and chunk == 1 else rank
         return chunk * self.pipeline_size + position
 
@@ -53,9 +53,10 @@ EXPERT_GROUPS = ("ep", "tp-ep", "tp-ep-pp", "dp")
 
 
 def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) -> list[list[int]]:
-    """Return all groups along the ``varying`` axes.
+    """Return all groups of ranks that differ in their position along the ``varying`` axes only.
 
-    ``order`` lists the axes of the grid, the one along which ranks are consecutive first.
+    ``order`` lists the axes of the grid; ranks are consecutive along the first. ``sizes`` has the
+    number of ranks along each axis.
     """
     stride, step = {}, 1
     for axis in order:
@@ -79,7 +80,7 @@ class Layout:
     Attributes:
         expert_tensor_parallel_size: ranks that share each expert; None means the tensor size.
         virtual_pipeline_model_parallel_size: chunks of each rank, None without interleaving.
-        v_shape: stages are placed in a V shape, see `Placement` (zb-v).
+        v_shape: stages are placed in a V shape (see `Placement`), as the schedule zb-v needs.
 
     Raises:
         ConfigError: the sizes do not divide the number of ranks.
@@ -109,13 +110,13 @@ class Layout:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:
-        """Return the layout of a run's parallel flags."""
+        """Return the layout that a run's parallel flags describe."""
         shared = {x.name: getattr(parallel, x.name) for x in fields(cls) if x.name != "v_shape"}
         return cls(**shared, v_shape=parallel.pipeline_schedule == "zb-v")
 
     @property
     def placement(self) -> Placement:
-        """Return the pipeline rank and the chunk of each stage."""
+        """Return the mapping of stages to pipeline ranks and chunks."""
         return Placement(
             self.pipeline_model_parallel_size,
             self.virtual_pipeline_model_parallel_size or 1,
@@ -141,7 +142,7 @@ class Layout:
 
     @property
     def order(self) -> str:
-        """Return the order of the axes in megatron-core's notation."""
+        """Return the order of the axes, innermost first, in megatron-core's notation."""
         return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
     def sizes(self) -> dict[str, int]:

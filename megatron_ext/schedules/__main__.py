@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the timeline and its cost, and return the exit code."""
+    """Print the timeline, step time, bubble and peak memory of a plan; return the exit code."""
     args = _parser().parse_args(argv)
     chunks = args.chunks or (2 if args.schedule in ("interleaved", "zb-v") else 1)
     durations = Durations(*(time / chunks for time in args.times))

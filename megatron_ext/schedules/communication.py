@@ -23,7 +23,7 @@ _PENDING = 64
 
 
 class Channels:
-    """The messages of one step on one rank.
+    """Sends and receives the messages of one step on one rank.
 
     Args:
         shape: shape of all messages, ``[s, b, h]``. If shapes vary it is not used, and each shape
@@ -43,7 +43,7 @@ class Channels:
         self.received: dict[tuple[Kind, int, int], tuple[torch.distributed.Work, Tensor]] = {}
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start to send a message, which is kept in memory until it is sent."""
+        """Start to send ``tensor`` to the action's peer; keep it in memory until it is sent."""
         assert action.peer is not None
         message = tensor.detach().contiguous()
         ahead = []
@@ -61,7 +61,7 @@ class Channels:
             self._wait(*next(iter(self.sent)))
 
     def receive(self, action: Action) -> None:
-        """Start to receive a message."""
+        """Start to receive a message from the action's peer; `take` returns it."""
         assert action.peer is not None
         group = self.groups[self.rank < action.peer]
         shape = self.shape
@@ -96,10 +96,10 @@ class Channels:
 class GradientSync:
     """Starts the data-parallel communication of each chunk when its gradients are complete.
 
-    Until the last backward pass of a chunk its gradients are only accumulated. With
-    ``--overlap-grad-reduce`` their reduction starts during that pass. With ``--align-grad-reduce``,
-    or if weight gradients are deferred, it starts after that pass. As in megatron-core, the first
-    stage does not align if its rank has one chunk.
+    It acts with ``--overlap-grad-reduce`` only. Until the last backward pass of a chunk the chunk's
+    gradients are only accumulated. Their reduction starts during that pass or, with
+    ``--align-grad-reduce`` or deferred weight gradients, after it. As in megatron-core,
+    ``--align-grad-reduce`` has no effect on the first stage if its rank has one chunk.
 
     A bucket that is incomplete after the pass, because a parameter was not used, is reduced then.
     """
@@ -133,13 +133,13 @@ class GradientSync:
                 self.waiting[index].__enter__()
 
     def before_forward(self, chunk: int) -> None:
-        """Start to gather the parameters of this chunk and the next, if gathers are overlapped."""
+        """Start to gather the parameters of this chunk and the next (``--align-param-gather``)."""
         while self.param_sync and self.gathered < min(chunk + 2, len(self.chunks)):
             self.param_sync[self.gathered](self.chunks[self.gathered].parameters())
             self.gathered += 1
 
     def before_backward(self, action: Action) -> None:
-        """Resume the reduction of a chunk's gradients before its last backward pass."""
+        """Resume gradient reduction before a chunk's last backward pass, if it may overlap it."""
         if self.during and self.last.get(action.stage) == action:
             self._release(self.placement.chunk_of(action.stage))
 
@@ -171,7 +171,7 @@ class GradientSync:
 
 
 def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
-    """Return a hook of megatron-core, which is one function or one for each chunk, as a list."""
+    """Return a megatron-core hook as a list of one function for each chunk; empty for None."""
     if hook is None:
         return []
     return list(hook) if isinstance(hook, list) else [hook] * length

@@ -1,4 +1,4 @@
-"""The orders in which ranks run their passes, by the name of the schedule."""
+"""The order of each pipeline rank's forward and backward passes under each schedule."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
 
 
 def interleaved(placement: Placement, num_microbatches: int, group_size: int) -> list[Order]:
-    """Return interleaved 1F1B (arXiv:2104.04473, section 2.2), in megatron-core's order.
+    """Return each rank's order of interleaved 1F1B (arXiv:2104.04473, section 2.2).
 
-    A rank runs a group of micro-batches through one chunk before the next chunk. Remaining
-    micro-batches that are too few to fill the pipeline join the last group.
+    As in megatron-core, a rank runs a group of micro-batches through one chunk before the next
+    chunk. Remaining micro-batches that are too few to fill the pipeline join the last group.
     """
     size, chunks = placement.pipeline_size, placement.num_chunks
     groups = _groups(num_microbatches, group_size, at_least=size)
@@ -57,9 +57,9 @@ def interleaved(placement: Placement, num_microbatches: int, group_size: int) ->
 
 
 def forward_only_order(placement: Placement, num_microbatches: int) -> list[Order]:
-    """Return the order of an evaluation, in groups of ``pipeline_size`` micro-batches.
+    """Return each rank's order of forward passes in an evaluation step.
 
-    A rank runs a group through one chunk before the next chunk.
+    A rank runs ``pipeline_size`` micro-batches through one chunk before the next chunk.
     """
     groups = _groups(num_microbatches, placement.pipeline_size, at_least=1)
     table = chunk_order(groups, placement.num_chunks)
@@ -90,7 +90,7 @@ def chunk_order(groups: list[int], num_chunks: int) -> list[tuple[int, int]]:
 
 
 def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """Return the warm-up, then one forward and one backward in turn, then the cool-down.
+    """Return an order: warm-up, then one forward and one backward in turn, then cool-down.
 
     The warm-up is the first ``warmup`` forward passes.
     """
@@ -126,7 +126,7 @@ def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
 class _Rank:
     """The state of one rank in the scheduler of `zb_v`.
 
-    ``counts`` has the computations done so far, by kind and chunk.
+    ``counts`` has the number of computations done so far, by kind and chunk.
     """
 
     placement: Placement
@@ -170,11 +170,11 @@ class _Rank:
 
 
 def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVEN) -> list[Order]:
-    """Return ZB-V (arXiv:2405.15362): two chunks on each rank in V shape, in the memory of 1F1B.
+    """Return each rank's order of ZB-V (arXiv:2405.15362): two chunks in V shape, memory of 1F1B.
 
-    A greedy simulation builds the orders. A free rank runs a computation that is ready: input
-    gradients before forward passes before weight gradients, and chunk 1 before chunk 0. The orders
-    are valid for any durations, but made for the given ones.
+    A greedy simulation with ``durations`` builds the orders. A free rank runs a computation that is
+    ready: input gradients before forward passes before weight gradients, and chunk 1 before chunk
+    0. The orders are valid for any durations, but tuned to the given ones.
     """
     ranks = [_Rank(placement, rank, num_microbatches) for rank in range(placement.pipeline_size)]
     ends, now = dict[tuple[Kind, int, int], float](), 0.0

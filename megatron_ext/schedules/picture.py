@@ -1,4 +1,4 @@
-"""Drawings of a plan over time: one row for each rank, one box for each computation."""
+"""Drawings of a schedule over time: one row for each rank, one box for each computation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STYLES = {
 
 
 def text(plan: Plan, cost: Price) -> str:
-    """Draw the timeline as text, in which the shortest computation has three columns.
+    """Return a text drawing of the timeline, in which the shortest computation has three columns.
 
-    A computation is its letter (see `Kind`), the index of its micro-batch, and dashes up to its
-    end. Chunks after a rank's first have lower-case letters. Dots are idle time.
+    A computation is drawn as its letter (see `Kind`), the index of its micro-batch, and dashes up
+    to its end. Chunks after a rank's first have lower-case letters. Dots are idle time.
     """
     scale = 3 / min(entry.end - entry.start for rank in cost.timeline for entry in rank)
     rows = []
@@ -46,7 +46,7 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
     """Draw the timeline into a PNG file; chunks after a rank's first are hatched.
 
     Raises:
-        ConfigError: see `write_figure`.
+        ConfigError: the file cannot be written, or its suffix is no image format.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: a list of actions for each pipeline rank, and their cost.
 
 An order lists the forward and backward passes of a rank (`orders`). `with_messages` adds the sends
-and receives. Every list is then a part of one total order of events, in which each message is a
-single event. Such lists cannot deadlock: the first event of the total order that has not happened
-yet can always happen.
+and receives. All lists then follow one total order of events, in which each message is a single
+event. Such lists cannot deadlock: the first event of the total order that has not happened yet can
+always happen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RECEIVES = frozenset({Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list.
+    """One computation, send or receive of a pipeline rank.
 
     Attributes:
         stage: index of the stage among all stages of the model.
@@ -87,9 +87,9 @@ class CyclicOrder(ValueError):
 
 
 def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:
-    """Yield the keys ``(kind, microbatch, stage)`` of the computations an action waits for.
+    """Yield the keys ``(kind, microbatch, stage)`` of the computations that ``action`` waits for.
 
-    The keys are those of `gives`.
+    A full backward pass has the key of its input gradient, `Kind.INPUT`.
     """
     kind, microbatch, stage = action.kind, action.microbatch, action.stage
     if kind is Kind.FORWARD and stage > 0:
@@ -103,14 +103,14 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return the key of a computation for `needs`, in which BACKWARD counts as INPUT."""
+    """Return a computation's key ``(kind, microbatch, stage)``, in which BACKWARD becomes INPUT."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A computation with its start and end."""
+    """A computation with the times of its start and end."""
 
     action: Action
     start: float
@@ -157,7 +157,7 @@ def timeline(
 
 
 def _message(action: Action, placement: Placement) -> tuple[Action, Action] | None:
-    """Return a computation's send and receive, or None if its result stays on the rank."""
+    """Return the send and receive of a computation's result, or None if it stays on the rank."""
     sender = placement.rank_of(action.stage)
     if action.kind is Kind.FORWARD:
         kinds, stage = (Kind.SEND_OUTPUT, Kind.RECEIVE_INPUT), action.stage + 1
@@ -174,7 +174,7 @@ def _message(action: Action, placement: Placement) -> tuple[Action, Action] | No
 def with_messages(
     orders: Sequence[Order], placement: Placement, durations: Durations = EVEN
 ) -> list[Order]:
-    """Add the sends and receives to the ranks' computations.
+    """Return each rank's computations with the sends and receives of their results added.
 
     A send follows its computation. The receive is placed before the receiver's computations that
     end after the sender's computation, so that it is posted before its message is used.
@@ -210,13 +210,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Price:
-    """Cost of one step.
+    """The time and memory of one simulated step.
 
     Attributes:
         makespan: time from the first start to the last end.
-        bubble: idle time of the busiest rank; ``bubble_share`` is its fraction of the makespan.
-        peak_activations: for each rank, the peak number of stage activations, each of which is held
-            until its weight gradients are computed.
+        bubble: idle time of the busiest rank; ``bubble_share`` is ``bubble / makespan``.
+        peak_activations: for each rank, the peak number of micro-batches whose activations it
+            holds, summed over its stages. They are held until the weight gradients are computed.
     """
 
     timeline: list[list[Timed]]
@@ -227,7 +227,7 @@ class Price:
 
 
 def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Price:
-    """Simulate a plan and return its cost; ``latency`` is the time of a message."""
+    """Simulate a plan and return its time and memory; ``latency`` is the time of a message."""
     timed = timeline([list(rank) for rank in plan.ranks], plan.placement, durations, latency)
     makespan = max((rank[-1].end for rank in timed if rank), default=0.0)
     work = max(sum(entry.end - entry.start for entry in rank) for rank in timed)
@@ -237,9 +237,9 @@ def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Pric
 
 
 def _peak(actions: Sequence[Action]) -> int:
-    """Return the peak number of activations of a rank.
+    """Return the peak number of micro-batches whose activations a rank holds, over all its stages.
 
-    Without backward passes each activation is held during its own forward pass only.
+    Without backward passes they are held during their forward pass only.
     """
     trains = any(action.kind is not Kind.FORWARD for action in actions if action.kind in COMPUTE)
     held = peak = 0

@@ -1,6 +1,6 @@
-"""Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``.
+"""Runs one rank's list of actions by megatron-core's ``forward_step`` and ``backward_step``.
 
-With ``--cuda-graph-impl local``, the first step runs without CUDA graphs and shows the arguments of
+With ``--cuda-graph-impl local``, the first step runs without CUDA graphs and notes the arguments of
 the layers. The graphs are recorded before the second step, while all gradients are zero.
 """
 
@@ -38,7 +38,7 @@ from megatron_ext.schedules.plan import Action, Kind, Plan
 def scale_by_tokens(
     chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, context: ParallelContext
 ) -> None:
-    """Divide the summed gradients by the tokens of all data- and context-parallel ranks.
+    """Divide the summed gradients by the number of tokens on all data- and context-parallel ranks.
 
     Unlike megatron-core's ``finalize_model_grads``, the host does not wait for the device to check
     that the number is positive. ``num_tokens``, int ``[]``, is this rank's number of tokens; only
@@ -58,7 +58,10 @@ def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
 
 
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
-    """Return for each chunk of a rank the peak number of micro-batches between their two passes."""
+    """Return, for each chunk of a rank, the peak number of micro-batches in flight.
+
+    A micro-batch is in flight from its forward pass to its `Kind.BACKWARD`.
+    """
     now, most = [0] * placement.num_chunks, [0] * placement.num_chunks
     for action in actions:
         chunk = placement.chunk_of(action.stage)
@@ -94,13 +97,13 @@ ForwardStep = Callable[[Any, torch.nn.Module], tuple[Any, Any]]
 
 
 class PipelineEngine:
-    """Runs plans on this rank's model chunks.
+    """Runs the steps of a pipeline schedule on this rank's model chunks.
 
     Args:
         schedule: one of `orders.SCHEDULES`.
         chunks: chunks of this rank in the order of their stages, wrapped for data parallelism.
         transformer_config: configuration with the hooks that megatron-core's schedules use.
-        group_size: see `build_plan`.
+        group_size: micro-batches that an interleaved chunk runs before the next, see `build_plan`.
         graphs: CUDA graphs of each chunk's layers; empty to run without graphs.
     """
 
@@ -119,7 +122,7 @@ class PipelineEngine:
         self.transformer_config, self.context = transformer_config, context
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
-        """Return the plan of a step, which is the same on all ranks."""
+        """Return the actions of all pipeline ranks in one step; the same on all ranks."""
         return build_plan(
             self.schedule,
             pipeline_size=self.context.layout.pipeline_model_parallel_size,
@@ -175,9 +178,9 @@ class PipelineEngine:
         return step.reports
 
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
-        """Record the graphs that each chunk lacks; switch its graphs on if it has enough.
+        """Record the CUDA graphs that are missing; use a chunk's graphs only if they suffice.
 
-        ``in_flight`` has the peak number of micro-batches of each chunk, see `most_in_flight`.
+        A chunk needs graphs for ``in_flight`` micro-batches, its peak number (`most_in_flight`).
         """
         for chunk, needed in zip(self.graphs, in_flight, strict=True):
             if chunk.num_slots < needed:
@@ -233,7 +236,7 @@ class _Step:
             self.sync.finish()
 
     def communicate(self, action: Action) -> None:
-        """Start a send or a receive."""
+        """Start the send or the receive that ``action`` describes."""
         key = action.microbatch, action.stage
         assert action.peer is not None
         if action.kind is Kind.SEND_OUTPUT:
@@ -287,7 +290,7 @@ class _Step:
         return entering.requires_grad_(self.trains)
 
     def backward(self, action: Action) -> None:
-        """Run a micro-batch's backward pass of a chunk; `Kind.INPUT` defers weight gradients."""
+        """Run a micro-batch's backward pass in a chunk; `Kind.INPUT` defers weight gradients."""
         key = action.microbatch, action.stage
         gradient = None
         if action.stage < self.placement.num_stages - 1:
