@@ -1,9 +1,8 @@
-"""Low-rank adapters in checkpoints, with or without the weights under them.
+"""Saves and loads low-rank adapters (LoRA), with or without the frozen weights under them.
 
-A checkpoint may hold only adapters, while the frozen weights under them lie in another checkpoint
-(`FrozenBase`). The digest of that checkpoint's manifest, which lists the digests of all files,
-identifies the weights in any place. Random weights, as in tests, are identified by their seed.
-Adapters on weights that they were not trained on raise a CheckpointError.
+The frozen weights may lie in another checkpoint (`FrozenBase`). The digest of its manifest
+identifies them, even if the folder is moved. Random weights, as in tests, are identified by their
+seed. A CheckpointError is raised if adapters are put on weights that they were not trained on.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MARK = ".lora."
 
 
 def adapters_among(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of adapter matrices, without averages and optimizer state."""
+    """Return, sorted, the names of adapter matrices, without their averages and optimizer state."""
     weights = (n for n in names if "optimizer." not in n and not n.startswith(PREFIX))
     return sorted(name for name in weights if MARK in name)
 
@@ -52,7 +51,7 @@ def leave_out_new(
 ) -> dict[str, dict[str, Tensor]]:
     """Remove from a state, in place, the adapters and new branches that a checkpoint lacks.
 
-    Return their values by chunk and name.
+    Return them by chunk and name. A new branch changes no output at its start (`is_new_branch`).
     """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
@@ -68,7 +67,7 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return sentences about the new branches among the result of `leave_out_new`."""
+    """Return sentences about the new branches in ``new``, which `leave_out_new` has returned."""
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
         f"{path} holds no `{name}`, so it starts at zero."
@@ -112,10 +111,10 @@ BASE = "frozen_base"
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """The frozen weights under adapters.
+    """Identifies the frozen weights under adapters, without holding their values.
 
     Attributes:
-        path: folder of the checkpoint that holds them; None for random weights.
+        path: folder of the checkpoint that holds the weights; None for random weights.
         identity: a digest or a seed, equal for equal weights.
     """
 
@@ -124,7 +123,7 @@ class FrozenBase:
 
     @classmethod
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
-        """Describe an iteration's weights; with ``average`` its averaged weights, if it has any."""
+        """Identify a checkpoint's weights; with ``average`` its averaged weights, if it has any."""
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"
@@ -133,31 +132,34 @@ class FrozenBase:
 
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:
-        """Describe the weights that ``--pretrained-checkpoint`` ``root`` loads; see `at`."""
+        """Identify the weights that ``--pretrained-checkpoint`` loads from ``root``.
+
+        ``average`` asks for its averaged weights, if it has any.
+        """
         found = find(CheckpointConfig(pretrained_checkpoint=root))
         assert found is not None
         return cls.at(found.path, average=average)
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
-        """Return the weights recorded under a checkpoint's adapters; None if it holds them."""
+        """Identify the weights under a checkpoint's adapters; None if it holds all weights itself."""
         iteration = choose(root, step)
         assert iteration is not None
         return cls.recorded(common_state_of(standing_folder_of(root, iteration)))
 
     @classmethod
     def of_run(cls, lora: LoraConfig, seed: int) -> FrozenBase | None:
-        """Return a run's random weights under adapters; None if its checkpoints hold them."""
+        """Return a run's random weights under adapters; None if the run saves all its weights."""
         return cls.drawn(seed) if lora.lora_rank is not None and lora.saves_adapters_only else None
 
     @classmethod
     def drawn(cls, seed: int) -> FrozenBase:
-        """Return the random weights that a run draws from its seed."""
+        """Identify the random weights that a run draws from its seed."""
         return cls(None, f"seed {seed}")
 
     @classmethod
     def recorded(cls, state: Mapping[str, Any]) -> FrozenBase | None:
-        """Return the weights that a checkpoint's common state records; None if it holds them."""
+        """Return the record of frozen weights in a checkpoint's common state; None without one."""
         record = state.get(BASE)
         return None if record is None else cls(**record)
 
@@ -167,7 +169,7 @@ class FrozenBase:
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
         """Raise a CheckpointError about ``flag`` if these are not the ``recorded`` weights.
 
-        The adapters in the checkpoint ``path`` were trained on the recorded ones.
+        The adapters in the checkpoint ``path`` were trained on the ``recorded`` weights.
         """
         if self.identity == recorded.identity:
             return
@@ -187,7 +189,7 @@ def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
-    """Complete loaded adapters, in place, with the model's present values of other weights."""
+    """Add to loaded adapters, in place, the values that the model's other weights have now."""
     for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True):
         loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
 
@@ -200,10 +202,10 @@ def load_adapters(
     config: CheckpointConfig,
     context: ParallelContext,
 ) -> None:
-    """Load the adapters of a network that is not the model of the run; all ranks call this.
+    """Load the adapters of a network that is not the run's model; all ranks call this together.
 
-    The network must have the weights of ``base`` already. ``section`` is the key of its state in
-    the checkpoint, and the prefix of its names.
+    ``model`` must have the weights of ``base`` already. In the checkpoint, ``section`` is the key
+    of the network's state and the prefix of its tensors' names.
     """
     verify(found, context)
     common = common_state_of(found.path)

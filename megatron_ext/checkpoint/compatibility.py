@@ -1,7 +1,7 @@
 """Checks that a checkpoint fits a run, before anything is loaded, and decides what is loaded.
 
-Names and shapes of weights reveal most differences between two models. For the others, each flag
-declares whether it may differ from the checkpoint's (`IfChanged`), so that no flag silently
+Names and shapes of weights reveal most differences between two models. To reveal the others, each
+flag declares whether it may differ from the checkpoint's (`IfChanged`), so that no flag silently
 changes what a model computes. A checkpoint that does not fit raises a CheckpointError.
 """
 
@@ -53,12 +53,12 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Raise a CheckpointError if one of this rank's weights is missing or has another shape.
+    """Raise a CheckpointError if the checkpoint lacks a weight of this rank or has another shape.
 
     The padding of a vocabulary may differ.
 
     Args:
-        arguments: those of the run that saved.
+        arguments: flags of the run that saved the checkpoint.
         strictness: ``--dist-ckpt-strictness``; the lenient values let weights be missing.
     """
     stored = stored_entries(path)
@@ -102,8 +102,8 @@ def check_optimizer(
     """Raise a CheckpointError if the stored optimizer state cannot be resharded for this run.
 
     Args:
-        stored: the checkpoint's content metadata.
-        arguments: those of the run that saved.
+        stored: the checkpoint's content metadata, which tells how its state is sharded.
+        arguments: flags of the run that saved the checkpoint.
         distributed: whether this run's optimizer is distributed.
         has_main_weights: whether this run's optimizer keeps fp32 weights beside 16-bit ones.
     """
@@ -142,10 +142,10 @@ def weights_in(state: dict[str, Any]) -> set[str]:
 
 
 def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
-    """Return a note if a network leaves out weights of a checkpoint, else an empty list.
+    """Return a list with one note if a network has no use for some weights of a checkpoint.
 
-    A CheckpointError is raised if whole blocks would be left out. Optimizer and random states,
-    averages, and other networks are not compared.
+    The list is empty if the network takes all. A CheckpointError is raised if whole blocks would be
+    left out. Optimizer and random states, averages, and other networks are not compared.
 
     Args:
         expected: names of the network's weights on all ranks; the second network's have `CRITIC`
@@ -179,7 +179,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the block numbers in names of weights, by what precedes them (``decoder.layers``)."""
+    """Return the block numbers that occur in weights' names, by block list (``decoder.layers``)."""
     found: dict[str, set[int]] = {}
     for name in names:
         match = _OF_A_BLOCK.match(name)
@@ -189,9 +189,10 @@ def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
 
 
 def check_resume(config: RunConfig) -> None:
-    """Check that a run fits the checkpoint that it loads, as far as this needs no model.
+    """Raise a CheckpointError if a run does not fit the checkpoint that it loads.
 
-    This is not a collective. The ranks check all of it again later, and the weights too.
+    One process checks flags and optimizer state here, before the model is built. On loading, all
+    ranks repeat this and check the weights too.
     """
     found = find(config.checkpoint)
     if found is None:
@@ -274,8 +275,8 @@ def _changes(
     """Yield the flags that differ from the stored ones, except those declared "allow".
 
     Args:
-        sections: the run's sections by name.
-        given: the values of their flags, by section and field; ``stored`` has the checkpoint's.
+        sections: the run's configuration sections by name.
+        given, stored: values of the run's flags, and the checkpoint's, by section and field.
     """
     for section, kind in sections.items():
         values, before = given[section], stored.get(section)
@@ -304,8 +305,8 @@ def check_changes(
     Raise a CheckpointError if a flag differs that must be the same.
 
     Args:
-        weights_only: the run starts from the weights, and does not resume.
-        with_optimizer: the run resumes with the optimizer state of the checkpoint.
+        weights_only: whether the run starts from the checkpoint's weights and does not resume.
+        with_optimizer: whether the run resumes with the checkpoint's optimizer state.
     """
     changes = _changes(config.by_name(), config.to_dict(), stored)
     found = sorted(changes, key=lambda change: change.name)
@@ -336,7 +337,7 @@ def check_changes(
 
 
 def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError if a flag differs that decides what state the optimizer has."""
+    """Raise a CheckpointError if a flag that determines the kind of optimizer state has changed."""
     kind, rate, momentum = config.optimizer, config.decoupled_lr, config.sgd_momentum
     before = stored.get("sgd_momentum", momentum)
     differs = {

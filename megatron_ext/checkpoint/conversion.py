@@ -1,9 +1,9 @@
-"""The code that conversions of public weights and of adapters share, for any model.
+"""Code that the conversions of public weights and of adapters share, for any model.
 
 A conversion runs in one process. Imported weights become the checkpoint of iteration 0, which loads
 in any layout. Adapters are merged into weights or exported for Hugging Face's peft. A task declares
-how its networks are built (`Network`) and what peft calls their layers (`PeftLayers`). What cannot
-be converted raises a CheckpointError.
+how its networks are built (`Network`) and what peft calls their layers (`PeftLayers`). A model that
+cannot be converted raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 
 @contextmanager
 def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContext]:
-    """Make the process groups of a single rank, by default on the CPU; destroy them at the end."""
+    """Yield the parallel context of a single rank, by default on the CPU; destroy it at the end."""
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise CheckpointError(
             f"Models are converted on one rank, but {os.environ['WORLD_SIZE']} were started; start "
@@ -65,7 +65,7 @@ def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContex
 
 
 def read_settings(path: Path, advice: str) -> dict[str, Any]:
-    """Read a model's config.json; the error about an unreadable one ends with ``advice``."""
+    """Read a model's config.json; if it is unreadable, raise a CheckpointError with ``advice``."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -122,9 +122,10 @@ class Network:
     Attributes:
         build: builds a chunk of the network.
         described: changes the configuration of a run into one whose model is the network.
-        section: key of the network's state in a checkpoint, and prefix of its names; None for the
-            run's model.
-        base: returns the folder of the checkpoint under the adapters, given a configuration.
+        section: key of the network's state in a checkpoint, and prefix of its tensors' names; None
+            for the run's model.
+        base: returns, from a run's configuration, the folder of the checkpoint with the weights
+            under the network's adapters.
     """
 
     build: ModelChunk
@@ -143,12 +144,13 @@ def merge_checkpoint(
     step: int | None = None,
     base: str | None = None,
 ) -> Path:
-    """Merge adapters into the weights under them, in one process; return the new folder.
+    """Merge a checkpoint's adapters into the weights under them, in one process.
 
-    The new checkpoint has the counters of the old one, and neither optimizer nor random states.
+    Return the folder of the merged checkpoint in ``save``. It has the counters of the old one in
+    ``root``, and neither optimizer nor random states.
 
     Args:
-        stored: the configuration of the run that saved.
+        stored: the configuration of the run that saved the old checkpoint.
         base: folder of checkpoints with the weights under the adapters, if the adapters were saved
             without them; None for the folder that the run used.
     """
@@ -228,7 +230,7 @@ Part = tuple[str, str, Tensor]
 
 @dataclass(frozen=True)
 class PeftLayers:
-    """The layers of Hugging Face's model that correspond to our layers with adapters.
+    """The layers of a Hugging Face model that correspond to our layers with adapters.
 
     Attributes:
         name: matches the names of our adapter matrices that have a counterpart in that model.
@@ -253,7 +255,7 @@ def export_adapters(
     step: int | None = None,
     base_model: str = "",
 ) -> list[str]:
-    """Write ``adapter_model.safetensors`` and ``adapter_config.json``; needs no process group.
+    """Write a checkpoint's adapters in the format of Hugging Face's peft; needs no process group.
 
     Args:
         lora: the adapter settings of the run that saved.

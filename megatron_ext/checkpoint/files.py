@@ -1,7 +1,8 @@
 """The files of a folder of checkpoints: Megatron-LM's names, its tracker, and manifests.
 
-A manifest lists the files of one checkpoint with sizes and checksums. It is written when all of
-them are complete. A file that cannot be read raises a CheckpointError.
+The tracker names the latest iteration. A manifest lists a checkpoint's files with sizes and
+checksums, and is written when all these files are complete. An unreadable file raises a
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def root_of(folder: Path) -> tuple[Path, int | None]:
 
 
 def published(root: Path) -> list[int]:
-    """Return the iterations with a folder of the final name or ``.replaced``, ascending."""
+    """Return, ascending, the iterations that have a folder, finished or ``.replaced``."""
     if not root.is_dir():
         return []
     found = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
@@ -47,7 +48,7 @@ def published(root: Path) -> list[int]:
 
 
 def read_tracker(root: Path) -> int | None:
-    """Return the iteration that the tracker names, None without a tracker."""
+    """Return the iteration that the tracker file names; None if there is no such file."""
     path = root / TRACKER
     if not path.is_file():
         return None
@@ -66,7 +67,7 @@ def replaced_folder_of(root: Path, iteration: int) -> Path:
 
 
 def standing_folder_of(root: Path, iteration: int) -> Path:
-    """Return an iteration's folder, or the replaced one if a kill came between two renames."""
+    """Return an iteration's folder, or the ``.replaced`` one if a kill left only that."""
     final, replaced = folder_of(root, iteration), replaced_folder_of(root, iteration)
     return replaced if not final.exists() and replaced.is_dir() else final
 
@@ -124,12 +125,12 @@ def read_manifest(folder: Path) -> Files | None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name has no folder part: the file lies beside the one that names it."""
+    """Return whether a file name has no folder part, so that it cannot lead to another folder."""
     return Path(name).name == name
 
 
 def size_fault(folder: Path, files: Files) -> str | None:
-    """Return a clause on a listed file that is missing or of another size; None if all fit."""
+    """Describe the first listed file that is missing or of another size; return None if all fit."""
     for name, known in files.items():
         path = folder / name
         if not path.is_file():
@@ -140,7 +141,7 @@ def size_fault(folder: Path, files: Files) -> str | None:
 
 
 def checksum_fault(folder: Path, files: Files, names: Iterable[str]) -> str | None:
-    """Return a clause on a file among ``names`` with other content; None if all match."""
+    """Describe the first file among ``names`` with another checksum; return None if all match."""
     for name in names:
         if describe_file(folder / name)["blake2b"] != files[name]["blake2b"]:
             return f"{folder / name} does not match its checksum"

@@ -1,4 +1,4 @@
-"""Saves and loads the state of a run; `storage` has the files, `compatibility` the checks."""
+"""Saves and loads a run's checkpoints; `storage` handles files, `compatibility` checks the fit."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class CheckpointManager:
 
     Args:
         base: the model's frozen weights, if checkpoints hold only its adapters.
-        section: prefix of names in a checkpoint of which only the weights are loaded; a name that
-            it lacks with the prefix is loaded without.
+        section: prefix of the weights to take from a checkpoint whose weights alone are loaded. A
+            weight that is not stored under this prefix is loaded by its bare name.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class CheckpointManager:
 
         Args:
             progress: counters that JSON can hold.
-            run_config: the resolved configuration, sections of plain values.
+            run_config: the resolved configuration, as sections of plain values.
             best: the checkpoints with the lowest validation losses, lowest first; they are kept.
-            superseded: iterations to remove: saved only as one of the best, and now surpassed.
+            superseded: iterations to remove, since they are no longer among the best.
         """
         config = self._config
         if config.save is None:
@@ -211,10 +211,10 @@ class CheckpointManager:
         return LoadedCheckpoint(iteration, progress, read_json(path / RUN_CONFIG), path, notes)
 
     def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
-        """Load the frozen weights of a checkpoint of adapters, from ``--pretrained-checkpoint``.
+        """Load the frozen weights under a checkpoint's adapters from ``--pretrained-checkpoint``.
 
-        Without that flag the model keeps its random weights. Weights other than ``recorded``,
-        those that the adapters were trained on, raise a CheckpointError.
+        Without that flag the model keeps its random weights. If these weights are not ``recorded``,
+        on which the adapters were trained, raise a CheckpointError.
         """
         given, average = self._config.pretrained_checkpoint, self._config.pretrained_average
         own = self._base or adapters.FrozenBase(None, "unknown seed")
@@ -235,7 +235,7 @@ class CheckpointManager:
         common: dict[str, Any],
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Return the sharded state to fill, and the new weights that the checkpoint lacks.
+        """Return the sharded state to fill from a checkpoint, and the new weights that it lacks.
 
         Before that, raise a CheckpointError if the checkpoint does not fit the model.
         """

@@ -3,9 +3,9 @@
 - With torch's own Adam, the distributed optimizer cannot list its state before the first update.
 - It fails on the step count that torch keeps for each parameter, or resets it.
 - It writes wrong values where a gradient buffer has padding between its buckets.
-- It cannot load a checkpoint if only the saving or only the loading run has expert parallelism,
-  with which experts have an optimizer of their own.
-- If a pipeline stage has no experts, that optimizer has no parameters. It then cannot be saved, or
+- A checkpoint cannot be loaded if only the saving or only the loading run has expert parallelism.
+  With expert parallelism, experts have an optimizer of their own.
+- On a pipeline stage without experts, that optimizer has no parameters. It then cannot be saved, or
   is saved without the count of its updates.
 """
 
@@ -34,7 +34,7 @@ def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
 
 
 def has_main_weights(optimizer: MegatronOptimizer | None) -> bool:
-    """Return whether an optimizer that is not distributed keeps fp32 weights beside 16-bit ones."""
+    """Return whether an optimizer keeps fp32 weights beside 16-bit ones and is not distributed."""
     return any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts_of(optimizer))
 
 
@@ -48,9 +48,9 @@ def prime(optimizer: MegatronOptimizer) -> None:
 
 @contextmanager
 def counted(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Give optimizers without parameters the step count of their chain, within this context.
+    """Lend optimizers without parameters the step count of others in their chain, in this context.
 
-    One rank saves the state that all ranks share, and its optimizer may have no parameters.
+    One rank saves the step count for all ranks, and its optimizer may have no parameters.
     """
     inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
     adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]
@@ -69,7 +69,10 @@ _NOTHING: Any = "no parameter"
 
 
 def leave_out_nothing(state: dict[Any, Any]) -> None:
-    """Remove, in place, entries of optimizers without parameters that other ranks do not save."""
+    """Remove, in place, the entries that only optimizers without parameters have.
+
+    They are the step count lent by `counted` and empty entries. Other ranks do not save them.
+    """
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
         if isinstance(inner, dict):  # else one object, which a single layout reads whole
@@ -112,14 +115,14 @@ def _mend_part(part: Any, param_state: dict[int, dict[str, Any]]) -> None:
 
 
 def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of each optimizer of a chain."""
+    """Return a list with the state of each optimizer in a chain; a single one is no chain."""
     return [state] if len(parts_of(optimizer)) == 1 else _numbered(state)
 
 
 # The shards of fp32 weights are views of parameters, into which values are copied.
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load each optimizer of a chain, also with other expert parallelism than at the save."""
+    """Load the state of an optimizer or a chain, even if expert parallelism has changed since."""
     parts = parts_of(optimizer)
     # Several optimizers may read the state of one, or one the state of several.
     numbered = len(_numbered(state))
@@ -147,17 +150,17 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 
 def is_decoupled(group: dict[str, Any]) -> bool:
-    """Return whether a group has a decoupled learning rate, by either of megatron-core's keys."""
+    """Return whether a parameter group has a decoupled learning rate, under either of two keys."""
     return bool(group.get("is_decoupled_lr")) or not group.get("default_config", True)
 
 
 def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the states under integer keys, in order: those of a chain of several optimizers."""
+    """Return, in order, the values under integer keys: the states of several optimizers."""
     return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each optimizer, from a checkpoint of another number of optimizers."""
+    """Return a state for each of ``parts``, from a checkpoint with another number of optimizers."""
     # The tensors are already there, since the checkpoint has them by the names of the parameters.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -172,7 +175,7 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Do the same as `_regrouped` for optimizers that are not distributed."""
+    """Return a state for each of ``parts`` as `_regrouped` does, if they are not distributed."""
     # Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -194,7 +197,10 @@ def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, 
 
 
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the saved group that agrees in `KIND_OF_GROUP`, whether or not it was of experts."""
+    """Return the saved parameter group whose settings in `KIND_OF_GROUP` are those of ``group``.
+
+    Only one of the two may hold experts. If there is no such group, raise a CheckpointError.
+    """
     kind = [group.get(key) for key in KIND_OF_GROUP]
     for found in (group for each in saved for group in each["optimizer"]["param_groups"]):
         if [found.get(key) for key in KIND_OF_GROUP] == kind:

@@ -58,8 +58,8 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     """Write the manifest, rename the folder to its final name, and update the tracker last.
 
     This order survives a kill at any moment: a folder with its final name is complete, and so is
-    the folder that the tracker names. A loader finds a folder newer than the tracker by the
-    announcement file.
+    the folder that the tracker names. The announcement file lets a loader find a folder that is
+    newer than the tracker.
     """
     temporary, final = temporary_folder_of(root, iteration), folder_of(root, iteration)
     content = {"version": _VERSION, "files": dict(sorted(listed.items()))}
@@ -93,7 +93,7 @@ def expired(
             just before the new one is removed if it is no multiple.
         keep: ``--keep-last``. This many stay, the new one included.
         best: the checkpoints of ``--keep-best``. They stay and do not count towards ``keep``.
-        superseded: checkpoints saved only because they were among the best, and now surpassed.
+        superseded: checkpoints to remove, since they are no longer among the best.
     """
     gone = set(superseded) & set(older)
     if retain is not None:
@@ -111,7 +111,7 @@ def remove_old(
     best: Collection[int],
     superseded: Collection[int],
 ) -> None:
-    """Remove `expired` checkpoints, except symbolic links; a failure is only logged."""
+    """Remove the checkpoints that `expired` returns, except symbolic links; only log a failure."""
     older = [iteration for iteration in published(root) if iteration < newest]
     retain, keep = config.save_retain_interval, config.keep_last
     for iteration in expired(older, retain=retain, keep=keep, best=best, superseded=superseded):
@@ -132,7 +132,7 @@ class BestCheckpoint:
     """A checkpoint with one of the lowest validation losses.
 
     Attributes:
-        regular: it was saved for another reason too.
+        regular: whether it would have been saved without this loss too.
     """
 
     iteration: int
@@ -143,14 +143,14 @@ class BestCheckpoint:
 def with_candidate(
     best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """Return the ``keep`` checkpoints of lowest loss, sorted by it, and the rest of ``best``."""
+    """Return the ``keep`` best of ``best`` and ``new``, sorted by loss, and the rest of ``best``."""
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)
     return ranked[:keep], [entry for entry in ranked[keep:] if entry is not new]
 
 
 def write_best(root: Path, best: BestCheckpoint) -> None:
-    """Write iteration and loss of the best checkpoint atomically, if its folder is in ``root``."""
+    """Write a checkpoint's iteration and loss to `BEST_TRACKER`, if its folder is in ``root``."""
     path = root / BEST_TRACKER
     if not folder_of(root, best.iteration).is_dir():
         return
@@ -162,9 +162,10 @@ def write_best(root: Path, best: BestCheckpoint) -> None:
 
 @contextmanager
 def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[None]:
-    """Keep other runs from writing to ``--save``; they may load. All ranks call this together.
+    """Keep other runs from writing to ``--save`` in this context; all ranks call this together.
 
-    If another run writes to the folder, every rank raises a CheckpointError.
+    Other runs may still load from it. If one writes to it already, every rank raises a
+    CheckpointError.
     """
     if save is None:
         yield
@@ -178,14 +179,17 @@ def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[Non
 
 
 def check_save_folder(save: str | None) -> None:
-    """Check, before any rank starts, that no other run writes to ``--save``."""
+    """Raise a CheckpointError if another run writes to ``--save``; needs no process group."""
     held = None if save is None else _lock(Path(save))
     if held is not None:
         os.close(held)
 
 
 def _lock(save: Path) -> int | None:
-    """Lock the folder; return the lock file's descriptor, or None if it cannot be locked."""
+    """Lock the folder; return the lock file's descriptor, or None if its file system has no locks.
+
+    If another run holds the lock, or the folder cannot be written, raise a CheckpointError.
+    """
     try:
         save.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

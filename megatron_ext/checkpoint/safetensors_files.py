@@ -1,4 +1,4 @@
-"""Reads and writes folders of safetensors files as ``from_pretrained`` of transformers reads them.
+"""Reads and writes folders of safetensors files in the form of transformers' ``from_pretrained``.
 
 Tensors are read one at a time, and written one file at a time. A file that cannot be read, and a
 folder that would be overwritten, raise a CheckpointError.
@@ -28,7 +28,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class TensorSource(Protocol):
-    """Tensors by name in a folder or file, read one at a time; ``dtypes`` gives torch's names."""
+    """Tensors by name in a folder or file, read one at a time; ``dtypes`` returns torch's names."""
 
     folder: Path
 
@@ -133,7 +133,7 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 
 
 def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
-    """Raise a CheckpointError for a quantized tensor; ``kind`` is the file's name of its dtype."""
+    """Raise a CheckpointError if a tensor has a dtype not in `DTYPES`, such as a quantized one."""
     if dtype not in DTYPES.values():
         raise CheckpointError(
             f"{place} holds `{name}` as {kind}, which is no float32, bfloat16 or float16; use the "
@@ -150,9 +150,9 @@ class Converted:
 
     Args:
         shapes: the unsharded shape of each of our parameters, by name.
-        read: returns those of our parameters that are named, unsharded.
+        read: returns our parameters of the given names, unsharded.
         convert: turns one of our parameters, given its name, into the other model's tensors.
-        dtype: of the written tensors.
+        dtype: dtype of the written tensors.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the other model's tensors ``names``, each in its own memory for safetensors."""
+        """Return the other model's tensors ``names``; none shares memory, as safetensors requires."""
         asked, found = set(names), dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in asked})
         while ours:  # what was read makes place for what is written
@@ -192,8 +192,8 @@ def write_folder(
 ) -> None:
     """Write weights, config.json and copies of other files; write all of them, or nothing.
 
-    ``max_shard_size`` limits each file, in bytes or as text like ``"5GB"``. The names of the files
-    of weights begin with ``stem``.
+    ``max_shard_size`` limits each file of weights, in bytes or as text like ``"5GB"``. The names of
+    these files begin with ``stem``.
     """
     with _aside(target) as folder:
         _write_weights(folder, tensors, max_shard_size, stem)

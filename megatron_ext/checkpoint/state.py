@@ -1,7 +1,7 @@
 """The state of a run under Megatron-LM's keys, sharded by megatron-core.
 
 It holds model, optimizer, schedule, random generators and averaged weights. An average is an fp32
-tensor ``ema.<name>`` with the shape and the shards of the weight: it loads in any layout, and tools
+tensor ``ema.<name>`` with the shape and the shards of its weight. It loads in any layout, and tools
 read it as a weight. A task may add state of its own (`ExtraState`), such as other networks.
 """
 
@@ -50,8 +50,8 @@ _SCHEDULES = (
 def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) -> dict[str, Any]:
     """Return megatron-core's description of how the state is sharded, which a load needs.
 
-    Reshardable state of the distributed optimizer loads in any layout. Other state of it needs the
-    same tensor, pipeline and expert parallel sizes.
+    The distributed optimizer's state loads in any layout if it is reshardable. Otherwise it loads
+    only with the same tensor, pipeline and expert parallel sizes.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if optimizer_state.is_distributed(optimizer):
@@ -91,7 +91,7 @@ def sharded_state(
 
 
 def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
-    """Return the values of all sections, and ``more``, in one namespace as Megatron-LM has it."""
+    """Return the values of all sections, and ``more``, as a namespace like Megatron-LM's ``args``."""
     sections = [section for section in run_config.values() if isinstance(section, dict)]
     flat = {name: value for section in sections for name, value in section.items()}
     return argparse.Namespace(**flat | more)
@@ -100,7 +100,7 @@ def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse
 def common_state(
     iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state that all ranks share; Megatron-LM's loader reads its ``args``."""
+    """Return the unsharded state of all ranks: arguments, format version, iteration, operations."""
     return {
         "args": flat_arguments(run_config, progress),
         "checkpoint_version": 3.0,
@@ -117,7 +117,10 @@ def apply_state(
     *,
     with_optimizer: bool,
 ) -> None:
-    """Put loaded values into model, optimizer and schedule."""
+    """Put loaded values into model, optimizer and schedule.
+
+    Without ``with_optimizer``, the optimizer only takes its fp32 weights from the loaded model.
+    """
     for key, chunk in zip(chunk_keys(model), model, strict=True):
         # An empty pipeline stage has nothing to load.
         if key in loaded:
@@ -148,10 +151,11 @@ def apply_state(
 def _settle_rates(
     groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Choose, for each parameter group, between the learning rates of the flags and loaded ones.
+    """Choose each parameter group's learning rates: those of the flags (``rates``) or loaded ones.
 
-    megatron-core prefers a group's own, so loaded ones would beat `--override-opt-param-scheduler`.
-    If decoupled rates differ and no flag chooses, raise a CheckpointError.
+    megatron-core prefers the rates in a group to the schedule's, so that loaded ones would override
+    `--override-opt-param-scheduler`. If decoupled rates differ and no flag chooses, raise a
+    CheckpointError.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -167,7 +171,7 @@ def _settle_rates(
 
 
 def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
-    """Return this rank's random generators' states under Megatron-LM's key; all ranks call this.
+    """Return the states of this rank's random generators; all ranks call this together.
 
     ``every_replica`` keeps those of all data-parallel ranks, which differ only with
     ``--data-parallel-random-init``.
@@ -205,22 +209,22 @@ def restore_random_state(context: ParallelContext, states: list[dict[str, Any]])
 
 
 class ExtraState(Protocol):
-    """State that a task adds to that of a run; all ranks call each method together."""
+    """State that a task adds to a run's checkpoints; all ranks call each method together."""
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
-        """Return sharded and common state, under keys that no run of Megatron-LM has.
+        """Return sharded and common state, under keys that Megatron-LM does not use.
 
-        ``metadata`` tells megatron-core how to shard it. Without ``with_optimizer`` the state of
-        optimizers and their schedules is left out.
+        ``metadata`` tells megatron-core how to shard the tensors. Without ``with_optimizer`` the state
+        of optimizers and their schedules is left out.
         """
 
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Check that a checkpoint fits; return the state to fill from it, as `state_to_save`."""
+        """Check that a checkpoint fits; return a state like `state_to_save` to fill from it."""
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Apply the loaded state of `state_to_load`; ``notes`` gets sentences on what is new."""
+        """Apply the filled state of `state_to_load`; ``notes`` gets sentences on what starts anew."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,7 @@ def holds_averages(path: Path) -> bool:
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether to load a checkpoint's averages; note if only it or only the run has any."""
+    """Return whether checkpoint and run both have averaged weights; note if only one of them has."""
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")
@@ -256,9 +260,9 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
 def take_named(
     path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
 ) -> None:
-    """Put before the name of each weight, in place, the first prefix that gives a stored name.
+    """Prefix the name of each weight, in place, to a name that the checkpoint holds.
 
-    A name that the checkpoint has with none of the prefixes stays.
+    The first of ``prefixes`` that gives such a name is taken. If none does, the name stays.
     """
     stored = stored_entries(path)
     for chunk in chunks:
@@ -269,21 +273,22 @@ def take_named(
 
 
 def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return a sharded state with the averages, copied to the CPU; all ranks call this."""
+    """Return the averages, copied to the CPU and sharded like ``weights``; all ranks call this."""
     return _cut_like(weights, ((parameter, average.cpu()) for parameter, average in ema.gathered()))
 
 
 def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return a sharded state to load averages into, initialized with the weights in fp32.
+    """Return a state sharded like ``weights``, to load averages into.
 
-    Vocabulary rows that the checkpoint lacks (padding) keep their initial values.
+    It is initialized with the weights in fp32. Vocabulary rows that the checkpoint lacks (padding)
+    keep these values.
     """
     values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
     return _cut_like(weights, zip(ema.parameters, values, strict=True))
 
 
 def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
-    """Copy the averages that were read into the state of `averages_to_load` to ``ema``."""
+    """Copy the filled state of `averages_to_load` to ``ema``."""
     ema.load([loaded[key] for key in sorted(loaded, key=int)])
 
 

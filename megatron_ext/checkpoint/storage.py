@@ -52,7 +52,7 @@ BACKEND, VERSION = "torch_dist", 1
 
 
 class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """megatron-core's ``torch_dist`` format, written by torch's FileSystemWriter."""
+    """A writer of megatron-core's ``torch_dist`` format that uses torch's FileSystemWriter."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's shards; if any rank fails, all raise a CheckpointException."""
@@ -110,7 +110,7 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
 
 
 def save_strategy(config: CheckpointConfig, replicas: ProcessGroup) -> Any:
-    """Return the writer; with ``--ckpt-fully-parallel-save`` each replica writes a share."""
+    """Return the writer; with ``--ckpt-fully-parallel-save`` replicas divide the work."""
     strategy = InProcessSaveStrategy(config.ckpt_format, VERSION)
     shared = config.ckpt_fully_parallel_save
     return FullyParallelSaveStrategyWrapper(strategy, replicas) if shared else strategy
@@ -119,8 +119,8 @@ def save_strategy(config: CheckpointConfig, replicas: ProcessGroup) -> Any:
 def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
     """Write sharded and common state as `dist_checkpointing.save` does.
 
-    If one rank cannot write, all raise a CheckpointError. In `dist_checkpointing.save`, rank 0 may
-    fail without the others.
+    If one rank cannot write, all ranks raise a CheckpointError. `dist_checkpointing.save` may fail
+    on rank 0 alone.
     """
     sharded, common = save_preprocess(state)
     on_first_rank(lambda: torch.save(common, folder / COMMON_STATE_FNAME), COMMON_STATE_FNAME)
@@ -133,9 +133,9 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
 
 
 def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
-    """Write the JSON files; read all files back and return the size and checksum of each.
+    """Write counters and configuration as JSON; return the size and checksum of every file.
 
-    Each rank reads the files that it wrote. If one cannot be read back or is too short, every rank
+    Each rank reads back the files that it wrote. If one cannot be read or is too short, every rank
     raises a CheckpointError.
     """
     rank = torch.distributed.get_rank()
@@ -184,7 +184,7 @@ def one_line(error: BaseException) -> str:
 
 
 def verify(found: CheckpointRef, context: ParallelContext) -> None:
-    """Check the files of a checkpoint against their checksums; each rank reads a share of them."""
+    """Check a checkpoint's files against their checksums; ranks divide the files among them."""
 
     def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
@@ -200,10 +200,10 @@ def read_state(
     context: ParallelContext,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Return a sharded state with its values loaded, and the common state; all ranks call this.
+    """Return the values of a sharded state, and the common state; all ranks call this together.
 
-    ``notes`` gets a sentence on names that only the checkpoint has, and one on those that only the
-    run has.
+    ``notes`` gets sentences on names that only the checkpoint or only the run has, where
+    ``--dist-ckpt-strictness`` asks for them.
     """
     strategy: Any = PlainLoadStrategy()
     if config.ckpt_fully_parallel_load:

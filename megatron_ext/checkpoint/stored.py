@@ -37,7 +37,7 @@ class CheckpointRef:
 def check_files(
     found: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda listed: listed
 ) -> None:
-    """Check the files of a checkpoint that ``own`` selects against the manifest's checksums."""
+    """Raise a CheckpointError if a file that ``own`` selects does not match its stored checksum."""
     listed = files.read_manifest(found.path) or {}
     fault = files.checksum_fault(found.path, listed, own(listed))
     if fault is not None:
@@ -78,7 +78,10 @@ def find(config: CheckpointConfig) -> CheckpointRef | None:
 
 
 def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Return the folders to try, in order, with an iteration and whether to load only weights."""
+    """Return the folders to try, in order, each with an iteration and whether to load only weights.
+
+    The iteration is None for the latest.
+    """
     found: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
         # The same command resumes from its own checkpoints, whatever weights it started from.
@@ -92,7 +95,10 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
 
 
 def check_weights(flag: str, folder: str | None) -> None:
-    """Check, before any process group exists, that the folder of a flag holds a checkpoint."""
+    """Raise a CheckpointError if the folder of ``flag`` holds no checkpoint that can be loaded.
+
+    This needs no process group.
+    """
     if folder is None:
         return
     try:
@@ -139,9 +145,9 @@ def newest_whole(root: Path) -> int | None:
 
 
 def choose(root: Path, step: int | None) -> int | None:
-    """Return the iteration to load from a folder, None if it holds no checkpoint at all.
+    """Return ``step``, or else the latest iteration in a folder; None if it holds no checkpoint.
 
-    The error about a missing or damaged checkpoint names the newest complete one.
+    A missing or damaged checkpoint raises a CheckpointError that names the newest complete one.
     """
     iteration = step
     if iteration is None:
@@ -194,7 +200,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stored_progress(path: Path, arguments: Namespace) -> dict[str, Any]:
-    """Read a checkpoint's counters; Megatron-LM's checkpoints have them in ``arguments``."""
+    """Read a checkpoint's counters; for Megatron-LM's checkpoints, take them from ``arguments``."""
     stored = read_json(path / PROGRESS)
     if stored:
         return stored

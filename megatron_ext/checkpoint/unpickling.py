@@ -60,7 +60,7 @@ def refused(path: Path | str, name: str) -> CheckpointError:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that allows only torch's dtypes and the classes in torch's `Metadata`."""
+    """An unpickler that allows only torch's dtypes and the classes that checkpoints' metadata use."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -74,10 +74,10 @@ class _UnknownClass(pickle.UnpicklingError):
 
 
 class MetadataReader(FileSystemReader):
-    """torch's reader of shards; here the index cannot run code or name files in other folders.
+    """A reader of shards; their index can neither run code nor name files in other folders.
 
-    ``read_metadata`` takes no rank, so that torch does not look for an index of each rank. It
-    caches what it has read.
+    `read_metadata` keeps the index that it has read. It takes no rank, so that torch does not look
+    for an index of each rank.
     """
 
     _known: Metadata | None = None
@@ -122,7 +122,8 @@ def stored_entries(path: Path) -> dict[str, Any]:
 def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False) -> Any:
     """Read a file of ``torch.save``: tensors, plain values and megatron-core's enumerations.
 
-    ``place`` names the file in errors. With ``mmap`` a tensor is read only when it is used.
+    Other content raises a CheckpointError, in which ``place`` names the file. With ``mmap`` a
+    tensor is read only when it is used.
     """
     try:
         # Said outright, so that no variable of the environment changes it.
@@ -165,7 +166,7 @@ def common_state_of(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """Read unsharded tensors by name in one process, without a process group."""
+    """Return the tensors ``names`` of a checkpoint, unsharded, without a process group."""
     reader = MetadataReader(str(path))
     stored = reader.read_metadata().state_dict_metadata
     state = {}
