@@ -142,7 +142,7 @@ class FrozenBase:
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
-        """Identify the weights under a checkpoint's adapters; None if it holds all weights itself."""
+        """Identify the weights under a checkpoint's adapters; None if the checkpoint holds them."""
         iteration = choose(root, step)
         assert iteration is not None
         return cls.recorded(common_state_of(standing_folder_of(root, iteration)))

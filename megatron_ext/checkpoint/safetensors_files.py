@@ -171,7 +171,7 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the other model's tensors ``names``; none shares memory, as safetensors requires."""
+        """Return the other model's tensors ``names``; for safetensors, none shares memory."""
         asked, found = set(names), dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in asked})
         while ours:  # what was read makes place for what is written

@@ -91,7 +91,7 @@ def sharded_state(
 
 
 def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
-    """Return the values of all sections, and ``more``, as a namespace like Megatron-LM's ``args``."""
+    """Return the values of all sections, and ``more``, in a namespace like Megatron-LM's ``args``."""
     sections = [section for section in run_config.values() if isinstance(section, dict)]
     flat = {name: value for section in sections for name, value in section.items()}
     return argparse.Namespace(**flat | more)
@@ -214,8 +214,8 @@ class ExtraState(Protocol):
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return sharded and common state, under keys that Megatron-LM does not use.
 
-        ``metadata`` tells megatron-core how to shard the tensors. Without ``with_optimizer`` the state
-        of optimizers and their schedules is left out.
+        ``metadata`` tells megatron-core how to shard tensors. Without ``with_optimizer``, the state of
+        optimizers and their schedules is left out.
         """
 
     def state_to_load(
@@ -224,7 +224,7 @@ class ExtraState(Protocol):
         """Check that a checkpoint fits; return a state like `state_to_save` to fill from it."""
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Apply the filled state of `state_to_load`; ``notes`` gets sentences on what starts anew."""
+        """Apply the filled state of `state_to_load`; ``notes`` gets sentences on what is new."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def holds_averages(path: Path) -> bool:
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether checkpoint and run both have averaged weights; note if only one of them has."""
+    """Return whether checkpoint and run both have averaged weights; note if only one has."""
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")

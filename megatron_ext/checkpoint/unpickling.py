@@ -60,7 +60,7 @@ def refused(path: Path | str, name: str) -> CheckpointError:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that allows only torch's dtypes and the classes that checkpoints' metadata use."""
+    """An unpickler that allows only torch's dtypes and the classes of checkpoints' metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
