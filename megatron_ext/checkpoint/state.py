@@ -91,7 +91,7 @@ def sharded_state(
 
 
 def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
-    """Return the values of all sections, and ``more``, in a namespace like Megatron-LM's ``args``."""
+    """Return the values of all sections, and ``more``, in one namespace like Megatron-LM's."""
     sections = [section for section in run_config.values() if isinstance(section, dict)]
     flat = {name: value for section in sections for name, value in section.items()}
     return argparse.Namespace(**flat | more)
@@ -214,7 +214,7 @@ class ExtraState(Protocol):
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return sharded and common state, under keys that Megatron-LM does not use.
 
-        ``metadata`` tells megatron-core how to shard tensors. Without ``with_optimizer``, the state of
+        ``metadata`` tells megatron-core how to shard it. Without ``with_optimizer``, the state of
         optimizers and their schedules is left out.
         """
 

@@ -32,7 +32,7 @@ class Device:
     backend: str
 
     def activate(self, local_rank: int) -> torch.device:
-        """Make this process use the device, before any group exists.
+        """Make this process use the device, before any process group exists; return the device.
 
         On a CPU this installs the shim of ``torch.cuda``. On a GPU it also sets
         ``CUDA_DEVICE_MAX_CONNECTIONS``, which users of Megatron-LM must export.
@@ -81,7 +81,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Return a copy on the device, or the tensor itself if it is there already.
 
     The copy to a GPU runs from pinned memory on a stream of its own. It overlaps the kernels
-    launched before, and the host does not wait for it.
+    launched before it, and the host does not wait for it.
     """
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device, non_blocking=True)
@@ -134,9 +134,9 @@ def other_threads_go_on() -> Iterator[None]:
 
 
 def destroy_graphs() -> None:
-    """Destroy all CUDA graphs of this process, whose operations NCCL would wait for forever.
+    """Destroy all CUDA graphs of this process, since NCCL would wait forever for their operations.
 
-    A failed step's traceback may hold graphs:
+    The traceback of a failed step may keep graphs alive:
     https://docs.nvidia.com/dl-cuda-graph/troubleshooting/process-hang.html
     """
     if torch.cuda.graph.default_capture_stream is None:

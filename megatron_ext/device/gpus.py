@@ -1,9 +1,9 @@
 """Kinds of GPUs: rates, memory and links by NVIDIA's datasheets, and measured rates.
 
 Rates are dense (datasheets quote twice as much with sparsity). Links are bytes a second in one
-direction: NVLink's datasheet figure counts both, so it is halved here. Between nodes the table
-assumes one InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (DGX H100/H200/B200),
-200 Gbit/s with Ampere (DGX A100).
+direction: NVLink's datasheet figure counts both directions, so it is halved here. Between nodes the
+table assumes one InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (DGX
+H100/H200/B200), 200 Gbit/s with Ampere (DGX A100).
 
 Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-2188504),
 NVIDIA H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX
@@ -34,10 +34,10 @@ TFLOPS = 10**12
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates of a machine as the doctor measured them and wrote them into the file ``source``.
+    """Rates of a GPU that ``tools/doctor.py --json`` measured and wrote into the file ``source``.
 
     Attributes:
-        bf16, fp8: operations a second of large matrix products; None on GPUs without fp8.
+        bf16, fp8: operations a second of large matrix products; fp8 is None on GPUs without it.
         copy: bytes a second, read plus written, of a copy within the GPU's memory.
     """
 
@@ -52,9 +52,11 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        bf16, fp8, fp32: dense operations a second, without TensorFloat; None on GPUs without fp8.
+        bf16, fp8, fp32: dense operations a second (fp32 without TensorFloat); fp8 may be None.
         memory, memory_bandwidth: bytes, and bytes a second.
-        link, network: bytes a second in one direction to a GPU of the same and of another node.
+        link: bytes a second in one direction to a GPU of the same node.
+        network: bytes a second in one direction to a GPU of another node.
+        per_node: GPUs of a node.
         hopper: True for Hopper and newer, whose cuBLAS takes more memory.
     """
 
@@ -114,7 +116,10 @@ PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Return the dense bfloat16 operations a second of a GPU by torch's name; None if unknown."""
+    """Return the dense bfloat16 operations a second of the GPU that torch calls ``device_name``.
+
+    Return None for an unknown GPU.
+    """
     if device_name is None:
         return None
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]
@@ -217,7 +222,7 @@ def copy_rate(device: torch.device, size: int = COPIED) -> float:
 def rates(
     device: torch.device, size: int = MATRIX, copied: int = COPIED
 ) -> dict[str, float | None]:
-    """Return the measured `Measured` rates ``bf16``, ``fp8`` (None if unsupported) and ``copy``."""
+    """Measure a device; return the rates ``bf16``, ``fp8`` (None if unsupported) and ``copy``."""
     eight = matrix_rate(device, torch.float8_e4m3fn, size) if has_fp8(device) else None
     half = matrix_rate(device, torch.bfloat16, size)
     return {"bf16": half, "fp8": eight, "copy": copy_rate(device, copied)}

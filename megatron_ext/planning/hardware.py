@@ -1,7 +1,7 @@
-"""The GPUs of a plan: a kind of `device.gpus` or a measured machine, and the assumed efficiency.
+"""The GPU that a run is planned for, and the assumed shares of its datasheet rates that runs reach.
 
-A plan prints the assumed shares of the datasheets' rates and their sources (`Efficiency`). Rates
-that ``tools/doctor.py --json`` has measured replace the first three shares.
+The GPU is a kind in `device.gpus` or a measured machine. `Efficiency` holds the assumed shares and
+their sources. Rates that ``tools/doctor.py --json`` has measured replace the first three of them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of this name in the table, or the slowest GPU of a ``.json`` of the doctor.
+    """Return the GPU of this name in `GPUS`, or the slowest in a ``.json`` of ``tools/doctor.py``.
 
-    The doctor does not measure links and networks. Their rates are the datasheet's if the table
-    has this kind of GPU, else `PCIE`.
+    The doctor does not measure links and networks. Their rates are the datasheet's if `GPUS` has
+    this kind of GPU, else `PCIE`.
 
     Raises:
-        ConfigError: the table lacks the name, or the file has no readable rates.
+        ConfigError: `GPUS` lacks the name, or the file has no readable rates.
     """
     if not name.endswith(".json"):
         known = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
@@ -102,7 +102,7 @@ def _assumed(value: float, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Assumed ratios of reached to possible rates; the metadata of each says of what, and why.
+    """Assumed ratios of reached to possible rates; each field's metadata says of which, and why.
 
     Raises:
         ConfigError: a ratio is not in (0, 1], or ``hidden`` is not in [0, 1].
@@ -159,7 +159,7 @@ DEFAULT = Efficiency()
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
-    """Return each ratio of `DEFAULT`: its name, value, meaning, and whether it is measured."""
+    """Return each ratio of `DEFAULT`: name, value, meaning, and whether measured rates replace it."""
     replaced = set[str]()
     if gpu.measured is not None:
         replaced = {"products", "copies", *["fp8_products"] * (gpu.measured.fp8 is not None)}
@@ -198,7 +198,7 @@ class Rates:
         return (copied if measured is None else measured.copy) * efficiency.kernels
 
     def link(self, span: int) -> float:
-        """Return the bytes a second in a group that spans ``span`` consecutive ranks."""
+        """Return the bytes a second that a rank sends in a group that spans ``span`` ranks in a row."""
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
 

@@ -66,7 +66,7 @@ def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
 
 
 def worst_case(cases: Sequence[Case]) -> tuple[Network, list[RankMemory]]:
-    """Return the network of the case with the highest peak, and its memory on each rank."""
+    """Return the network of the case with the highest memory peak, and its memory on each rank."""
     found = [(case.network, memory(case.network)) for case in cases]
     return max(found, key=lambda entry: fullest(entry[1]).total)
 
@@ -83,7 +83,7 @@ def walk(
     deferred: Sequence[int] = (),
     boundary: int = 0,
 ) -> tuple[int, int, int]:
-    """Find the memory peak of a pipeline rank in its list of actions.
+    """Return the memory peak of a pipeline rank, found by following its actions in the schedule.
 
     Args:
         costs: bytes of one micro-batch in each stage of the model.
@@ -125,7 +125,7 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """Check that a run on CPUs does not need more memory than this host has.
 
     The check takes a lower bound: weights, gradients, optimizer state, and the activations of one
-    micro-batch, for the ranks of this host. It is skipped if the cost needs the run's data.
+    micro-batch, for the ranks of this host. It is skipped if the cost depends on the run's data.
 
     Raises:
         ConfigError: the lower bound is above the host's memory.
@@ -146,7 +146,7 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
 
 
 def _least_memory(network: Network) -> int:
-    """Return a lower bound of the bytes of one whole pipeline, one rank for each pipeline rank."""
+    """Return a lower bound of the bytes that all ranks of one pipeline together need."""
     needed = sum(network.activations(stage).kept for stage in network.stages())
     for rank in range(network.sizes.pp):
         weights = [network.weights(stage) for stage in network.stages_of(rank)]

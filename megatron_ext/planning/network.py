@@ -88,7 +88,10 @@ class Volume(Summed):
 
 
 def ring(ranks: int) -> float:
-    """Return the fraction of a tensor that a rank sends in a ring gather; an all-reduce, twice."""
+    """Return the fraction of a tensor that each rank sends in a ring all-gather or reduce-scatter.
+
+    In a ring all-reduce a rank sends twice as much.
+    """
     return (ranks - 1) / ranks
 
 
@@ -157,7 +160,10 @@ class Network(ABC):
 
     @abstractmethod
     def layer(self) -> LayerBytes:
-        """Return the bytes of a layer (of the last or main kind) without full recomputation."""
+        """Return the bytes of one layer without full recomputation.
+
+        If layers differ, it is the last one or one of the more frequent kind.
+        """
 
     @property
     @abstractmethod
@@ -165,7 +171,7 @@ class Network(ABC):
         """Return the bytes of a layer's input, all that a fully recomputed layer keeps."""
 
     def loss(self) -> LayerBytes | None:
-        """Return the bytes of the output layer and the loss; None if a plan does not show them."""
+        """Return the bytes of the output layer and the loss; None if no table shall show them."""
         return None
 
     @property
@@ -191,7 +197,7 @@ class Network(ABC):
         """Return the number of tokens of a sample."""
 
     def messages(self, stage: Stage) -> float:
-        """Return the bytes of the output and the input's gradient that a stage sends."""
+        """Return the bytes of one micro-batch's output and input gradient that a stage sends."""
         chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
         ends = (stage.index < self.sizes.pp * chunks - 1) + (stage.index > 0)
         return float(self.boundary * ends) if self.sizes.pp > 1 else 0.0
@@ -237,5 +243,5 @@ class TaskCost:
     report: Callable[[RunConfig, Gpu | None], Report] | None = None
 
     def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
-        """Return the modes of recomputation that a run can have; with CUDA graphs, only none."""
+        """Return the modes of recomputation that a run can have; with CUDA graphs only ``none``."""
         return self.modes if graphs.cuda_graph_impl == "none" else ("none",)

@@ -1,4 +1,4 @@
-"""Tables and pictures of a plan: parameters, memory of pipeline ranks, bubble, messages, time."""
+"""Tables and pictures of a run's cost: parameters, memory, bubble, messages and time."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def console() -> Console:
 
 
 def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
-    """Print the plan of ``--dry-run``; return whether the run fits the GPU.
+    """Print the cost of a run for ``--dry-run``; return whether the run fits the GPU.
 
     Raises:
-        ConfigError: see `check_core` and `gpu_named`.
+        ConfigError: megatron-core refuses the model, or the GPU is unknown (`gpu_named`).
     """
     check_core(config)
     name = config.planning.dry_run_gpu
@@ -100,12 +100,12 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
 
 
 def model_parameters(ranks: list[RankMemory]) -> int:
-    """Return the number of parameters of the whole model; see `distinct`."""
+    """Return the number of parameters of the whole model, from those of each rank."""
     return distinct(chunk for rank in ranks for chunk in rank.weights)
 
 
 def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
-    """Return a table of the kinds of batches, which marks the typical one and the worst."""
+    """Return a table of the kinds of batches; it marks the most frequent and the highest peak."""
     table = Table(
         "bucket", *cases[0].columns, "share of steps", "peak", "step (s)", "", title="buckets"
     )
@@ -123,7 +123,7 @@ def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
 
 
 def parameter_table(ranks: list[RankMemory]) -> Table:
-    """Return a table with the parts and parameters of each stage."""
+    """Return a table of the stages: pipeline rank, layers and number of parameters of each."""
     table = Table("stage", "pipeline rank", "holds", "parameters of a rank", title="stages")
     for stage, weights in sorted(
         ((stage, w) for rank in ranks for stage, w in zip(rank.stages, rank.weights, strict=True)),
@@ -247,7 +247,7 @@ def assumption_table(gpu: Gpu) -> Table:
 
 
 def _advice(found: Estimate, cost: TaskCost) -> str:
-    """Return a sentence with the first remedy that makes the run fit, if any does."""
+    """Return a sentence with the first remedy that makes the run fit, or that none does."""
     config = found.network.config
     remedies = {"--use-distributed-optimizer": _distributed(config)}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
@@ -293,7 +293,7 @@ def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
     its name.
 
     Raises:
-        ConfigError: see `write_figure`.
+        ConfigError: a file cannot be written, or its suffix is no image format.
     """
     from matplotlib.figure import Figure
 

@@ -69,7 +69,10 @@ class Linear:
     expert: bool = False
 
     def weights(self, lora: LoraConfig) -> list[Weight]:
-        """Return a rank's weight, bias and two adapter matrices, in the order of the module."""
+        """Return a rank's parameters in the module's order: weight, bias and two adapter matrices.
+
+        The bias and the adapter are left out if the layer has none.
+        """
         height, width = self.outputs // self.rows, self.inputs // self.columns
         found = [self._weight("weight", height * width, self.rows * self.columns)]
         if self.bias:
@@ -223,7 +226,7 @@ def rank_state(
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
-    """Return how many elements of a bucket a replica updates, and of how many parameters."""
+    """Return how many elements of a bucket a replica updates, and how many parameters they are of."""
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share
     parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]

@@ -41,7 +41,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Return the MFU: the model's operations over what the datasheet rates allow in this time.
+        """Return the MFU: the model's operations over those that the datasheet's rate allows.
 
         Runs in fp8 are compared with the 16-bit rate, as is usual.
         """
@@ -62,7 +62,7 @@ class Estimate:
 
     @property
     def reserve(self) -> dict[str, int]:
-        """Return the bytes that the fullest rank must leave free, see `reserve_on`."""
+        """Return the bytes that the fullest rank must leave free, by use (`reserve_on`)."""
         return _reserve(self.gpu, self.network, self.ranks)
 
     @property
@@ -89,7 +89,7 @@ class _Clock:
     rates: Rates
 
     def durations(self, stage: Stage) -> Durations:
-        """Return the times of a stage's three passes of one micro-batch."""
+        """Return the forward, input-gradient and weight-gradient times of one micro-batch in a stage."""
         network = self.network
         counted = network.flops(stage)
         rate = self.rates.products(network.sizes.width)
@@ -144,7 +144,7 @@ class _Clock:
         return seconds * shown + volume.embedding / link(x.tp * ranks * x.pp)
 
     def slowest(self) -> Durations:
-        """Return the times of the slowest pipeline rank, averaged over its chunks."""
+        """Return the three pass times of the slowest pipeline rank, averaged over its chunks."""
         ranks = []
         for rank in range(self.network.sizes.pp):
             times = [astuple(self.durations(stage)) for stage in self.network.stages_of(rank)]
@@ -153,7 +153,7 @@ class _Clock:
 
 
 def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Estimate:
-    """Estimate a step of a run.
+    """Estimate the time and memory of a run's step on ``gpu``.
 
     All stages are assumed to take as long as the slowest one, for which a pipeline in its steady
     phase waits.
@@ -194,7 +194,10 @@ MOST_CHUNKS = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout to try: ranks along each axis, virtual chunks, and a mode of `TaskCost.modes`."""
+    """A layout to try: parallel sizes, virtual chunks, micro-batch size and recomputation mode.
+
+    The modes are those of `TaskCost.modes`. The data-parallel size follows from the others.
+    """
 
     tp: int
     pp: int
@@ -241,7 +244,7 @@ class SearchResult:
     """The fastest layouts that fit.
 
     Attributes:
-        tried: number of candidates that are possible.
+        tried: number of candidates that can run, whether or not they fit.
         fitting: number of layouts that fit the GPU's memory.
     """
 
@@ -251,7 +254,10 @@ class SearchResult:
 
 
 def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
-    """Yield the layouts to try, with the run's micro-batch size and its halves down to 1."""
+    """Yield the layouts to try, with every mode of recomputation that the run can have.
+
+    Micro-batch sizes are the run's and its halves down to 1.
+    """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     layers = config.model.num_layers or 1
     in_node = [size for size in sizes if size <= gpu.per_node]
