@@ -159,7 +159,7 @@ DEFAULT = Efficiency()
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
-    """Return each ratio of `DEFAULT`: name, value, meaning, and whether measured rates replace it."""
+    """Return each ratio of `DEFAULT`: name, value, meaning, and whether it is measured instead."""
     replaced = set[str]()
     if gpu.measured is not None:
         replaced = {"products", "copies", *["fp8_products"] * (gpu.measured.fp8 is not None)}
@@ -198,7 +198,7 @@ class Rates:
         return (copied if measured is None else measured.copy) * efficiency.kernels
 
     def link(self, span: int) -> float:
-        """Return the bytes a second that a rank sends in a group that spans ``span`` ranks in a row."""
+        """Return the bytes a second that a rank sends in a group over ``span`` consecutive ranks."""
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
 

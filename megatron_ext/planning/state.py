@@ -226,7 +226,7 @@ def rank_state(
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
-    """Return how many elements of a bucket a replica updates, and how many parameters they are of."""
+    """Return how many elements of a bucket a replica updates, and of how many parameters."""
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share
     parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]

@@ -89,7 +89,7 @@ class _Clock:
     rates: Rates
 
     def durations(self, stage: Stage) -> Durations:
-        """Return the forward, input-gradient and weight-gradient times of one micro-batch in a stage."""
+        """Return the times of a micro-batch's forward, input-gradient and weight-gradient pass."""
         network = self.network
         counted = network.flops(stage)
         rate = self.rates.products(network.sizes.width)
