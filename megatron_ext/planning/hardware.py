@@ -198,7 +198,7 @@ class Rates:
         return (copied if measured is None else measured.copy) * efficiency.kernels
 
     def link(self, span: int) -> float:
-        """Return the bytes a second that a rank sends in a group over ``span`` consecutive ranks."""
+        """Return the bytes a second that a rank sends in a group over a range of ``span`` ranks."""
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
 
