@@ -1,4 +1,4 @@
-"""Flags of encoding clips for training: codec, text encoder, and how clips are cut."""
+"""Flags of how clips are encoded for training: codec, text encoder, frame rate and crops."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class CodecConfig:
 class TextEncoderConfig:
     """The choice of a text encoder, its folders and its sizes.
 
-    ConfigError is raised for an unknown name, folders that are missing or not its own, a size below
-    1, and sizes of hashed words that are given with a model.
+    ConfigError is raised for an unknown name, a folder that the encoder needs and lacks or does not
+    use, a size below 1, and a width that is given although the encoder's models decide it.
     """
 
     text_encoder: str = flag(HASHED, "encoder of the captions", choices=tuple(FOLDERS))

@@ -133,16 +133,17 @@ class MMDiTSizes(Sizes):
     def transformer_fields(self) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that follow from the sizes.
 
-        With ``qk_layernorm`` core sums the gradients of parameters named ``q_layernorm`` and
-        ``k_layernorm`` over the tensor-parallel ranks, each of which has only its own heads.
+        ``qk_layernorm`` makes megatron-core sum the gradients of parameters named ``q_layernorm``
+        and ``k_layernorm`` over the tensor-parallel ranks, each of which has only its own heads.
         """
         return {**self.fields_of(self.num_blocks, self.mlp_size), "qk_layernorm": True}
 
 
 def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """Return the model section filled in from a network's ``transformer_fields``.
+    """Return the section ``model`` with the values of a network's ``transformer_fields``.
 
-    The sequence length stays unset; that of the longest clip is filled in once the data is open.
+    The sequence length stays unset; it becomes the length of the longest clip once the data is
+    open.
     """
     own: dict[str, Any] = {**fields, "norm_epsilon": fields["layernorm_epsilon"]}
     del own["layernorm_epsilon"]

@@ -1,6 +1,7 @@
 """Rules of video runs: defaults, engine flags of no use to a video model, and flags in conflict.
 
-A flag that a run would ignore is refused by name.
+A flag that a run would ignore is refused by name. Rules take a configuration twice: ``config`` as
+it was given, and ``resolved`` with the values that the engine and the task fill in.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def resolve_dit(config: RunConfig) -> RunConfig:
 def resolve_streaming(config: RunConfig) -> RunConfig:
     """Return the configuration with engine settings filled in from the flags of streaming.
 
-    These are the model section, the adapters, the averages and the checkpoint section.
+    These are the model section, the adapters' layers and how they are saved, the first step of the
+    averaged weights, and whether critic or teacher load a checkpoint of their own.
     """
     streaming, lora, ema = config.section(StreamingConfig), config.lora, config.ema
     if lora.lora_rank is not None:
@@ -187,12 +189,12 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 
 def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
-    """Return whether the run samples clips: at intervals, or with ``--skip-train`` at once."""
+    """Return whether clips are sampled, at intervals of training or by tools/sample_video.py."""
     return sample.sample_interval is not None or training.skip_train
 
 
 def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for each fault in the flags of a streaming run; see `TaskFlags`."""
+    """Return a sentence for each fault in the flags of a streaming run."""
     streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
     found = [
         *_shared_errors(config, resolved),

@@ -30,7 +30,7 @@ class VideoConfig:
     """The task, network and data of pretrain_video.py.
 
     Attributes:
-        video: marks a stored configuration as that of a video run.
+        video: always True; it marks a stored configuration as one of a video run.
     """
 
     task: str = flag(
@@ -74,7 +74,7 @@ class VideoConfig:
         return self.task == "flow" and self.video_model == CAUSAL
 
     def own_errors(self) -> list[str]:
-        """Return a sentence for a missing flag that flow matching needs."""
+        """Return a sentence for the first flag that flow matching needs and lacks, if any."""
         if self.video_data_path is None:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
@@ -90,7 +90,7 @@ class VideoConfig:
 
 @dataclass(frozen=True)
 class SampleConfig(Changeable):
-    """Clips sampled from captions, during training and by tools/sample_video.py."""
+    """Flags of sampling clips from captions, during training and by tools/sample_video.py."""
 
     sample_interval: int | None = flag(
         None, "sample clips after each multiple of this many steps", COUNT, "steps"
@@ -161,7 +161,7 @@ REFERENCE_LOSSES = ("masked", "all", "trimmed")
 
 @dataclass(frozen=True)
 class ConditionConfig:
-    """How often each condition mode is drawn, and whether reference frames count in the loss.
+    """Flags of how often each condition mode is drawn, and how reference frames enter the loss.
 
     The default lengths of v2v, 9 and 17 latent frames, are 33 and 65 frames of a VAE with temporal
     stride 4. ConfigError is raised for a value out of range, for weights that are all 0, and for an
@@ -221,7 +221,7 @@ class ConditionConfig:
             raise ConfigError(messages)
 
     def weight(self, mode: str) -> float:
-        """Return the relative frequency of a mode."""
+        """Return the relative frequency of a condition mode, such as ``i2v_head``."""
         return float(getattr(self, f"{mode}_weight"))
 
     @property
@@ -232,9 +232,10 @@ class ConditionConfig:
 
 @dataclass(frozen=True)
 class TextDropoutConfig:
-    """Probabilities of training on the empty caption.
+    """Probabilities of replacing a clip's text by the empty caption in training.
 
-    By default a tenth of the clips drop both embeddings. A value outside [0, 1] raises ConfigError.
+    Token embeddings and pooled embedding are replaced independently. By default a tenth of the
+    clips lose both. A value outside [0, 1] raises ConfigError.
     """
 
     text_dropout: float = flag(
@@ -257,11 +258,12 @@ NORMALIZATIONS = ("per_token", "per_sample")
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Rectified flow with logit-normal times, ``t = shift(sigmoid(mean + std * u))``, u normal.
+    """Flags of rectified flow with times ``shift(sigmoid(mean + std * u))``, u standard normal.
 
-    The shift is linear in the number of tokens of a latent frame, also beyond these two points:
-    ``shift_base`` for ``shift_base_tokens``, and ``shift_max`` for ``shift_max_tokens``. A value
-    out of range raises ConfigError.
+    The shift is linear in the number of tokens of a latent frame: ``shift_base`` at
+    ``shift_base_tokens``, ``shift_max`` at ``shift_max_tokens``, and on the same line beyond them.
+    With ``shift_by_length`` it is multiplied by the square root of the number of latent frames. A
+    given ``flow_shift`` replaces it for all clips. A value out of range raises ConfigError.
     """
 
     sigma_min: float = flag(1e-5, "noise that is left at t = 0", BELOW_ONE)

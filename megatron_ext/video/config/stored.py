@@ -23,10 +23,10 @@ _NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels",
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
-    """Return the entries of a stored configuration that describe the weights.
+    """Return the stored flags, by section, from which this run builds the network of a checkpoint.
 
-    See `TaskFlags.stored_model`. A checkpoint from which the run cannot build its own kind of
-    model raises ConfigError.
+    ``stored`` is the configuration in the checkpoint, ``config`` that of the run. ConfigError is
+    raised if the checkpoint holds a kind of model that the run cannot start from.
     """
     video = config.section(VideoConfig)
     builds = _STREAMING if video.streams else video.video_model
@@ -65,7 +65,7 @@ def _kind(video: Mapping[str, Any]) -> str:
 
 
 def stored_network(stored: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the entries of a video checkpoint's sections that describe its networks."""
+    """Return the flags, by section, that describe the networks of a video checkpoint."""
     held = _kind(stored["video"])
     if held == _STREAMING:
         networks = {name: stored["streaming"][name] for name in _NETWORKS}

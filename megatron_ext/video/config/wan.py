@@ -97,9 +97,10 @@ class WanConfig:
 
 @dataclass(frozen=True)
 class VideoDiTConfig(Changeable):
-    """The flags of a video DiT that ``--task flow`` trains; streaming can start from it.
+    """The flags of a video DiT that ``--task flow`` trains.
 
-    The flags that it shares with the networks of streaming are in `WanConfig`.
+    Its checkpoint can start a streaming run. The flags that also apply to the networks of streaming
+    are in `WanConfig`.
 
     Attributes:
         dit_channels, dit_text_width: latent channels and text features of the data.

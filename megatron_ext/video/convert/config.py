@@ -68,9 +68,9 @@ _OUTPUT = {
 
 @dataclass(frozen=True)
 class WanModel:
-    """A model of the named ``size``, before its tensors are read.
+    """A model of Wan as its config.json or the shapes of its tensors describe it.
 
-    ``sizes`` is that named size with the model's own text width.
+    ``size`` is the name of its size, and ``sizes`` is that size with the model's own text width.
     """
 
     size: str
@@ -87,10 +87,10 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
-    """Return the model that ``raw`` describes, the content of the config.json at ``path``.
+    """Return the model that a config.json describes.
 
-    A class that cannot be converted, an entry that the video DiT does not support, and sizes
-    without a name raise CheckpointError.
+    ``raw`` is the content of the file at ``path``. A class that cannot be converted, an entry that
+    the video DiT does not support, and sizes without a name raise CheckpointError.
     """
     naming = CLASSES.get(str(raw.get(CLASS)))
     if naming is None:
@@ -151,8 +151,9 @@ _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_
 
 
 def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
-    """Return the model of these sizes, with its named size; the text width may be any.
+    """Return the model with the named size that has these sizes; its text width may differ.
 
+    ``values`` are hidden size, heads, feed-forward width, blocks, latent channels and text width.
     If no named size fits, a CheckpointError gives the nearest one.
     """
     h, heads, ffn, blocks, channels, text = values
@@ -166,7 +167,7 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
             return WanModel(name, sizes, naming)
 
     def distance(name: str) -> float:
-        """Return the distance of a named size from the model: the sum of absolute log ratios."""
+        """Return how far a named size is from the model, by the sum of absolute log ratios."""
         pairs = ((getattr(same[name], x), getattr(found, x)) for x in _COMPARED)
         return sum(abs(math.log(x / y)) for x, y in pairs)
 
@@ -183,7 +184,7 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
 
 
 def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
-    """Return the content of a model's config.json, as `understand` reads it."""
+    """Return the content of a model's config.json, in the form that `understand` reads."""
     width = sizes.head_dim if naming is Naming.DIFFUSERS else sizes.hidden_size
     x = sizes
     free = (x.num_heads, width, x.ffn_size, x.num_blocks, x.channels, x.text_width)

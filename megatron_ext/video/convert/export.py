@@ -98,7 +98,7 @@ def export_wan(
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
-    """Check that a checkpoint holds all parameters of a network, and no others of it."""
+    """Raise CheckpointError unless the tensors named ``prefix...`` are a network's parameters."""
     held = {
         name.removeprefix(prefix): tuple(entry.size)
         for name, entry in stored_entries(path).items()

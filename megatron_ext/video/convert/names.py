@@ -28,7 +28,7 @@ from megatron_ext.video.config.wan import VideoDiTSizes
 
 
 class Naming(Enum):
-    """The code whose names the tensors have."""
+    """The code of Wan whose tensor names are used: diffusers or the original repository."""
 
     DIFFUSERS = "diffusers"
     ORIGINAL = "original"
@@ -112,7 +112,7 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
 
 
 def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
-    """Return the names of Wan's tensors that make up our parameter ``name``, for `from_wan`."""
+    """Return the names of Wan's tensors that `from_wan` joins to our parameter, in order."""
     prefix, key = "", name
     if name.startswith("blocks."):
         blocks, number, inner = name.split(".", 2)
@@ -160,9 +160,9 @@ _ADAPTER = re.compile(
 
 
 def wan_adapters(head_dim: int) -> PeftLayers:
-    """Return the layers of diffusers' WanTransformer3DModel that adapters belong to.
+    """Return how our adapters map to the layers of diffusers' WanTransformer3DModel.
 
-    Its ``load_lora_adapter`` needs ``prefix="base_model.model"`` to read the file's adapters.
+    That class loads the exported file by ``load_lora_adapter``, with ``prefix="base_model.model"``.
     """
     # A layer is called alike in all blocks, such as ``attn1.to_q``.
     parts = partial(_wan_parts, head_dim=head_dim)
@@ -170,10 +170,11 @@ def wan_adapters(head_dim: int) -> PeftLayers:
 
 
 def _wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[Part]:
-    """Yield the adapter matrices of Wan's layers, split from one of ours; see `PeftLayers.parts`.
+    """Yield the adapter matrices of Wan's layers that make up our adapter matrix ``name``.
 
-    A fused layer of p projections has its rows head by head, ``[n, p, d]``. The rows of its B,
-    ``[out, r]``, are divided among Wan's p layers, which all get the same A, ``[r, in]``.
+    Our fused layer stands for p layers of Wan, and its rows lie head by head, ``[n, p, d]``. The
+    rows of the adapter's B, ``[out, r]``, are divided among the p layers. Each of them gets the
+    same A, ``[r, in]``.
     """
     match = _ADAPTER.match(name)
     assert match is not None

@@ -1,7 +1,7 @@
 """Imports weights of Wan 2.1 as a checkpoint of the video DiT.
 
 The weights lie in a folder of safetensors, or in a file of torch.save. Memory holds one copy of
-them, and the tensors of one parameter besides.
+them and, in addition, the tensors of one parameter.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _PREFIX = "model."
 
 
 def is_wan(source: Path) -> bool:
-    """Return whether the model at ``source`` looks like Wan's rather than one of transformers."""
+    """Return whether ``source`` looks like a model of Wan, not of Hugging Face transformers."""
     if source.is_file():
         return source.suffix in SUFFIXES
     is_pipeline = (source / "model_index.json").is_file()
@@ -73,7 +73,11 @@ def is_wan(source: Path) -> bool:
 
 @contextmanager
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
-    """Open a model and its tensors; see `import_wan` for the arguments."""
+    """Open the model in a folder of safetensors or a file of torch.save; yield it and its tensors.
+
+    ``entry`` is a key of the file; None takes the only one with tensors. CheckpointError is raised
+    for a model that cannot be read or converted.
+    """
     if source.is_file():
         tensors = TensorFile(source, entry)
         diffusers = any(name.startswith("condition_embedder.") for name in tensors.names)
@@ -91,10 +95,11 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
 
 
 class TensorFile:
-    """The tensors of one entry of a file of torch.save, mapped into memory; see `TensorSource`.
+    """The tensors of a file of torch.save, mapped into memory; see `TensorSource`.
 
-    An entry is a key of the file such as ``"generator_ema"``; None takes the only one with tensors.
-    A file that cannot be read, or has several entries to choose from, raises CheckpointError.
+    ``entry`` is the key of the file that holds them, such as ``"generator_ema"``. None takes the
+    whole file or the only key with tensors. A file that cannot be read, has no tensors there, or
+    has several keys to choose from raises CheckpointError.
     """
 
     def __init__(self, path: Path, entry: str | None) -> None:
@@ -105,11 +110,11 @@ class TensorFile:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of all tensors, without the parts that wrappers add."""
+        """Return the names of all tensors, without the prefixes that wrappers such as FSDP add."""
         return set(self._tensors)
 
     def dtypes(self) -> dict[str, str]:
-        """Return the dtype of each tensor, as torch names it; raise for quantized tensors."""
+        """Return each tensor's dtype, as ``"bfloat16"``; CheckpointError for a quantized one."""
         found = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
         for name, kind in found.items():
             check_dtype(self.folder, name, kind, kind)
@@ -124,7 +129,7 @@ class TensorFile:
 
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors of an entry, or of the whole file if it has no entries."""
+    """Return the tensors under a key; None takes the whole file or its only key with tensors."""
     # No code that the file may hold is run. One from before torch 1.6 is no archive, and cannot be
     # mapped.
     content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
@@ -191,7 +196,7 @@ def import_wan(
 
 
 def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
-    """Return the configuration to store, in the form of a streaming run's."""
+    """Return the configuration to store with the weights, as a streaming run would store it."""
     streaming = StreamingConfig(generator_size=model.size, text_features=model.sizes.text_width)
     flags = {word.removeprefix("--"): True for word in PRECISIONS[dtype]}
     config = RunConfig(sections=tuple(kind() for kind in SECTIONS))
@@ -205,7 +210,7 @@ def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
 
 @torch.no_grad()
 def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
-    """Copy Wan's tensors into the whole model, one parameter at a time."""
+    """Copy Wan's tensors into an unsharded model, one parameter at a time."""
     parameters = list(chunk.named_parameters())
     bar = tqdm(parameters, "Importing", unit="tensor", delay=1.0, leave=False, disable=None)
     for name, parameter in bar:
@@ -214,7 +219,7 @@ def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
 
 
 def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -> None:
-    """Check that the tensors are exactly those of the model, in number and shape.
+    """Check that the names and shapes of the tensors are exactly those of a model of these sizes.
 
     A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
     """

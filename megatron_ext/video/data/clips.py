@@ -45,8 +45,8 @@ class Clip:
         path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
             images, which are its frames in the order of their names, 10 after 9.
         caption: without the suffix of `with_suffix`; may be empty.
-        fps: frame rate that the row gives, used in place of the file's own and `FOLDER_FPS`.
-        motion: motion score that the row gives, for the suffix.
+        fps: frame rate that the row gives; it replaces that of the file, or `FOLDER_FPS`.
+        motion: motion score that the row gives, which the suffix tells the text encoder.
     """
 
     path: str
@@ -56,10 +56,10 @@ class Clip:
 
 
 def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> str:
-    """Return the caption with the suffix that the text encoder gets in training and sampling.
+    """Return the caption with its suffix, such as ``A cat. 24 FPS, 4 motion score.``
 
-    ``fps`` are the frames per second after subsampling, None or 0 for images. ``motion`` is a
-    motion score.
+    Text encoders get this text in training and sampling. ``fps`` is the rate after subsampling; it
+    is left out for images (None or 0), and ``motion`` if it is None.
     """
     parts = [f"{fps} FPS"] if fps else []
     if motion is not None:
@@ -68,11 +68,10 @@ def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> s
 
 
 def read_list(path: str | os.PathLike[str]) -> list[Clip]:
-    """Read a jsonl or csv of clips, or a folder of clips, each with a ``.txt`` of its caption.
+    """Read a jsonl or csv of clips, or a folder of clips with a ``.txt`` caption beside each.
 
     Rows have ``path`` (relative to the list), ``text`` or ``caption``, and may have ``fps`` and
-    ``motion`` (or ``motion_score``). DataError is raised for a row that cannot be read, and for a
-    list without rows.
+    ``motion`` (or ``motion_score``). An unreadable list or row, or an empty list, raises DataError.
     """
     source = Path(path)
     try:
@@ -195,10 +194,10 @@ def probe(clip: Clip) -> ClipShape:
 
 
 def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, int]) -> Tensor:
-    """Return frames of a clip as `fit` makes them, ``[3, count, H, W]`` float32 in [-1, 1].
+    """Return frames of a clip, scaled and cropped by `fit`: ``[3, count, H, W]`` in [-1, 1].
 
-    They are the file's frames ``first``, ``first + interval`` and so on. A file that cannot be read
-    or ends too early raises DataError; a missing package raises ConfigError.
+    They are float32, of the file's frames ``first``, ``first + interval`` and so on. A file that
+    cannot be read or ends too early raises DataError; a missing package raises ConfigError.
     """
     wanted = range(first, first + interval * (count - 1) + 1, interval)
     path = Path(clip.path)
@@ -283,7 +282,10 @@ def _read_image(path: Path) -> Picture:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn any exception of a decoder into a `DataError`; a missing package is a ConfigError."""
+    """Turn an exception from reading ``path`` into a DataError that names the file.
+
+    MemoryError passes unchanged. ConfigError is raised if the package av or pillow is missing.
+    """
     for package, module in (("av", av), ("pillow", Image)):
         if module is None:
             raise ConfigError(

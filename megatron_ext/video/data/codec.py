@@ -30,7 +30,7 @@ class VideoCodec(ABC):
     Attributes:
         channels: latent channels, c.
         spatial: pixels on each side of a latent pixel.
-        temporal: frames of a latent frame after the first.
+        temporal: frames that a latent frame encodes; the first latent frame encodes only one.
         identity: settings that decide the latents, stored with a dataset for comparison.
     """
 
@@ -43,13 +43,13 @@ class VideoCodec(ABC):
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
         """Encode ``[b, 3, f, H, W]`` in [-1, 1] as ``[b, c, t, h, w]`` float32.
 
-        Random latents depend only on the codec's seed, the ``number`` of the clip and the name of
-        the ``piece`` of it, not on what was encoded before.
+        Random latents, such as a VAE's posterior samples, depend only on the codec's seed, the
+        ``number`` of the clip in its list and ``piece``, the name of the part that is encoded.
         """
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; calls `check_channels`."""
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; DataError for another c."""
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return the shape ``(c, t, h, w)`` of a clip's latents.
@@ -72,7 +72,7 @@ class VideoCodec(ABC):
         return self.channels, t, height // self.spatial, width // self.spatial
 
     def check_channels(self, latents: Tensor) -> None:
-        """Raise DataError if latents ``[b, c, t, h, w]`` have another codec's channels."""
+        """Raise DataError if latents ``[b, c, t, h, w]`` lack the codec's number of channels."""
         if latents.size(1) != self.channels:
             raise DataError(
                 f"The latents have {latents.size(1)} channels, but the codec has {self.channels}; "
@@ -81,13 +81,13 @@ class VideoCodec(ABC):
 
 
 def public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config.json without versions, paths and the dtype of the weights."""
+    """Return the entries of a config.json without private ones, versions and the weights' dtype."""
     incidental = ("transformers_version", "torch_dtype", "dtype")
     return {k: v for k, v in settings.items() if k[:1] != "_" and k not in incidental}
 
 
 def compared(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return a clause on the first difference between two identities, empty if they agree."""
+    """Return a clause on the first setting in which two mappings differ; empty if they agree."""
     for name in sorted({*wanted, *found}):
         before, now = wanted.get(name), found.get(name)
         if before == now:
@@ -104,13 +104,13 @@ _COLOURS = ((1, 1, 1), (1, 0, -1), (1, -2, 1))
 
 
 class PatchCodec(VideoCodec):
-    """Space-time patches in a cosine basis, mixed by a fixed rotation; no weights, no training.
+    """A codec that needs no weights and no training: a fixed transform of space-time patches.
 
     A latent pixel encodes a patch of p = ``temporal`` frames of q x q pixels, q = ``spatial``. In
     the first latent frame these p frames are the first frame, repeated. A patch is flattened in the
-    order colour, frame, row, column to ``3 * p * q * q`` values. The transform is orthogonal: with
-    all channels it loses nothing, with fewer it keeps the lowest frequencies. It is not fitted to
-    videos, and is meant for tests, small experiments and data without a VAE.
+    order colour, frame, row, column to ``3 * p * q * q`` values. The transform is a cosine basis
+    followed by a rotation. It is orthogonal: with all channels it loses nothing, with fewer it
+    keeps the lowest frequencies. It is meant for tests, small experiments and data without a VAE.
     """
 
     def __init__(self, config: CodecConfig) -> None:
@@ -152,9 +152,10 @@ def _cosines(n: int) -> Tensor:
 
 
 def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Tensor:
-    """Return an orthonormal basis of a patch, one vector a row, ``[3pqq, 3pqq]`` float64.
+    """Return an orthonormal basis of patches as rows ``[3pqq, 3pqq]``, p = temporal, q = spatial.
 
-    ``kept`` are the numbers of the rows to return, since all of them can take gigabytes.
+    The result is float64. ``kept`` holds the indices of the rows to return; None returns all, which
+    can take gigabytes.
     """
     colours = torch.tensor(_COLOURS, dtype=torch.float64)
     colours /= colours.norm(dim=1, keepdim=True)
@@ -167,7 +168,7 @@ def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Ten
 
 
 def band_order(temporal: int, spatial: int) -> Tensor:
-    """Return the row numbers of `cosine_basis` from low to high frequency, ``[3pqq]`` int64."""
+    """Return the row indices of `cosine_basis` from low to high frequency, a vector of int64."""
     t, y, x = (torch.arange(n).double() / n for n in (temporal, spatial, spatial))
     radius = t[:, None, None] ** 2 + y[:, None] ** 2 + x**2
     return radius.expand(3, -1, -1, -1).reshape(-1).argsort(stable=True)
@@ -176,8 +177,8 @@ def band_order(temporal: int, spatial: int) -> Tensor:
 def rotation(size: int) -> Tensor:
     """Return a fixed orthogonal matrix ``[size, size]`` float64, which mixes channels.
 
-    It is Q of the QR decomposition of a Gaussian matrix, with the signs that make it unique. The
-    random bits come from numpy's PCG64, which gives the same in every release.
+    It is Q of the QR decomposition of a Gaussian matrix, with the signs that make Q unique. The
+    random bits come from numpy's PCG64, which gives the same bits in every release of numpy.
     """
     uniforms = np.random.PCG64(_ROTATION_SEED).random_raw(2 * size * size)
     u, v = ((uniforms >> np.uint64(11)).astype(np.float64) + 0.5).reshape(2, size, size) / 2.0**53
@@ -190,9 +191,9 @@ def rotation(size: int) -> Tensor:
 class DiffusersCodec(VideoCodec):
     """A video VAE of diffusers (AutoencoderKLHunyuanVideo, AutoencoderKLWan, ...) from a folder.
 
-    The latents are a posterior sample z, normalized as in diffusers' pipelines by numbers of the
-    VAE's own configuration: ``scaling_factor * (z - mean) / std`` for each channel, or without mean
-    and std ``scaling_factor * (z - shift_factor)``.
+    The latents are a posterior sample z, normalized as in diffusers' pipelines. With a mean and std
+    in the VAE's configuration they are ``scaling_factor * (z - mean) / std`` for each channel,
+    otherwise ``scaling_factor * (z - shift_factor)``.
 
     Args:
         folder: holds ``config.json`` and the weights; nothing is downloaded.
@@ -214,7 +215,7 @@ class DiffusersCodec(VideoCodec):
         self._mean, self._std = self._statistics()
 
     def _number(self, *names: str) -> int:
-        """Return the first of the named numbers that the loaded VAE has.
+        """Return the first of the named numbers that the loaded VAE has; raise ConfigError if none.
 
         The VAE's class gives defaults for entries that an old config.json lacks.
         """

@@ -94,7 +94,7 @@ with another number of channels than the codec's raise DataError.
 
 
 def block_decoder(codec: VideoCodec) -> BlockDecoder:
-    """Return a new decoder, whose first call takes the first frames of its videos.
+    """Return a new `BlockDecoder`, which decodes videos part by part from their first frames on.
 
     The top of this file says which decoders are exact.
     """

@@ -24,14 +24,14 @@ from megatron_ext.video.config.run import MODES, ConditionConfig
 
 @dataclass(frozen=True)
 class Section:
-    """Consecutive reference frames of a clip, in latent frames counted from 0."""
+    """Consecutive reference frames of a clip: index of the first latent frame, and their number."""
 
     start: int
     length: int
 
 
 def _min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return how many latent frames a clip needs for ``mode``, in v2v one beyond the references."""
+    """Return the fewest latent frames that a mode takes; v2v needs one beyond its references."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -40,9 +40,10 @@ def _min_frames(mode: str, config: ConditionConfig) -> int:
 
 
 def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Section, ...]:
-    """Return the reference frames of one of `MODES`; each section is encoded by itself.
+    """Return the sections of reference frames in a clip of ``num_frames`` latent frames.
 
-    An unknown mode, or too few latent frames for the mode, raises DataError.
+    ``mode`` is one of `MODES`; t2v has no sections. Each section is encoded by itself. An unknown
+    mode, or too few latent frames for the mode, raises DataError.
     """
     if mode not in MODES:
         raise DataError(
@@ -64,7 +65,7 @@ def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Secti
 
 
 def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Tensor:
-    """Return the modes of b clips as indices into `MODES`, ``[b]`` int64.
+    """Draw a condition mode for each of b clips: indices into `MODES`, ``[b]`` int64.
 
     ``uniforms`` are random numbers in [0, 1), ``[b]``. Images get t2v. If no mode with a weight
     above 0 fits clips of ``num_frames`` latent frames, ConfigError is raised.
@@ -84,7 +85,7 @@ def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Te
 
 
 def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tensor:
-    """Return masks ``[b, t]`` bool, True at the reference frames of clips of the modes ``[b]``."""
+    """Return masks ``[b, t]`` bool, True at the reference frames that ``modes`` ``[b]`` give."""
     masks = torch.zeros(len(modes), num_frames, dtype=torch.bool)
     for mask, mode in zip(masks, modes.tolist(), strict=True):
         for section in sections(MODES[mode], num_frames, config):
@@ -100,8 +101,8 @@ def place_references(
 ) -> Tensor:
     """Return latents of ``shape`` ``[c, t, h, w]`` with the references in place, zero elsewhere.
 
-    ``pieces`` are sections with their latents ``[c, k, h, w]``; a piece that does not fit its
-    section raises DataError.
+    ``pieces`` are sections of k frames with their latents ``[c, k, h, w]``. Latents that do not fit
+    their section raise DataError.
     """
     placed = torch.zeros(*shape, dtype=dtype, device=device)
     for section, latents in pieces:
@@ -130,9 +131,9 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
     """Return 1 for tokens that count in the loss, else 0, ``[b, t * tokens_per_frame]`` float32.
 
-    ``masks`` ``[b, t]`` are True at reference frames, and `ConditionConfig` explains
-    ``reference_loss``. If every frame of a clip is a reference and left out, such as two frames in
-    i2v_loop, no token of the clip counts.
+    ``masks`` ``[b, t]`` are True at reference frames. With ``reference_loss`` "masked" these do not
+    count, with "all" they do. With "trimmed" they do not count in clips without references between
+    the first and the last frame. If all frames of a clip are left out, no token of the clip counts.
     """
     left_out = masks
     if reference_loss == "all":
@@ -151,10 +152,10 @@ class Text:
 
 
 def null_like(null: Text, text: Text) -> Text:
-    """Return the empty caption, ``[1, k, d]`` and ``[1, e]``, in the shape and dtype of ``text``.
+    """Return the empty caption ``null`` in the shape and dtype of the captions ``text``.
 
-    Its last token is repeated until it is as long as the captions ``text``, ``[b, l, d]`` and
-    ``[b, e]``; k > l raises DataError.
+    ``null`` is ``[1, k, d]`` and ``[1, e]``, ``text`` is ``[b, l, d]`` and ``[b, e]``. The last of
+    the k tokens is repeated until there are l; k > l raises DataError.
     """
     length, known = text.sequence.size(1), null.sequence.size(1)
     if length < known:
@@ -171,9 +172,10 @@ def null_like(null: Text, text: Text) -> Text:
 
 
 def drop_text(text: Text, null: Text, drop_sequence: Tensor, drop_pooled: Tensor) -> Text:
-    """Replace embeddings by the empty caption's where the masks ``[b]`` are True; see `null_like`.
+    """Replace embeddings by those of the empty caption ``null``, made to fit by `null_like`.
 
-    Both parts have a mask of their own.
+    Token embeddings are replaced where ``drop_sequence`` ``[b]`` is True, and pooled embeddings
+    where ``drop_pooled`` ``[b]`` is.
     """
     empty = null_like(null, text)
     sequence_at = drop_sequence.to(text.sequence.device)[:, None, None]

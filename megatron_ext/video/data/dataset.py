@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class VideoClips(Dataset[VideoSample], ABC):
-    """The clips of a training run, wherever their latents come from.
+    """The clips of a training run, read from shards or encoded on access.
 
     Attributes:
         manifest: how latents and embeddings were made; see `manifest.make_manifest`.
-        plan: gives the micro-batch sizes of this run; None takes those of the manifest.
+        plan: the bucket plan with this run's micro-batch sizes; None takes the manifest's sizes.
         null_text: the encoded empty caption: token embeddings ``[l, d]`` and pooled ``[e]``.
         of_buckets: numbers of the clips of each bucket; buckets without clips are left out.
     """
@@ -77,8 +77,8 @@ class VideoClips(Dataset[VideoSample], ABC):
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
         """Return the clips and the micro-batch size of each bucket.
 
-        Buckets without a size of their own take the default. DataError is raised if the data has
-        clips of a bucket that the plan lacks.
+        A bucket without a size of its own takes ``default_micro_batch_size``. DataError is raised
+        if the data has clips of a bucket that the plan lacks.
         """
         return {
             bucket: Members(clips, self._micro_batch_size(bucket) or default_micro_batch_size)
@@ -189,9 +189,10 @@ class VideoBatch:
 
     Attributes:
         latents: ``[b, c, t, h, w]``.
-        text: token embeddings ``[b, l, d]``, whose length l includes the rows of `pad_text`.
+        text: token embeddings ``[b, l, d]``, with the rows that `pad_text` adds.
         pooled: pooled text embeddings ``[b, e]``.
-        references: latents ``[b, c, k, h, w]`` by name; see `encode.reference_name`.
+        references: latents ``[b, c, k, h, w]`` of the first or last k latent frames, by
+            `encode.reference_name`.
     """
 
     latents: Tensor
@@ -200,7 +201,7 @@ class VideoBatch:
     references: dict[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
+        """Return all tensors by name, among them the references as ``references/NAME``."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         references = own.pop("references")
         return {**own, **{f"references/{name}": piece for name, piece in references.items()}}
@@ -211,7 +212,7 @@ class VideoBatch:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
-        """Build a batch from what `tensors` returned."""
+        """Build a batch from tensors by name, as `tensors` returns them."""
         prefix = "references/"
         references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
@@ -219,7 +220,7 @@ class VideoBatch:
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeat the last row of text ``[..., l, d]`` until ``multiple`` divides all the tokens."""
+    """Repeat the last row of text ``[..., l, d]`` until ``multiple`` divides l + image tokens."""
     missing = -(text.size(-2) + image_tokens) % multiple
     last = text[..., -1:, :]
     return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)
@@ -233,7 +234,7 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 
     Args:
         patch: side of a token's square patch, in latent pixels.
-        multiple: number that must divide the text and image tokens together; see `pad_text`.
+        multiple: number that must divide the sum of text and image tokens; `pad_text` adds text.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:
@@ -273,7 +274,7 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 
 
 def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
-    """Open a list of clips that are encoded on access, planned as preprocessing would plan them.
+    """Open a list of clips that are encoded on access, with the same buckets as in preprocessing.
 
     The header of every clip is read, and nothing is written. ``tell`` prints how many clips are
     left out, and why.

@@ -46,9 +46,9 @@ class VideoSample:
 
     Attributes:
         latents: ``[c, t, h, w]``.
-        text, pooled: embeddings of the caption's tokens, ``[l, d]``, and of all of it, ``[e]``.
-        references: latents ``[c, k, h, w]`` of pieces that were encoded by themselves, by
-            `reference_name`; a piece that is not shorter than the clip is missing.
+        text, pooled: embeddings of the caption, by token ``[l, d]`` and as a whole ``[e]``.
+        references: latents ``[c, k, h, w]`` of the first or last k latent frames, encoded without
+            the rest of the clip, by `reference_name`. Lengths k of t or more are missing.
         fps: frames per second after subsampling; 0 for an image.
         number: number of the clip in its list.
         caption: the caption that the text encoder got, suffix included.
@@ -64,7 +64,7 @@ class VideoSample:
 
 
 def reference_name(side: str, num_frames: int) -> str:
-    """Return ``head1`` or ``tail9``: the side of the clip and the latent frames of the piece."""
+    """Return the name of reference frames by side and latent frames: ``head1``, ``tail9``."""
     return f"{side}{num_frames}"
 
 
@@ -99,7 +99,7 @@ class ClipEncoder:
         )
 
     def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
-        """Encode pieces at both ends from their own frames, so that no later frame leaks in."""
+        """Return latents of a clip's first and last frames, encoded without the rest, by name."""
         found = {}
         for length in self.config.reference_lengths:
             if length >= num_latent_frames:
@@ -112,7 +112,7 @@ class ClipEncoder:
 
 
 def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of all references of these lengths, in latent frames."""
+    """Return the names of references of these lengths, in latent frames, at both ends of a clip."""
     return tuple(reference_name(side, n) for n in lengths for side in ("head", "tail"))
 
 
@@ -191,7 +191,7 @@ def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return a line for each reason, by frequency: how many clips are dropped, and the first."""
+    """Return a line per reason, the most frequent first: how many clips it drops, and the first."""
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why]}"

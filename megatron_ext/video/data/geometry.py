@@ -1,8 +1,8 @@
 """Sizes of clips, the plan of buckets that a run uses, and the bucket of each clip.
 
-The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels, and for each
-aspect ratio the height and width are multiples of 16 whose product is close to it. Random draws
-depend only on the seed and the clip, so every process finds the same bucket in any order.
+The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels. For each
+aspect ratio, height and width are multiples of 16 whose product is close to that number. Random
+draws depend only on the seed and the clip, so every process finds the same bucket in any order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """Return the size nearest in log aspect ratio, which treats portrait and landscape alike."""
+    """Return the (height, width) of a resolution whose log aspect ratio is nearest to a frame's."""
     wanted = math.log(height / width)
     return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - wanted))
 
@@ -88,7 +88,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketRule:
-    """How many of the clips that fit a bucket enter it, and how many make a micro-batch.
+    """The rule of a bucket: how many fitting clips enter it, and how many make a micro-batch.
 
     A value out of range raises ConfigError.
 
@@ -181,7 +181,7 @@ def _rule(given: Any) -> BucketRule:
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number as int, also from text, since JSON has text as keys."""
+    """Return a whole number, or text of one as in JSON's keys, as int; else raise ValueError."""
     number = int(value)
     if isinstance(value, bool) or (not isinstance(value, str) and number != value):
         raise ValueError(f"{value!r} is no whole number")
@@ -197,7 +197,7 @@ SMALLEST_SHARE = 0.8
 
 
 class Drop(str, Enum):
-    """Why a clip is left out; the values are what reports show."""
+    """The reason why a clip is left out; the value is the text that reports show."""
 
     UNREADABLE = "cannot be read"
     NO_CAPTION = "has no caption"
@@ -261,7 +261,7 @@ def assign(
 
 
 def first_frame(clip: ClipShape, num_frames: int, number: int, *, seed: int, fps_cap: int) -> int:
-    """Return the number of the file's frame at which a random crop of ``num_frames`` begins."""
+    """Return the index of the file's frame where a crop begins, drawn from seed and number."""
     interval = subsampling(clip.fps, fps_cap)[0]
     spare = available_frames(clip, fps_cap) - num_frames
     draws = np.random.Generator(np.random.PCG64((seed, 0, number, 1)))
