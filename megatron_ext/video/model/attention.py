@@ -2,8 +2,8 @@
 
 Rotary positions (RoFormer, arXiv:2104.09864) go over latent frame, row and column. Adjacent
 features (2j, 2j + 1) of a head form the pair that frequency j of an axis rotates, as in FLUX and in
-Wan. Weights of implementations that rotate the pairs (j, d / 2 + j) fit after a permutation of the
-output channels of the query and key projections, from head feature d / 2 + j to 2j + 1.
+Wan. Other implementations rotate the pairs (j, d / 2 + j). Their weights fit after output channels
+j and d / 2 + j of each head become 2j and 2j + 1 in the query and key projections.
 
 Context-parallel ranks hold equal contiguous slices of the sequence. No query is masked, so these
 slices cost the same, and the zig-zag order of causal attention is not needed.
@@ -30,10 +30,10 @@ Table = tuple[Tensor, Tensor]
 
 
 def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: float) -> Table:
-    """Return the table for a joint sequence of text and image tokens, ``[s, b, 1, d / 2]`` float32.
+    """Return float32 cosines and sines ``[s, b, 1, d / 2]`` for text and image tokens.
 
     Args:
-        ids: positions, ``[b, s, 3]``; text tokens have position 0 and are not rotated.
+        ids: frame, row and column, ``[b, s, 3]``; text tokens have position 0 and do not rotate.
         axes_dim: number of features for each axis, even.
         theta: base of the frequencies.
 
@@ -52,10 +52,10 @@ def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: flo
 def frame_rotary_table(
     positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype
 ) -> Table:
-    """Return the table for the tokens of frames, ``[t, n, 1, 1, d / 2]`` for ``[t, n, 3]``.
+    """Return cosines and sines ``[t, m, 1, 1, d / 2]`` for m tokens a frame, ``[t, m, 3]``.
 
-    Angles are computed in float64, so that frame 1000 is as exact as frame 0; the table has the
-    type of the model, but at least float32.
+    Angles are computed in float64, so that frame 1000 is as exact as frame 0. The result has
+    ``dtype``, but at least float32.
     """
     angle = _angles(positions, axes_dim, theta, torch.float64)[:, :, None, None]
     exact = torch.promote_types(dtype, torch.float32)
@@ -63,7 +63,7 @@ def frame_rotary_table(
 
 
 def _angles(positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype) -> Tensor:
-    """Return ``positions[..., i] * theta ** (-2j / axes_dim[i])`` for pair j of axis i."""
+    """Return ``positions[..., i] * theta ** (-2j / axes_dim[i])`` for all pairs j of all axes i."""
     angles = []
     for axis, width in enumerate(axes_dim):
         exponents = torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width
@@ -72,9 +72,10 @@ def _angles(positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: tor
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:
-    """Rotate the feature pairs of queries or keys ``[..., d]``, in the dtype of the table.
+    """Rotate the feature pairs of queries or keys ``[..., d]`` by the angles of ``table``.
 
-    The table broadcasts with ``[..., d / 2]``; the result has the dtype of ``x``.
+    The table broadcasts with ``[..., d / 2]``. The rotation is computed in the dtype of the table;
+    the result has the dtype of ``x``.
     """
     cos, sin = table
     first, second = torch.unflatten(x.to(cos.dtype), -1, (x.size(-1) // 2, 2)).unbind(-1)
@@ -105,15 +106,15 @@ class QKNorm(Part):
 
     @property
     def spec(self) -> Norm:
-        """Return the `NormSpec` of both norms."""
+        """Return the settings of both norms: kind, epsilon, whether gains are stored minus 1."""
         return spec_of(self.q_layernorm)
 
 
 def trades_heads(plan: Blueprint) -> bool:
-    """Return whether context-parallel ranks trade heads for sequence (Ulysses, arXiv:2309.14509).
+    """Return whether context-parallel ranks trade heads for tokens (Ulysses, arXiv:2309.14509).
 
     Raises:
-        ConfigError: the heads of a tensor-parallel rank cannot be split equally among them.
+        ConfigError: ``a2a`` is set, but context-parallel ranks cannot split the heads equally.
     """
     heads, cp = plan.sizes.num_heads // plan.groups.tp.size(), plan.groups.cp.size()
     trades: bool = plan.options.cp_comm_type == "a2a" and cp > 1
@@ -126,7 +127,7 @@ def trades_heads(plan: Blueprint) -> bool:
 
 
 class JointAttention:
-    """Attention from this rank's slice and heads to the whole sequence; see `MMDiTOptions`.
+    """Attention from this rank's tokens and heads to all tokens; see `MMDiTOptions.cp_comm_type`.
 
     Raises:
         ConfigError: the heads cannot be split equally among the ranks.
@@ -142,7 +143,7 @@ class JointAttention:
         self.cp_group, self.trades_heads = plan.groups.cp, trades_heads(plan)
 
     def __call__(self, qkv: QKV) -> Tensor:
-        """Attend with queries, keys and values ``[s/c, b, n, d]``; return ``[s/c, b, n * d]``."""
+        """Attend with queries, keys, values ``[s/cp, b, n, d]``; return ``[s/cp, b, n * d]``."""
         query, key, value = qkv
         if self.trades_heads:
             stacked = torch.stack((query, key, value), dim=3)
@@ -159,6 +160,6 @@ class JointAttention:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return ``softmax(q k / sqrt(d)) v`` of ``[s, b, n, d]`` queries and all keys and values."""
+    """Return unmasked ``softmax(q k / sqrt(d)) v``; all arguments are ``[s, b, n, d]``."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     return sdpa.attend(q, k, v).permute(2, 0, 1, 3)

@@ -17,12 +17,12 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 class Blueprint(NamedTuple):
-    """The description from which every part of a network is built.
+    """The description from which every module of a network is built.
 
     Attributes:
-        config: configuration with the values of ``sizes.transformer_fields()``.
-        sizes: sizes of the whole model.
-        options: everything that changes no shape of a parameter.
+        config: megatron-core's configuration, which contains ``sizes.transformer_fields()``.
+        sizes: sizes of the whole model, such as `MMDiTSizes`.
+        options: settings that change no shape of a parameter, such as `MMDiTOptions`.
     """
 
     config: TransformerConfig
@@ -32,7 +32,7 @@ class Blueprint(NamedTuple):
 
 
 class Part(MegatronModule):  # type: ignore[misc]
-    """A part of a network, with the ``tp_group`` that megatron-core needs to save it."""
+    """Base class of a network's modules, with the ``tp_group`` that megatron-core saves them by."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(config=plan.config)
@@ -40,12 +40,12 @@ class Part(MegatronModule):  # type: ignore[misc]
 
 
 class Blocks(torch.nn.ModuleDict):
-    """Blocks by index in the whole model, so that parameter names do not depend on the layout."""
+    """A chunk's blocks by index in the whole model, so that names do not depend on the layout."""
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Return the shards of all blocks."""
+        """Return the sharded tensors of all blocks for megatron-core's checkpoints."""
         state: dict[str, Any] = {}
         for number, block in self.items():
             named: Any = block
@@ -94,11 +94,11 @@ class VideoChunk(Part):
         *,
         vp_stage: int | None = None,
     ) -> Self:
-        """Build one chunk of this rank; ``vp_stage`` is its index on the rank, or None if alone."""
+        """Build chunk ``vp_stage`` of this rank, or its only chunk if ``vp_stage`` is None."""
         placement = context.placement
         plan = Blueprint(transformer_config, sizes, options, context.pgs)
         return cls(plan, placement.stage_of(context.pp_rank, vp_stage or 0), placement.num_stages)
 
     def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Store the hidden tensor of the previous stage; `boundary_shape` gives its shape."""
+        """Store the hidden tensor sent by the previous stage; `boundary_shape` gives its shape."""
         self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]

@@ -1,14 +1,14 @@
 """Layers of all video networks: linear layers, embedders and modulation by the timestep.
 
-A block of an MMDiT has two streams, or two branches, on one joint sequence. It enters the
-tensor-parallel region once for both and leaves it once; its layers, `ColumnPiece` and `RowPiece`,
-do not communicate. With communication in each layer, as in megatron-core, the block would
-communicate two to four times as often, and under sequence parallelism the number of each stream's
-tokens would have to be divisible by the ranks. The cost is memory: under sequence parallelism the
-gathered input of a half block is kept for the backward pass; megatron-core gathers it again.
+A block of an MMDiT runs two streams (text and image), or two branches (attention and MLP), on one
+joint sequence. One collective brings both into the tensor-parallel region, and one takes both out.
+The layers `ColumnPiece` and `RowPiece` do not communicate. If each layer did, as in megatron-core,
+the block would communicate two to four times as often, and under sequence parallelism the ranks
+would have to divide the number of each stream's tokens. The cost is memory: under sequence
+parallelism the gathered input is kept for the backward pass; megatron-core gathers it again.
 
-Each half of a Wan block enters the region only once in any case. Its layers (`column`, `row`)
-therefore communicate themselves and support adapters (`layers.lora`).
+In a Wan block, each attention and the feed-forward layers enter the region once in any case. Their
+layers (`column`, `row`) therefore communicate themselves and support adapters (`layers.lora`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from megatron_ext.video.model.chunk import Blueprint
 
 
 def uniform(config: TransformerConfig, bound: float) -> Initialize:
-    """Return a uniform initializer, marking parameters if the config's initializer does."""
+    """Return an initializer that draws uniformly from [-``bound``, ``bound``].
+
+    If ``config.init_method`` only marks parameters for a later draw (`Marked`), so does the result.
+    """
     method, usual = partial(torch.nn.init.uniform_, a=-bound, b=bound), config.init_method
     return Marked(method, usual.marks) if isinstance(usual, Marked) else method
 
 
 def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark replicated parameters, so that megatron-core sums their gradients over TP ranks.
+    """Mark a module's parameters as replicated, so that megatron-core sums TP ranks' gradients.
 
-    This is needed under sequence parallelism, where each rank processes only some of the tokens.
+    The sum is needed under sequence parallelism, where each rank processes only some tokens.
     """
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -54,7 +57,7 @@ def _refuse_adapter(layer: Any) -> None:
 
 
 class ColumnPiece(ColumnParallelLinear):
-    """A layer from ``[s, b, in]`` to this rank's ``[s, b, out / tp]``, without communication.
+    """A linear layer from ``[s, b, in]`` to this rank's ``[s, b, out / tp]``; it does not communicate.
 
     Weight and bias start as in torch.nn.Linear.
     """
@@ -70,16 +73,17 @@ class ColumnPiece(ColumnParallelLinear):
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return ``[s, b, out / tp]`` and the bias, which the caller must add."""
+        """Return ``[s, b, out / tp]`` without bias, and the bias, which the caller must add."""
         _refuse_adapter(self)
         return super().forward(input_)
 
 
 class RowPiece(RowParallelLinear):
-    """A layer from this rank's ``[s, b, in / tp]`` to its part of a sum ``[s, b, out]``.
+    """A linear layer from this rank's ``[s, b, in / tp]`` to a partial sum ``[s, b, out]``.
 
-    Only one of the layers of a sum has a bias, which is added after `leave`. Weight and bias start
-    as in a torch.nn.Linear with ``fan_in`` inputs, the number of inputs of the whole sum.
+    The caller sums over the ranks (`leave`), then adds the bias. Where several layers add to a sum,
+    only one has a bias, and ``fan_in`` is the number of inputs of all. Weight and bias start as in
+    a torch.nn.Linear with ``fan_in`` inputs.
     """
 
     def __init__(
@@ -118,11 +122,11 @@ def column(
     projections: int = 1,
     whole_input: bool = False,
 ) -> ColumnParallelLinear:
-    """Build a layer from ``[s, b, inputs]`` to this rank's ``[s, b, projections * outputs / tp]``.
+    """Build a linear layer from ``[s, b, inputs]`` to ``[s, b, projections * outputs / tp]``.
 
-    The layer returns its bias with its output, for the caller to add. Weights start uniform in
-    +-``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010). With ``whole_input`` every rank holds
-    the whole input, even under sequence parallelism.
+    It fuses ``projections`` layers, and returns its bias with its output, for the caller to add.
+    Weights start uniform in +-``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010). With
+    ``whole_input`` every rank is given all tokens, even under sequence parallelism.
     """
     config, tp = plan.config, plan.groups.tp
     method = uniform(config, math.sqrt(6 / (inputs + outputs)))
@@ -137,7 +141,7 @@ def column(
 
 
 def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
-    """Build a layer with a bias from this rank's ``[s, b, inputs / tp]`` to ``[s, b, outputs]``."""
+    """Build a linear layer from ``[s, b, inputs / tp]`` to ``[s, b, outputs]`` and a separate bias."""
     method = uniform(plan.config, math.sqrt(6 / (inputs + outputs)))
     return RowParallelLinear(
         inputs, outputs, config=plan.config, init_method=method, bias=True, input_is_parallel=True,
@@ -158,7 +162,7 @@ def heads_of(x: Tensor, num_projections: int, head_dim: int) -> tuple[Tensor, ..
 
 
 class VectorEmbedder(torch.nn.Module):
-    """Linear, SiLU, Linear: ``[b, width]`` to ``[b, h]``."""
+    """Two linear layers with SiLU between them, from ``[b, width]`` to ``[b, h]``."""
 
     def __init__(self, width: int, hidden_size: int) -> None:
         super().__init__()
@@ -172,7 +176,7 @@ class VectorEmbedder(torch.nn.Module):
 
 
 class Modulation(torch.nn.Linear):
-    """``Linear(SiLU(vec))``, split into parts of width h in the order shift, scale, gate, shift ...
+    """The layer ``Linear(SiLU(vec))``, which gives shift, scale, gate, shift ..., each of width h.
 
     With ``zero`` the layer starts at zero (adaLN-Zero, DiT, arXiv:2212.09748).
     """
@@ -185,19 +189,19 @@ class Modulation(torch.nn.Linear):
         mark_replicated(self, config)
 
     def parts(self, vec: Tensor) -> tuple[Tensor, ...]:
-        """Return ``num_parts`` tensors ``[b, h]`` for vec ``[b, h]``."""
+        """Return ``num_parts`` tensors ``[b, h]``, shift, scale, gate, ..., for vec ``[b, h]``."""
         return self(F.silu(vec)).chunk(self.num_parts, dim=-1)  # type: ignore[no-any-return]
 
 
 def start_at_zero(linear: torch.nn.Linear) -> None:
-    """Set weight and bias to zero; `initialize_by_name` leaves constant parameters unchanged."""
+    """Set weight and bias to zero, which a later `initialize_by_name` leaves unchanged."""
     torch.nn.init.zeros_(linear.weight)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
 
 
 def mark_new_branch(module: torch.nn.Module) -> None:
-    """Let a load of weights only (``--finetune``) accept a checkpoint without this new branch."""
+    """Let ``--finetune`` load a checkpoint that lacks the parameters of this new module."""
     for parameter in module.parameters():
         parameter.new_branch = True  # type: ignore[attr-defined]
 

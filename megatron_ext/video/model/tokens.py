@@ -23,7 +23,7 @@ LatentShape = tuple[int, int, int]
 
 
 def grid(shape: LatentShape, patch_size: int) -> LatentShape:
-    """Return a video's frames and rows and columns of tokens; DataError if patches do not fit."""
+    """Return frames, token rows and token columns of latents; DataError if patches do not fit."""
     frames, height, width = shape
     if patch_size < 1 or height % patch_size or width % patch_size:
         raise DataError(
@@ -40,7 +40,7 @@ def tokens_per_frame(shape: LatentShape, patch_size: int) -> int:
 
 
 def pack(latents: Tensor, patch_size: int) -> Tensor:
-    """Return latents ``[b, c, t, h, w]`` as tokens ``[b, n, c*p*p]``."""
+    """Return latents ``[b, c, t, h, w]`` as N tokens of p x p patches, ``[b, N, c*p*p]``."""
     b, c, t, h, w = latents.shape
     _, rows, columns = grid((t, h, w), patch_size)
     patches = latents.reshape(b, c, t, rows, patch_size, columns, patch_size)
@@ -48,7 +48,7 @@ def pack(latents: Tensor, patch_size: int) -> Tensor:
 
 
 def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
-    """Return tokens ``[b, n, c*p*p]`` as latents ``[b, c, t, h, w]``, or raise DataError."""
+    """Return N tokens ``[b, N, c*p*p]`` as latents ``[b, c, t, h, w]``; DataError if N is wrong."""
     t, rows, columns = grid(shape, patch_size)
     b, n, width = tokens.shape
     if n != t * rows * columns or width % patch_size**2:
@@ -62,7 +62,7 @@ def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
 
 
 def position_ids(shape: LatentShape, patch_size: int, device: torch.device | None = None) -> Tensor:
-    """Return frame, row and column of each token, ``[n, 3]`` int64, in the order of `pack`."""
+    """Return frame, row and column of N tokens, ``[N, 3]`` int64, in the order of `pack`."""
     axes = [torch.arange(size, device=device) for size in grid(shape, patch_size)]
     return torch.cartesian_prod(*axes)
 
@@ -85,7 +85,7 @@ class TokenRange:
         return cls(num_text, num_image, 0, num_text + num_image)
 
     def part(self, index: int, size: int) -> TokenRange:
-        """Return part ``index`` of ``size`` equal contiguous parts; DataError if uneven."""
+        """Return the part ``index`` of ``size`` equal contiguous parts; DataError if uneven."""
         length = len(self)
         if length % size:
             raise DataError(
@@ -102,12 +102,12 @@ class TokenRange:
 
     @property
     def text(self) -> slice:
-        """Return the slice of all text tokens that the range covers."""
+        """Return the text tokens of the range, as a slice of all text tokens."""
         return slice(min(self.start, self.num_text), min(self.end, self.num_text))
 
     @property
     def image(self) -> slice:
-        """Return the slice of all image tokens that the range covers."""
+        """Return the image tokens of the range, as a slice of all image tokens."""
         return slice(max(self.start - self.num_text, 0), max(self.end - self.num_text, 0))
 
     @property
@@ -120,8 +120,8 @@ class TokenRange:
 class LocalTokens:
     """The two ranges of tokens that a rank works on.
 
-    Attention and MLPs process the context-parallel rank's ``cp_slice``. Between them the rank keeps
-    ``part``: its share of the slice under sequence parallelism, else the whole slice.
+    Attention and MLPs process ``cp_slice``, the tokens of the context-parallel rank. Between them
+    the rank keeps ``part``: under sequence parallelism a part of ``cp_slice``, else all of it.
     """
 
     cp_slice: TokenRange
@@ -137,7 +137,7 @@ class FrameTokens:
     keys, so contiguous parts cost all ranks the same.
 
     Attributes:
-        first_frame: absolute number of the first frame.
+        first_frame: number of the first frame in the whole video.
         tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism, else 0 and 1.
 
     Raises:
@@ -182,22 +182,22 @@ class FrameTokens:
 
 
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
-    """Regroup tokens gathered from several ranks by frame.
+    """Regroup tokens by frame, given m tokens of each of t frames from each rank (part).
 
-    ``[parts * t * n, ...]`` becomes ``[t, parts * n, ...]``, with a frame's tokens in rank order.
+    ``[parts * t * m, ...]`` becomes ``[t, parts * m, ...]``, with a frame's tokens in rank order.
     """
     parts = x.reshape(num_parts, num_frames, -1, *x.shape[1:])
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 def parts_first(x: Tensor, num_parts: int) -> Tensor:
-    """Invert `frames_first`: ``[t, parts * n, ...]`` to ``[parts * t * n, ...]``."""
+    """Regroup tokens by rank (part): ``[t, parts * m, ...]`` to ``[parts * t * m, ...]``."""
     parts = torch.unflatten(x, 1, (num_parts, -1)).transpose(0, 1)
     return parts.flatten(0, 2)
 
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
-    """Return absolute frame, row and column of each token in ``cp_slice``, ``[t, n, 3]`` int64."""
+    """Return frame, row, column of the m tokens in each frame's ``cp_slice``, ``[t, m, 3]`` int64."""
     ids = position_ids((tokens.num_frames, tokens.rows, tokens.columns), 1, device)
     ids[:, 0] += tokens.first_frame
     return ids.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]

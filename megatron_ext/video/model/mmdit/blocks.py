@@ -53,7 +53,7 @@ class MMDiTOptions:
         recompute_double_blocks, recompute_single_blocks: how many blocks of each kind, from the
             first on, save only their inputs and are recomputed in the backward pass.
         cp_comm_type: how context-parallel ranks attend to the whole sequence: ``all_gather`` (or
-            ``p2p``) collects keys and values, ``a2a`` trades heads for sequence.
+            ``p2p``) collects keys and values, ``a2a`` trades heads for tokens by all-to-all.
         double_block_cost: time of a double block divided by that of a single block; 1 by default,
             since both multiply a token by 12 h^2 weights (mlp_ratio 4) and have equal attention.
             Measure it, or use 2.4, the ratio of their parameters, to balance memory.
@@ -105,8 +105,8 @@ def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -
 def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
     """Split the blocks into contiguous, nonempty stages whose largest cost is minimal.
 
-    Ties are broken by the smallest sum of squared costs. Dynamic programming: ``best[i]`` is the
-    best split of the first i blocks, as (largest cost, sum of squares, ends of the stages).
+    Ties are broken by the smallest sum of squared costs. The method is dynamic programming, where
+    ``best[i]`` is the best split of the first i blocks: (largest cost, sum of squares, ends).
     """
     sums = [0.0, *itertools.accumulate(costs)]
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
@@ -126,7 +126,7 @@ def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
 
 
 class Stream(Part):
-    """The layers of one stream, text or image; `DoubleBlock.forward` runs them."""
+    """The layers of a double block for one stream, text or image."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -154,9 +154,9 @@ class DoubleBlock(Part):
         self.attention = JointAttention(plan)
 
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
-        """Run the block on this rank's tokens of [text; image], ``[s, b, h]``, and vec ``[b, h]``.
+        """Return the block's output for this rank's tokens of [text; image], ``[s, b, h]``.
 
-        ``table`` is the rotary table of ``tokens.cp_slice``.
+        ``vec`` is the conditioning ``[b, h]``, ``table`` the rotary table of ``tokens.cp_slice``.
         """
         txt, img = (stream.modulation.parts(vec) for stream in (self.txt, self.img))
         hidden, *normed = residual_and_modulated_streams(
@@ -180,7 +180,7 @@ class DoubleBlock(Part):
         return zip((self.txt, self.img), streams, strict=True)
 
     def _enter(self, streams: Sequence[Tensor], tokens: LocalTokens) -> Sequence[Tensor]:
-        """Give both streams to every tensor-parallel rank, with one collective."""
+        """Return all tokens of both streams on every tensor-parallel rank, by one collective."""
         if self.tp_group.size() == 1:
             return streams
         joint = enter(torch.cat(tuple(streams)), self.tp_group, self.config.sequence_parallel)
@@ -189,7 +189,7 @@ class DoubleBlock(Part):
     def _leave(
         self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens
     ) -> tuple[Tensor, ...]:
-        """Return both outputs, summed over the tensor-parallel ranks, then both biases."""
+        """Return text and image outputs, summed over tensor-parallel ranks, then their biases."""
         (txt, txt_bias), (img, img_bias) = partial_sums
         if self.tp_group.size() > 1:
             total = leave(torch.cat((txt, img)), self.tp_group, self.config.sequence_parallel)
@@ -203,11 +203,12 @@ def _split(joint: Tensor, held: TokenRange) -> Sequence[Tensor]:
 
 
 class SingleBlock(Part):
-    """``x + gate * W2 [attention; gelu(mlp)]``, where W1, after a modulated norm, gives both.
+    """A block ``x + gate * W2 [attention; gelu(mlp)]`` on the joint sequence of text and image.
 
-    Tensor parallelism splits the attention by heads and the MLP by width. FLUX's W1 ``[3h + m, h]``
-    and W2 ``[h, h + m]`` are therefore stored as two pieces each: W1 is ``linear_qkv`` and
-    ``linear_fc1``, W2 is ``linear_proj`` (with the bias) and ``linear_fc2``.
+    W1 projects the modulated norm of x to queries, keys, values and the MLP's m features. Tensor
+    parallelism splits the attention by heads and the MLP by width. FLUX's W1 ``[3h + m, h]`` and W2
+    ``[h, h + m]`` are therefore stored as two layers each: W1 as ``linear_qkv`` and ``linear_fc1``,
+    W2 as ``linear_proj`` (with the bias) and ``linear_fc2``.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -222,7 +223,7 @@ class SingleBlock(Part):
         self.attention = JointAttention(plan)
 
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
-        """Run the block on text and image together; see `DoubleBlock.forward`."""
+        """Return the output ``[s, b, h]``; the arguments are those of `DoubleBlock.forward`."""
         shift, scale, gate = self.modulation.parts(vec)
         hidden, normed = residual_and_modulated(hidden, shift, scale)
         joint = enter(normed, self.tp_group, self.config.sequence_parallel)
@@ -238,7 +239,7 @@ class SingleBlock(Part):
 
 
 class FinalLayer(Part):
-    """A modulated norm and a linear layer, from ``[s, b, h]`` to ``[s, b, C * p * p]``."""
+    """A modulated norm and a linear layer to one patch of p x p latents per token."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -249,6 +250,6 @@ class FinalLayer(Part):
         mark_replicated(self, plan.config)
 
     def forward(self, hidden: Tensor, vec: Tensor) -> Tensor:
-        """Return ``[s, b, C * p * p]`` for ``[s, b, h]`` and vec ``[b, h]``."""
+        """Return ``[s, b, C * p * p]``, C channels, for tokens ``[s, b, h]`` and vec ``[b, h]``."""
         shift, scale = self.modulation.parts(vec)
         return self.linear(modulated_alone(hidden, shift, scale))  # type: ignore[no-any-return]

@@ -1,4 +1,8 @@
-"""Flow matching with an MMDiT: packed tokens, pooled text, references and guidance."""
+"""Flow matching with an MMDiT.
+
+The network's inputs are packed image tokens, text tokens, pooled text and, where the flags ask for
+them, references and a guidance strength. A rank's output is the velocity of its image tokens.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +43,10 @@ from megatron_ext.video.step import (
 
 
 class MMDiTBatchBuilder(FlowBatchBuilder):
-    """Makes micro-batches of packed tokens."""
+    """A builder of an MMDiT's micro-batches, which consist of packed tokens."""
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return the targets of the image tokens in this rank's equal part of [text; image]."""
+        """Return the targets of the image tokens that this context-parallel rank holds."""
         cp = self._context.pgs.cp
         tokens = TokenRange.whole(num_text, whole.weights.size(1))
         own = tokens.part(cp.rank(), cp.size()).image
@@ -73,7 +77,7 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
-    """Return each clip's references for its mode, at their frames, ``[b, c, t, h, w]``."""
+    """Return each clip's references ``[b, c, t, h, w]`` at the frames that its mode gives, else 0."""
     placed, latents = [], batch.latents
     for row, mode in enumerate(modes):
         pieces = []
@@ -90,7 +94,7 @@ def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig
 
 
 class MMDiTFlow(FlowNetwork):
-    """The MMDiT, which predicts the velocity of the rank's image tokens."""
+    """A run's MMDiT, which predicts the velocity of the rank's image tokens."""
 
     builder, chunk = MMDiTBatchBuilder, MMDiT
 
@@ -100,7 +104,7 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of ranks that split the joint sequence of text and image."""
+        """Return the number of ranks over which the tokens of [text; image] are split equally."""
         return sharing_ranks(self.config.parallel)
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
@@ -120,7 +124,11 @@ class MMDiTFlow(FlowNetwork):
         return self.config.with_section(mmdit)
 
     def checked(self) -> RunConfig:
-        """Return the configuration, with ``cond_embed`` set if a mode conditions on references."""
+        """Return the configuration, with ``cond_embed`` set if a mode conditions on references.
+
+        Raises:
+            ConfigError: there are too many stages, or ``a2a`` cannot split the heads equally.
+        """
         references = self.config.section(ConditionConfig).modes != ("t2v",)
         mmdit = dataclasses.replace(self.config.section(MMDiTConfig), cond_embed=references)
         sizes, parallel = mmdit.sizes(self.config.model), self.config.parallel
@@ -150,7 +158,7 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def options(self) -> MMDiTOptions:
-        """Return the options; a recomputation flag that is None recomputes all blocks."""
+        """Return the options that the flags set; a recomputation flag of None means all blocks."""
         mmdit, sizes = self.config.section(MMDiTConfig), self.sizes
         double, single = mmdit.recompute_double_blocks, mmdit.recompute_single_blocks
         return MMDiTOptions(
@@ -172,7 +180,7 @@ class MMDiTFlow(FlowNetwork):
 
 
 def mmdit_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> list[int]:
-    """Return the shape of the tensor between stages; see `Task.boundary_shape`."""
+    """Return the shape ``[s + 1, b, h]`` of the tensor that stages send in a training step."""
     first = batches[0]
     shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
     shape: list[int] = shape_of(first.num_text, first.num_image, first.size)

@@ -40,7 +40,7 @@ def check_inputs(
     """Check the inputs of `MMDiT.forward`; stages after the first need only the ids.
 
     Raises:
-        ConfigError: an optional input is missing, or the model was built without it.
+        ConfigError: an optional input is missing, or is given to a model built without it.
         DataError: a required input is missing, or an input's shape or type does not fit.
     """
     for name, switch in SWITCHES.items():
@@ -133,7 +133,7 @@ class Embedding(Part):
         mark_replicated(self, plan.config)
 
     def forward(self, given: Mapping[str, Any], held: TokenRange) -> tuple[Tensor, Tensor]:
-        """Return this rank's text and image tokens, ``[s, b, h]``, and vec, ``[b, h]``."""
+        """Return the embedded tokens of ``held``, ``[s, b, h]``, and the vector vec, ``[b, h]``."""
         dtype = self.img_in.weight.dtype
         image = self.img_in(given["img"][:, held.image].to(dtype))
         if self.cond_in is not None:
@@ -163,7 +163,7 @@ class MMDiT(VideoChunk):
         self.final_layer = FinalLayer(plan) if self.post_process else None
 
     def local_tokens(self, num_text: int, num_image: int) -> LocalTokens:
-        """Return the tokens that this rank works on; see `TokenRange.part`."""
+        """Return the tokens that this rank works on; DataError if the ranks' parts are uneven."""
         whole = TokenRange.whole(num_text, num_image)
         cp_slice = whole.part(self.cp_group.rank(), self.cp_group.size())
         if not self.config.sequence_parallel:
@@ -200,9 +200,9 @@ class MMDiT(VideoChunk):
         timesteps stay float32. Stages after the first use only the ids.
 
         Args:
-            img_ids: latent frame, row and column of each image token, ``[b, N, 3]``.
-            txt_ids: zeros for the text tokens, ``[b, L, 3]``.
-            img: noised latents, ``[b, N, C * p * p]``.
+            img_ids: latent frame, row and column of each of N image tokens, ``[b, N, 3]``.
+            txt_ids: zeros for each of L text tokens, ``[b, L, 3]``.
+            img: noised latents of C channels in patches of p x p, ``[b, N, C * p * p]``.
             txt: text embeddings, ``[b, L, text_width]``.
             timesteps: ``[b]`` float32; 1 is noise.
             y_vec: pooled text, ``[b, pooled_width]``.

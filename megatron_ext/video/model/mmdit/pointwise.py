@@ -1,7 +1,7 @@
 """The pointwise parts of the MMDiT's blocks as pure functions; see `layers.compiled`.
 
-One function handles both text and image where it splits them from one tensor or joins them into
-one, which saves a copy of each.
+A function that splits a joint tensor into text and image, or joins them, handles both streams. This
+saves a copy of each.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def _added(
 
 @compiled
 def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
-    """Add each stream's gated output to its part of ``[s, b, h]``; `_added` names the arguments."""
+    """Return ``hidden`` with each stream's gated output added; `_added` names the arguments."""
     return torch.cat(_added(hidden, *added))
 
 
 @compiled
 def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `add_streams`, then the results of `modulated` for its text and image.
+    """Return the result of `add_streams`, then its text and its image, each normed and modulated.
 
-    The arguments are those of `add_streams`, then shift and scale of the text, then of the image.
+    ``parts`` are the arguments of `add_streams`, then text shift and scale, image shift and scale.
     """
     *added, txt_shift, txt_scale, img_shift, img_scale = parts
     txt, img = _added(hidden, *added)
@@ -86,7 +86,7 @@ def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Te
 def _split(
     qkv: Tensor, bias: Tensor | None, q_weight: Tensor, k_weight: Tensor, spec: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split ``[s, b, n * 3 * d]`` into normed queries, normed keys, values ``[s, b, n, d]``."""
+    """Split ``[s, b, n * 3 * d]`` plus bias into normed queries and keys, and values."""
     if bias is not None:
         qkv = qkv + bias
     d = q_weight.size(0)
@@ -113,7 +113,7 @@ def heads(
         qkv: output of the projection before its ``bias`` is added, ``[s, b, n * 3 * d]``: for each
             head its query, key and value.
         q_weight, k_weight: scales of the norms, ``[d]``.
-        cos, sin: see `attention.rotary_table`.
+        cos, sin: result of `attention.rotary_table`, ``[s, b, 1, d / 2]``.
     """
     query, key, value = _split(qkv, bias, q_weight, k_weight, spec)
     # A compiled function may return no view of its argument.
@@ -135,7 +135,7 @@ def joint_heads(
     sin: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `heads` for [text; image], each part with its own weights."""
+    """Return queries, keys and values of [text; image] as `heads` does, from separate projections."""
     txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
     img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)
     query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))
