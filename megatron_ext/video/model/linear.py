@@ -57,7 +57,7 @@ def _refuse_adapter(layer: Any) -> None:
 
 
 class ColumnPiece(ColumnParallelLinear):
-    """A linear layer from ``[s, b, in]`` to this rank's ``[s, b, out / tp]``; it does not communicate.
+    """A linear layer from ``[s, b, in]`` to a rank's ``[s, b, out / tp]``, without communication.
 
     Weight and bias start as in torch.nn.Linear.
     """
@@ -141,7 +141,7 @@ def column(
 
 
 def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
-    """Build a linear layer from ``[s, b, inputs / tp]`` to ``[s, b, outputs]`` and a separate bias."""
+    """Build a linear layer from ``[s, b, inputs / tp]`` to ``[s, b, outputs]`` and a bias to add."""
     method = uniform(plan.config, math.sqrt(6 / (inputs + outputs)))
     return RowParallelLinear(
         inputs, outputs, config=plan.config, init_method=method, bias=True, input_is_parallel=True,

@@ -197,7 +197,7 @@ def parts_first(x: Tensor, num_parts: int) -> Tensor:
 
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
-    """Return frame, row, column of the m tokens in each frame's ``cp_slice``, ``[t, m, 3]`` int64."""
+    """Return frame, row, column of the m tokens of a frame in ``cp_slice``, ``[t, m, 3]`` int64."""
     ids = position_ids((tokens.num_frames, tokens.rows, tokens.columns), 1, device)
     ids[:, 0] += tokens.first_frame
     return ids.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]

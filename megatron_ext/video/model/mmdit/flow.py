@@ -77,7 +77,7 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
-    """Return each clip's references ``[b, c, t, h, w]`` at the frames that its mode gives, else 0."""
+    """Return clips ``[b, c, t, h, w]`` with references at the frames that their mode gives, else 0."""
     placed, latents = [], batch.latents
     for row, mode in enumerate(modes):
         pieces = []

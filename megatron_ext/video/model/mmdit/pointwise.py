@@ -135,7 +135,7 @@ def joint_heads(
     sin: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of [text; image] as `heads` does, from separate projections."""
+    """Return the result of `heads` for [text; image], given separate projections of the two."""
     txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
     img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)
     query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))
