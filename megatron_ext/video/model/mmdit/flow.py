@@ -77,7 +77,7 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
-    """Return clips ``[b, c, t, h, w]`` with references at the frames that their mode gives, else 0."""
+    """Return clips ``[b, c, t, h, w]`` that are zero except for the references of their modes."""
     placed, latents = [], batch.latents
     for row, mode in enumerate(modes):
         pieces = []
