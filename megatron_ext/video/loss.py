@@ -1,8 +1,8 @@
 """Flow matching on latent videos: timesteps, paths from data to noise, velocities, and the loss.
 
-Rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps and the shift
-of arXiv:2403.03206; the shift grows with the size and the length of a clip, as in Open-Sora 2.0
-(arXiv:2503.09642). x_t is pure noise at t = 1, and data with noise of size sigma_min at t = 0:
+Rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps and the shift of
+arXiv:2403.03206; the shift grows with the size and the length of a clip, as in Open-Sora 2.0
+(arXiv:2503.09642). For data x0 and noise x1, x_t is x1 at t = 1, and x0 + sigma_min * x1 at t = 0:
 
     x_t = (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1
     v   = d x_t / d t = (1 - sigma_min) * x1 - x0
@@ -35,7 +35,8 @@ QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
 def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
     """Return the factor a of `shift` for clips of latent ``shape``, in training and in sampling.
 
-    `--flow-shift` fixes it; otherwise it is linear in the number of tokens of a latent frame.
+    `--flow-shift` fixes it. Otherwise it is linear in the number of tokens of a latent frame, times
+    the square root of the number of latent frames with ``shift_by_length``.
 
     Raises:
         DataError: the patch size does not divide the latent frame.
@@ -75,9 +76,10 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
 
 
 def token_weights(mask: Tensor, normalization: str) -> Tensor:
-    """Return the weights of the tokens of whole clips in the loss, ``[b, n]`` float32.
+    """Return the weight of each token in the loss, ``[b, n]`` float32, from a mask of whole clips.
 
-    ``mask`` is 1 for tokens that count; a clip without any has weight 0.
+    ``mask`` ``[b, n]`` is 1 for tokens that count, else 0. With "per_token" it is the result; with
+    "per_sample" each clip's weights sum to 1, or to 0 if no token counts.
     """
     return reduced_weights(mask, None, _REDUCTIONS[normalization])
 
@@ -114,8 +116,9 @@ class FlowTargets:
         weights: result of `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: indices into `MODES`, ``[b]``.
-        usual_weight: see `losses.contract.share_of_step`. Needed because the first context-parallel
-            ranks hold the text, which leaves ranks with unequal numbers of image tokens.
+        usual_weight: sum of the weights of the whole micro-batch, divided by the context-parallel
+            size, for `losses.contract.share_of_step`. Ranks have unequal numbers of image tokens,
+            since the first ones hold the text.
     """
 
     velocity: Tensor
@@ -136,7 +139,7 @@ def flow_matching_loss(
 
     Args:
         prediction: velocity of the image tokens, ``[b, n, d]``.
-        share: see `losses.contract.share_of_step`.
+        share: factor on the returned sum; see `losses.contract.share_of_step`.
         reported_modes: condition modes that get an entry in the log; the same on all ranks.
     """
     weights = targets.weights
@@ -150,7 +153,7 @@ def flow_matching_loss(
         quarter = quarter.flatten()
 
     def among(sums: Tensor, groups: Tensor, number: int) -> Tensor:
-        """Add up the rows of ``sums`` ``[k, 2]`` whose group is ``number``, to ``[2]``."""
+        """Return the sum ``[2]`` of the rows of ``sums`` ``[k, 2]`` whose group is ``number``."""
         return torch.where((groups.to(sums.device) == number)[:, None], sums, 0.0).sum(dim=0)
 
     report = {"loss": pair(total, weights.sum())}
@@ -165,8 +168,8 @@ def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
     """Return clean latents, ``x_t - sigma * v``, for the flow ``v = noise - x0`` of a Wan network.
 
     The path is ``x_t = (1 - sigma) * x0 + sigma * noise``, ``[b, t, c, h, w]``, with one sigma for
-    each sample ``[b]`` or each frame ``[b, t]``. Computed in float64, since x0 is a difference of
-    numbers of similar size; the result has the dtype of ``x_t``.
+    each sample ``[b]`` or each frame ``[b, t]``. The result has the dtype of ``x_t``. It is
+    computed in float64, since x0 is a difference of numbers of similar size.
     """
     x0 = x_t.double() - spread(sigma, x_t) * flow.double()
     return x0.to(x_t.dtype)

@@ -36,7 +36,7 @@ def build_chunk(
     vp_stage: int | None = None,
     **stage: bool,
 ) -> VideoChunk:
-    """Build one pipeline chunk of the run's network; see `Task.model_chunk`.
+    """Build one pipeline chunk of the run's network, for virtual stage ``vp_stage``.
 
     ``stage`` is unused, since ``context`` holds the pipeline stage.
     """
@@ -49,5 +49,5 @@ def build_chunk(
 def forward_step(
     config: RunConfig, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
-    """Run one chunk on one micro-batch; see `Task.forward_step`."""
+    """Run one chunk on one micro-batch; return its output and the loss function."""
     return network_of(config).forward_step(batch, model, counts)

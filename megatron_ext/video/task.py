@@ -36,7 +36,7 @@ from megatron_ext.video.streaming.task import STREAMING
 
 
 def cases(config: RunConfig) -> Sequence[Case]:
-    """Return a planning case for each bucket of the data; this opens the data."""
+    """Return a cost model `Case` for each bucket of the training data, which this opens."""
     return [
         Case(
             network=network_of(config).planned(clip),

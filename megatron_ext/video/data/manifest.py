@@ -1,4 +1,4 @@
-"""The options of preprocessing, the manifest of its dataset, and shards of interrupted runs."""
+"""The options of preprocessing, the manifest of a dataset, and finished shards of earlier runs."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def make_manifest(
 ) -> dict[str, Any]:
     """Return the entries of the manifest that are known before encoding.
 
-    The fingerprint is a hash of these entries, the clips per shard, and the list, sizes and times
-    of clips and model files.
+    The fingerprint is a hash of these entries, the clips per shard and the list of clips. It also
+    covers the sizes and modification times of clip files and model files.
     """
     rules = options.plan.rules
     buckets = [
@@ -135,7 +135,10 @@ def refuse_other_data(folder: Path, fingerprint: str) -> None:
 def finished(
     folder: Path, name: str, num_clips: int, manifest: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the marker of a shard that an earlier run of the same command finished, or None."""
+    """Return the content of ``name.json``, with which an earlier run marked a shard as finished.
+
+    The result is None if the shard must be encoded: it is missing or damaged, or has other clips.
+    """
     path = folder / f"{name}.json"
     if not path.exists():
         return None
@@ -189,7 +192,10 @@ _SIZES = {
 
 
 def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield name and fault of each wrong entry; the fault of a missing entry is None."""
+    """Yield the name and fault of each entry of ``value`` that is not as ``wanted`` demands.
+
+    The fault of a missing entry is None. ``wanted`` has the form of `_ENTRIES`.
+    """
     if not isinstance(wanted, dict | list):
         if not wanted[1](value):
             yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {wanted[0]}"

@@ -1,4 +1,4 @@
-"""Turns clips and captions into shards: plans them, encodes in worker processes, and publishes.
+"""Turns clips and captions into a dataset of shards, encoded in one or more processes.
 
 A killed run keeps its finished shards, and the same command resumes after them.
 """
@@ -109,7 +109,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
 
 
 def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
-    """Return a function that reports progress, given the clips done, at most every 5 seconds."""
+    """Return a function that takes the clips done so far and reports progress every 5 seconds."""
     start = last = time.monotonic()
 
     def tick(done: int) -> None:
@@ -168,7 +168,8 @@ def _markers(
 ) -> Iterator[dict[str, Any]]:
     """Encode shards, in this process or in workers; yield the marker of each when it is finished.
 
-    For workers, which build their own encoders, the list ``encoders`` is emptied.
+    A marker is the content of a shard's ``.json``. Before workers start, the list ``encoders`` is
+    emptied to free its models, since each worker builds its own.
     """
     if options.workers == 1 or len(todo) <= 1:
         for part in todo:
@@ -217,7 +218,7 @@ def _work(part: _Part, fingerprint: str) -> dict[str, Any]:
 def write_shard(
     encoder: ClipEncoder, options: VideoPreprocessOptions, part: _Part, fingerprint: str
 ) -> dict[str, Any]:
-    """Encode and publish one shard; return its marker, which lists clips that cannot be decoded."""
+    """Encode and publish one shard; return its ``.json``, with a list of undecodable clips."""
     folder = Path(options.output)
     names = reference_names(options.encode.reference_lengths)
     bad: list[list[Any]] = []
@@ -244,7 +245,7 @@ def _publish(
     markers: dict[str, dict[str, Any]],
     dropped: list[Dropped],
 ) -> None:
-    """Write the manifest, and the list of dropped clips with those that could not be decoded.
+    """Write ``manifest.json``, and ``dropped.jsonl`` with all clips that the dataset lacks.
 
     DataError is raised if no clip could be decoded.
     """
@@ -327,7 +328,7 @@ def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; return 0, 1 for bad input, 2 for bad flags, 130 when interrupted."""
+    """Run a command line; return status 0, 1 for bad input, 2 for bad flags, 130 if interrupted."""
     try:
         preprocess(parse_options(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

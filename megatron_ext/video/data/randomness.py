@@ -3,9 +3,9 @@
 Each decision comes from a counter-based generator (Philox, SC11 "Parallel random numbers: as easy
 as 1, 2, 3") whose key is a hash of the seed, the number of the sample in the run and the purpose.
 Ranks of one replica therefore decide alike without communication, and replicas decide differently.
-Another layout makes the same decisions, and a resumed run needs no generator state. The keys of
-numpy's Philox have 128 bits. Seeds of torch's CPU generator have 32 bits, too few for 100,000
-samples: two of them would probably share their noise.
+Every parallel layout makes the same decisions, and a resumed run needs no generator state. The keys
+of numpy's Philox have 128 bits. Seeds of torch's CPU generator have only 32 bits: among 100,000
+samples, two would probably share their noise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Randomness:
     """Random decisions about the b samples of a micro-batch, on the CPU.
 
     Attributes:
-        noise: x1 of the whole clips, ``[b, c, t, h, w]`` float32, standard normal.
+        noise: x1, the noise of each clip, ``[b, c, t, h, w]`` float32, standard normal.
         normals: u, from which timesteps are computed, ``[b]`` float32, standard normal.
         modes: condition modes as indices into `MODES`, ``[b]`` int64.
         drop_text: True replaces the token embeddings by the empty caption's, ``[b]`` bool.
@@ -65,7 +65,7 @@ def draw_normals(
 ) -> Tensor:
     """Return a standard normal number for each sample, ``[b]`` float32.
 
-    With ``count``, return ``[b, count]``, whose first column is the result without it.
+    With ``count``, return ``[b, count]``; the first column is the result without ``count``.
     """
     drawn = [generator(seed, sample, purpose).standard_normal(count or 1) for sample in samples]
     numbers = torch.from_numpy(np.stack(drawn)).float()
@@ -96,7 +96,8 @@ def draw_microbatch(
 ) -> Randomness:
     """Return all random decisions about a micro-batch of latents of shape (c, t, h, w).
 
-    ``samples`` are the numbers of its clips in the run. Raise the errors of `draw_modes`.
+    ``samples`` are the numbers of the clips in the run. ConfigError is raised if no condition mode
+    fits them.
     """
     return Randomness(
         noise=draw_noise(seed, samples, shape),

@@ -68,12 +68,12 @@ class BucketSteps:
         self._epoch, self._order = -1, list[tuple[Bucket, list[int]]]()
 
     def _unit(self, members: Members) -> int:
-        """Return the number of clips of a unit."""
+        """Return the clips of a unit: those of a step or, with ``mixed``, of a micro-batch."""
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
     @property
     def left_out(self) -> dict[Bucket, int]:
-        """Return how many clips of each bucket an epoch leaves out because they fill no unit."""
+        """Return how many clips of each bucket an epoch leaves out, too few to fill a unit."""
         return {b: len(m.clips) % self._unit(m) for b, m in self.buckets.items()}
 
     def microbatches(self, step: int, rank: int) -> list[tuple[Bucket, list[int]]]:
@@ -117,7 +117,7 @@ class Geometry:
     """The size of the token sequence that each clip of a bucket makes.
 
     Attributes:
-        shape: (c, t, h, w) of its latents.
+        shape: (c, t, h, w) of the clip's latents.
         num_text: text tokens, padding included.
         num_image: image tokens.
     """
@@ -154,10 +154,10 @@ class VideoPlan:
     def microbatches(
         self, step: int, rank: int, first_sample: int
     ) -> list[tuple[list[int], range]]:
-        """Return the clips of each micro-batch of a rank.
+        """Return the clips of each micro-batch of a data-parallel rank.
 
-        A micro-batch has the numbers of its clips in the dataset, and their sample numbers, which
-        count through the run. ``first_sample`` is the first sample number of the step.
+        Each micro-batch is a pair: the numbers of its clips in the dataset, and their numbers among
+        the samples of the run. ``first_sample`` is the sample number with which the step begins.
         """
         ranks = [self.steps.microbatches(step, other) for other in range(self.steps.num_ranks)]
         planned, first = [], first_sample

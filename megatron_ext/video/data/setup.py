@@ -1,4 +1,4 @@
-"""The data of a video run: opened, planned and checked before it starts, and read step by step.
+"""The data of a video run: opened and checked before training, and read step by step.
 
 The first tensor-parallel rank reads the clips of a micro-batch and sends them to the others.
 """
@@ -61,7 +61,10 @@ def open_videos(config: RunConfig, path: str) -> VideoClips:
 
 @lru_cache(maxsize=4)
 def _opened(path: str, buckets: str | None, encoding: tuple[Any, ...] | None) -> VideoClips:
-    """Open, check and plan clips once; the cached result serves ranks that are forked later too."""
+    """Open the clips at ``path``, or return those of an earlier call with the same arguments.
+
+    Processes that are forked later share these clips. ``encoding`` is None for a folder of shards.
+    """
     plan = None if buckets is None else parse_plan(buckets)
     if encoding is None:
         return ShardedVideos(path, plan)
@@ -89,7 +92,7 @@ def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class VideoSplit:
-    """The clips of one split of the data, at ``path``, and the plan of their order."""
+    """The clips of one split of the data, at ``path``, and the plan of the steps that take them."""
 
     path: str
     clips: VideoClips
@@ -97,10 +100,10 @@ class VideoSplit:
 
 
 def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
-    """Open the clips at ``folder`` and plan their steps, shuffled by the seed with ``shuffle``.
+    """Open the clips at ``folder`` and plan which step takes which; ``shuffle`` mixes them by seed.
 
-    Raise the errors of `open_videos` and `BucketSteps`, and those of clips that do not fit the
-    network.
+    DataError or ConfigError is raised for unusable data, too few clips for a step, or clips that do
+    not fit the network.
     """
     clips = open_videos(config, folder)
     micro_batch_size, batch = config.training.batch_sizes
@@ -135,7 +138,7 @@ def build_video_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Open the splits on every rank, since all need the plans of steps; see `Task.datasets`."""
+    """Return training and validation splits, on every rank, since all need the plans of steps."""
     video = config.section(VideoConfig)
     train = open_split(config, str(video.video_data_path), shuffle=True)
     path = video.video_valid_path
@@ -182,7 +185,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the optimizer's flags, with a shorter warm-up if the usual one does not fit the run.
+    """Return the optimizer's flags with a warm-up that fits the run; the default may be shortened.
 
     Flags that do not fit the number of steps raise ConfigError.
     """
@@ -197,7 +200,7 @@ def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerC
 
 
 def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
-    """Check that the data has the encoded reference frames that each condition mode needs."""
+    """Raise ConfigError if the data lacks encoded reference frames that a condition mode needs."""
     lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
     known = split.clips.manifest["references"]
     for mode in conditions.modes:
@@ -218,7 +221,7 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
 
 
 def planned_clips(config: RunConfig) -> list[Clip]:
-    """Return the training data's buckets, without those that fill no step; see `Task.clips`."""
+    """Return a cost model's `Clip` for each bucket of the training data that some step uses."""
     path = str(config.section(VideoConfig).video_data_path)
     plan, patch = open_split(config, path, shuffle=False).plan, network_of(config).patch_size
     sizes = {bucket: held.micro_batch_size for bucket, held in plan.steps.buckets.items()}
@@ -240,7 +243,7 @@ def planned_clips(config: RunConfig) -> list[Clip]:
 
 
 def bucket_table(split: VideoSplit) -> str:
-    """Return a text with a line for each bucket of a split, and its clips that an epoch skips."""
+    """Return text with a line for each bucket: clips, those left out of an epoch, and tokens."""
     steps = split.plan.steps
     lines = [
         f"  {bucket!s:28} {len(members.clips):8d} clips, micro-batches of "
@@ -252,14 +255,14 @@ def bucket_table(split: VideoSplit) -> str:
 
 
 def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the clip numbers of each micro-batch of a data-parallel rank, without end."""
+    """Yield the clip numbers of each micro-batch of a rank, from ``first_step`` on, endlessly."""
     for step in itertools.count(first_step):
         for _, clips in steps.microbatches(step, dp_rank):
             yield clips
 
 
 def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) -> VideoBatch:
-    """Broadcast the batch of a tensor-parallel group's first rank; return it on the device."""
+    """Broadcast the first tensor-parallel rank's batch to its group; return it on ``device``."""
     tensors = {} if batch is None else batch.tensors()
     tensors = {name: to_device(tensor, device) for name, tensor in tensors.items()}
     if group.size() == 1:

@@ -1,8 +1,8 @@
 """Encoded clips on disk: shards of Megatron indexed datasets, one for each field, and a manifest.
 
 Each field of a shard, such as ``FOLDER/shard_00003_latents.bin`` with its ``.idx``, holds one
-document for each clip. In ``geometry`` it is six int32 numbers: ``bucket, t, h, w, fps`` and the
-number of the clip. In ``caption`` it is UTF-8 bytes. ``shard_00003.json`` marks a shard as
+document for each clip. A document of ``geometry`` is six int32 numbers: ``bucket, t, h, w, fps``
+and the number of the clip. One of ``caption`` is UTF-8 bytes. ``shard_00003.json`` marks a shard as
 finished, and ``manifest.json``, written last, makes the folder a dataset. ``null_text`` and
 ``null_pooled`` hold the empty caption.
 """
@@ -48,7 +48,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a manifest or a shard's marker; raise DataError if it is missing or unusable."""
+    """Read a manifest or a shard's ``.json``; raise DataError if it is missing or unusable."""
     try:
         content = json.loads(path.read_bytes())
         found = content["format"]

@@ -92,9 +92,9 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load a model of transformers and its tokenizer from local folders.
 
-    Errors name the value of ``text_encoder`` and the option ``name`` of the path. ConfigError is
-    raised if transformers is missing, the model's type is not one of ``types``, it lacks weights,
-    or a folder cannot be loaded.
+    ConfigError is raised if transformers is missing, the model's type is not one of ``types``, it
+    lacks weights, or a folder cannot be loaded. For the message, ``text_encoder`` is the value of
+    that option, and ``name`` is the option that gives ``path``.
     """
     try:
         import transformers
@@ -132,7 +132,7 @@ def load_model(
 
 
 def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
-    """Return ``input_ids`` and ``attention_mask``, each cut or padded to ``[n, length]``."""
+    """Return n captions as ``input_ids`` and ``attention_mask``, each padded to ``[n, length]``."""
     return tokenizer(
         list(captions), max_length=length, padding="max_length", truncation=True,
         return_attention_mask=True, return_tensors="pt",
@@ -140,7 +140,7 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def read_settings(name: str, path: str) -> dict[str, Any]:
-    """Return the config.json in the folder ``path`` of option ``name``, or raise ConfigError."""
+    """Return the config.json in ``path``, or raise ConfigError that names the option ``name``."""
     try:
         return dict(json.loads((Path(path) / "config.json").read_bytes()))
     except FileNotFoundError:
@@ -155,10 +155,10 @@ def read_settings(name: str, path: str) -> dict[str, Any]:
 
 
 class T5AndClip:
-    """T5's last hidden states, padded and without attention mask, and CLIP's pooled text vector.
+    """A text encoder that gives T5's last hidden states and CLIP's pooled text vector.
 
-    This is Open-Sora 2.0's use of them: pad tokens take part in attention, here and in the
-    denoiser.
+    As in Open-Sora 2.0, T5 gets no attention mask: pad tokens take part in attention, here and in
+    the denoiser.
     """
 
     def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
@@ -188,7 +188,7 @@ class T5AndClip:
 
 
 class UMT5:
-    """UMT5's last hidden states of the tokens; rows of pad tokens are zero. Nothing is pooled.
+    """A text encoder that gives UMT5's last hidden states, zero at pad tokens, and nothing pooled.
 
     As in `diffusers.WanPipeline`, the encoder masks pad tokens, and the denoiser attends to their
     zero rows. Captions are cleaned as that pipeline does without the optional package ftfy:
@@ -224,7 +224,7 @@ class UMT5:
 def build_text_encoder(
     config: TextEncoderConfig, device: torch.device | None = None
 ) -> TextEncoder:
-    """Build the text encoder of a configuration; raise the errors of `load_model`."""
+    """Build the text encoder of a configuration; raise ConfigError if a model cannot be loaded."""
     if config.text_encoder == HASHED:
         return HashedWords(config)
     kind = T5AndClip if config.text_encoder == T5_CLIP else UMT5
@@ -278,7 +278,8 @@ def check_text_encoder(
 ) -> TextEncoderConfig:
     """Return the configuration of the text encoder that made a dataset's embeddings.
 
-    No model is loaded or compared; otherwise the errors are those of `text_encoder_from_manifest`.
+    No model is loaded. ConfigError is raised for a folder that is missing, unreadable or not
+    needed, and DataError for a manifest that lacks the text encoder or its sizes.
     """
     identity = manifest.get("text_encoder")
     advice = "make the data again with tools/preprocess_video.py."
