@@ -58,13 +58,13 @@ class FrameWindow:
             )
 
     def visible(self, start: int) -> tuple[range, range]:
-        """Return the sink frames and local frames seen by the block that begins at ``start``."""
+        """Return the sinks, and the other frames, seen by the block that begins at ``start``."""
         end = start + self.block
         local_start = max(self.sink, end - (self.window - self.sink))
         return range(min(self.sink, end)), range(local_start, max(end, local_start))
 
     def blocks(self, first_frame: int, num_frames: int) -> Iterator[int]:
-        """Return the first frame of each of the blocks that make up ``num_frames`` frames.
+        """Return the first frame of each block among ``num_frames`` frames from ``first_frame`` on.
 
         Raises:
             DataError: the frames are not whole blocks.
@@ -78,9 +78,9 @@ class FrameWindow:
         return iter(range(first_frame, first_frame + num_frames, self.block))
 
     def capacity_for(self, chunk_frames: int) -> int:
-        """Return how many frames a cache needs so that any block of the newest chunk can run again.
+        """Return how many frames a cache holds so that each of the newest frames can run again.
 
-        The first block of the chunk sees W - B frames before it; the chunk itself follows.
+        These are ``chunk_frames``. Their first block sees ``window - block`` frames before them.
         """
         return self.window + chunk_frames - self.block
 
@@ -94,7 +94,7 @@ class AttentionPlan:
 
     Attributes:
         past: numbers of the cached frames, whose keys come before those of the new frames.
-        blocks: for each block its slice of the new frames, and slices of the key frames it sees.
+        blocks: for each block its slice of the new frames, and the slices of key frames it sees.
     """
 
     past: tuple[int, ...]
@@ -109,9 +109,9 @@ class AttentionPlan:
     def causal(
         cls, window: FrameWindow, first_frame: int, num_frames: int, past: Sequence[int]
     ) -> AttentionPlan:
-        """Return the plan in which each block attends to the frames that the window lets it see.
+        """Return the plan in which each block attends to the key frames in its window.
 
-        ``past`` are the absolute numbers of the cached frames, ascending.
+        Key frames are the new frames and the cached frames ``past``, ascending absolute numbers.
         """
         new = range(first_frame, first_frame + num_frames)
         position = {frame: index for index, frame in enumerate((*past, *new))}
@@ -124,7 +124,7 @@ class AttentionPlan:
 
 
 def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
-    """Return ascending indices as slices of consecutive ones."""
+    """Return ascending indices as slices, one for each run of consecutive indices."""
     found: list[slice] = []
     for index in indices:
         if found and found[-1].stop == index:
@@ -135,17 +135,21 @@ def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
 
 
 class FrameAttention:
-    """Attention from this rank's tokens and heads to all tokens of the frames that it sees.
+    """Attention of each block of frames to all tokens of the frames that it sees.
 
     With ``trades_heads`` each context-parallel rank attends with, and caches, all tokens of some
-    heads. Otherwise it caches its own tokens, and collects all ranks' keys and values.
+    heads. Otherwise each rank caches its own tokens, and gathers all ranks' keys and values.
     """
 
     def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
         self.cp_group, self.trades_heads = cp_group, trades_heads
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turn ``[t, n, b, heads, d]`` into ``[t, n*c, b, heads/c, d]`` with ``trades_heads``."""
+        """Turn the rank's tokens of all heads into all tokens of some heads, with ``trades_heads``.
+
+        With m tokens a frame, ``[t, m, b, n, d]`` becomes ``[t, m * cp, b, n / cp, d]``. Without
+        ``trades_heads`` the arguments are returned unchanged.
+        """
         if not self.trades_heads:
             return query, key, value
         t, cp = query.size(0), self.cp_group.size()
@@ -157,10 +161,10 @@ class FrameAttention:
     def __call__(
         self, query: Tensor, new: KeyValue, past: Sequence[KeyValue], plan: AttentionPlan
     ) -> Tensor:
-        """Return the attention's output ``[t, n, b, heads, d]``, in the shape before `exchange`.
+        """Return the attention's output ``[t, m, b, heads, d]``, in the shape before `exchange`.
 
-        ``query`` and ``new`` are results of `exchange`. ``past`` holds the cached keys and values
-        of each frame in ``plan.past``, ``[1, n, b, heads, d]``.
+        ``query`` and ``new``, keys and values, are results of `exchange`. ``past`` holds the cached
+        keys and values of each frame in ``plan.past``.
         """
         key, value = self._keys(new, past)
         outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]
@@ -172,7 +176,7 @@ class FrameAttention:
         return torch.unflatten(rows, 0, (query.size(0), -1))
 
     def _keys(self, new: KeyValue, past: Sequence[KeyValue]) -> KeyValue:
-        """Return keys and values of all tokens of past and new frames, ``[f, n, b, heads, d]``."""
+        """Return keys and values ``[f, m, b, heads, d]`` of f past and new frames of m tokens."""
         collects = self.cp_group.size() > 1 and not self.trades_heads
         if not past:
             return self._collected(new) if collects else new
@@ -186,7 +190,7 @@ class FrameAttention:
         return self._collected(both) if collects else both
 
     def _collected(self, pair: KeyValue) -> KeyValue:
-        """Collect keys and values from all ranks; the backward pass sums their gradients."""
+        """Gather keys and values from all context-parallel ranks; backward sums the gradients."""
         stacked = torch.stack(pair, dim=2).flatten(0, 1)
         gathered = gather_from_sequence_parallel_region(
             stacked, tensor_parallel_output_grad=True, group=self.cp_group
@@ -196,7 +200,7 @@ class FrameAttention:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) -> Tensor:
-    """Return ``softmax(q k / sqrt(d)) v`` over the frames seen; ``[t, n, b, heads, d]``."""
+    """Return ``softmax(q k / sqrt(d)) v`` over the frames in ``seen``, shaped like ``query``."""
     q, k, v = (
         x.permute(2, 3, 0, 1, 4).flatten(2, 3)
         for x in (query, _selected(key, seen), _selected(value, seen))
@@ -206,7 +210,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) ->
 
 
 def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
-    """Return the frames of ``[f, ...]`` in the slices ``seen``, concatenated."""
+    """Return the frames of ``[f, ...]`` that the slices ``seen`` select, concatenated."""
     if len(seen) == 1:
         # A slice of all would give its gradient a copy of its own.
         return x if seen[0] == slice(0, x.size(0)) else x[seen[0]]

@@ -90,13 +90,13 @@ class Conditioning(NamedTuple):
     text: Tensor
 
     def rows(self) -> Tensor:
-        """Return all three as rows ``[7 f + l, b, h]``, to be sent with the hidden states."""
+        """Return time, modulation and text as rows ``[7 f + l, b, h]``, to send to a next stage."""
         modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
         return torch.cat((self.time, modulation, self.text))
 
     @classmethod
     def from_rows(cls, rows: Tensor, num_times: int) -> Conditioning:
-        """Invert `rows`."""
+        """Restore the conditioning, with f = ``num_times``, from the result of `rows`."""
         time, modulation, text = rows.tensor_split((num_times, 7 * num_times))
         parts = torch.unflatten(modulation, 0, (num_times, 6)).permute(0, 2, 1, 3).flatten(2)
         return cls(time, parts, text)
@@ -127,8 +127,8 @@ class Embedder(Part):
     def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
         """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, l possibly 0.
 
-        Every rank embeds the whole text and all timesteps. Under sequence parallelism the timesteps
-        receive the gradient of the rank's own tokens, and the text that of all ranks' tokens.
+        Every rank embeds the whole text and all timesteps. Under sequence parallelism the gradient
+        of the timesteps comes from the rank's own tokens, that of the text from all ranks' tokens.
         """
         b, f = timesteps.shape
         embedded = self.time_in(timestep_sinusoid(timesteps.flatten()))
@@ -175,7 +175,7 @@ class SelfAttention(Part):
         self.attention = FrameAttention(plan.groups.cp, trades_heads=trades_heads(plan))
 
     def forward(self, x: Tensor, number: int, run: Run) -> WithBias:
-        """Return the attention's output ``[s, b, h]`` in block ``number``, and its bias."""
+        """Return the output ``[s, b, h]`` of block ``number``'s attention, and the bias to add."""
         fused, bias = self.linear_qkv(x)
         q, k, v = self.attention.exchange(*self._heads(fused, bias, run))
         past = run.cached.past_key_values(number) if run.cached is not None else ()
@@ -186,7 +186,7 @@ class SelfAttention(Part):
         return out
 
     def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the projection, ``[t, n, b, heads, d]`` each."""
+        """Return queries and keys, normed and rotated, and values, from the projection's output."""
         config, total = self.config, None
         if self.tp_group.size() > 1:
             total = summed(squares_of_heads(fused, bias, config.kv_channels), self.tp_group)
@@ -207,7 +207,7 @@ class CrossAttention(Part):
         self.linear_proj = row(plan, h, h)
 
     def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
-        """Return the output ``[s, b, h]`` for x ``[s, b, h]``, text ``[l, b, h]``, and its bias."""
+        """Return the output for x ``[s, b, h]`` and text ``[l, b, h]``, and the bias to add."""
         projected, bias = self.linear_q(x)
         (query,) = heads_of(projected, 1, self.config.kv_channels)
         key, value = self._key_value(text, number, run.text)
@@ -217,7 +217,7 @@ class CrossAttention(Part):
         return out
 
     def _key_value(self, text: Tensor, number: int, known: dict[int, KeyValue] | None) -> KeyValue:
-        """Return keys and values of the text, ``[l, b, n, d]``, from ``known`` if it has them."""
+        """Return keys and values of the text, ``[l, b, n, d]``; read or store them in ``known``."""
         if known is not None and number in known:
             return known[number]
         projected, bias = self.linear_kv(text)
@@ -244,7 +244,7 @@ class Block(Part):
         self.linear_fc2 = row(plan, ffn, h)
 
     def forward(self, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
-        """Run the block on this rank's tokens of the frames, ``[s, b, h]``."""
+        """Return the block's output for this rank's tokens of the frames, ``[s, b, h]``."""
         parts = self.modulation(torch.unflatten(given.modulation, -1, (6, -1)))
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
         hidden, normed = residual_and_modulated(hidden, shift, scale)

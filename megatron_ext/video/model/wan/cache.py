@@ -1,8 +1,8 @@
-"""Keys and values that later passes read: those of earlier frames, and those of the text.
+"""A cache of keys and values for later passes: those of earlier frames, and those of the text.
 
 The cache records which absolute frame each slot holds. Nothing is shifted when it is full, no frame
-is confused with another, and a slot that was never written is never read. Its tensors never belong
-to an autograd graph.
+is confused with another, and a slot that was never written is never read. The cached tensors never
+belong to an autograd graph.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class CacheShape:
 
 
 class KVCache:
-    """Cached frames of one sequence batch on one rank; `VideoDiT.new_cache` builds it.
+    """Cached keys and values of a batch's frames on one rank; `VideoDiT.new_cache` builds it.
 
     A full cache drops its oldest frames, except for the sinks (`FrameWindow.sink`). Another pass
     over a cached frame overwrites that frame in place.
 
     Attributes:
-        keys, values: for each block ``[capacity, n, b, heads, d]`` by slot, the keys rotated.
+        keys, values: a tensor for each block, ``[slots, tokens, b, heads, d]``; keys are rotated.
         end: number of the frame after the newest one written, or the frame given to `skip_to`.
         memo: keys and values of the text.
 
@@ -88,7 +88,11 @@ class KVCache:
         self.memo.clear()
 
     def skip_to(self, frame: int) -> None:
-        """Drop all frames except the sinks, and resume at ``frame``, which was not written yet."""
+        """Drop all frames except the sinks, and let the next pass begin at ``frame``.
+
+        Raises:
+            ConfigError: ``frame`` comes before `end`.
+        """
         if frame < self.end:
             raise ConfigError(
                 f"the cache stands at frame {self.end} and cannot skip back to frame {frame}; "
@@ -155,17 +159,17 @@ class KVCache:
         )
 
     def slices(self, block: int, frames: Iterable[int]) -> list[KeyValue]:
-        """Return a block's keys and values of cached frames, as views ``[1, n, b, heads, d]``."""
+        """Return a block's keys and values of cached frames, views ``[1, tokens, b, heads, d]``."""
         keys, values = self.keys[block], self.values[block]
         slots = [self.slot_of(f) for f in frames]
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
 
     def stamps_of(self, frames: Iterable[int]) -> list[tuple[int, int] | None]:
-        """Return slot and number of the last write of each frame; None for a frame not cached."""
+        """Return each frame's slot and the number of its last write; None if it is not cached."""
         return [self._held.get(f) for f in frames]
 
     def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
-        """Store each block's keys and values ``[t, n, b, heads, d]`` of consecutive frames."""
+        """Store each block's keys and values ``[t, tokens, b, heads, d]`` of consecutive frames."""
         frames = range(first_frame, first_frame + new[0][0].size(0))
         frames_by_age = sorted({*self._held, *frames})
         sinks = [f for f in frames_by_age if f < self.window.sink]
@@ -227,7 +231,7 @@ class CachePass:
         self._new: dict[int, KeyValue] = {}
 
     def past_key_values(self, block: int) -> list[KeyValue]:
-        """Return a block's cached keys and values of each frame in ``past``.
+        """Return a block's cached keys and values of each past frame that the new frames see.
 
         Raises:
             ConfigError: a frame was overwritten or dropped before the backward pass read it again.
@@ -242,7 +246,7 @@ class CachePass:
         return self._cache.slices(block, self.past)
 
     def record(self, block: int, key: Tensor, value: Tensor) -> None:
-        """Keep a block's keys and values ``[t, n, b, heads, d]`` of the new frames for `finish`."""
+        """Keep a block's keys and values of the new frames for `finish`, if the pass updates."""
         if self._open:
             self._new[block] = key.detach(), value.detach()
 
@@ -266,11 +270,11 @@ def _ranges(frames: Sequence[int]) -> str:
 
 
 class TextMemo:
-    """Every block's keys and values of one text; another text clears them.
+    """A store of every block's keys and values of one text; another text clears it.
 
     Attributes:
         text: a copy of the text, ``[b, l, text_width]``; None at first.
-        key_values: ``[l, b, n, d]`` each, by block.
+        key_values: by block number, keys and values of the text, ``[l, b, n, d]`` each.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -279,17 +283,20 @@ class TextMemo:
 
     @property
     def is_filled(self) -> bool:
-        """Return whether every block has its keys and values."""
+        """Return whether the keys and values of every block are stored."""
         return len(self.key_values) == self.num_blocks
 
     def clear(self) -> None:
-        """Forget the text, at a new sequence or when the weights have changed."""
+        """Drop the text and its keys and values, at a new sequence or when weights have changed."""
         self.text: Tensor | None = None
         self.key_values: dict[int, KeyValue] = {}
         self._source: tuple[weakref.ref[Tensor], int] | None = None
 
     def begin(self, text: Tensor) -> bool:
-        """Return whether the memo is filled for text ``[b, l, text_width]``; clear it if not."""
+        """Return whether every block's keys and values of this text are stored.
+
+        If not, clear the memo and begin to fill it for the text ``[b, l, text_width]``.
+        """
         if self.is_filled and self._is_of(text):
             return True
         self.clear()
@@ -298,7 +305,7 @@ class TextMemo:
         return False
 
     def _is_of(self, text: Tensor) -> bool:
-        """Compare with the memo's text; values are compared only for another or changed tensor."""
+        """Return whether the memo's text equals ``text``; one unchanged tensor is not compared."""
         if self._source is not None:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:

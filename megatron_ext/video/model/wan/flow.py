@@ -1,4 +1,4 @@
-"""Flow matching with a causal or bidirectional Wan network, from which streaming starts.
+"""Flow matching with a Wan network, causal or bidirectional.
 
 The network's inputs are whole latents, timesteps from 0 to 1000 per clip or per frame, and the text
 tokens. Its output is the velocity of all tokens, on every rank.
@@ -46,7 +46,7 @@ MAX_TIMESTEP = 1000.0
 
 
 class WanBatchBuilder(FlowBatchBuilder):
-    """Makes micro-batches of whole latents."""
+    """A builder of a Wan network's micro-batches, which consist of whole latents."""
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
         if not self._config.section(VideoDiTConfig).independent_block_timesteps:
@@ -56,7 +56,10 @@ class WanBatchBuilder(FlowBatchBuilder):
         return normals.repeat_interleave(block, dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Zero weights outside this context-parallel rank's part; all ranks have all outputs."""
+        """Return all targets, with weight 0 for the tokens of other context-parallel ranks.
+
+        Every rank outputs all tokens, so this counts each token's loss on one rank only.
+        """
         times, num_tokens = whole.times, whole.weights.size(1)
         if times.dim() == 2:
             times = times.repeat_interleave(num_tokens // times.size(1), dim=1)
@@ -68,7 +71,7 @@ class WanBatchBuilder(FlowBatchBuilder):
     def _inputs(
         self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
-        """Return the same inputs on all stages; stages after the first use only their shapes."""
+        """Return the inputs of `VideoDiT.forward`; stages after the first use only their shapes."""
         return {
             "x": x_t.transpose(1, 2),
             "timesteps": MAX_TIMESTEP * times,
@@ -77,12 +80,12 @@ class WanBatchBuilder(FlowBatchBuilder):
 
 
 class VideoDiTVelocity(ParallelVelocity):
-    """Predicts with a `VideoDiT`, which returns the whole output on all ranks of the last stage."""
+    """A velocity predictor with a `VideoDiT`, whose last stage returns all tokens on each rank."""
 
     gives_parts = False
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return the `Velocity` for latents of shape (t, h, w); DataError if patches do not fit."""
+        """Return a predictor for latents of shape (t, h, w); DataError if patches do not fit."""
         grid(shape, self.patch_size)
         return partial(self.predict_whole, shape)
 
@@ -90,7 +93,7 @@ class VideoDiTVelocity(ParallelVelocity):
     def predict_whole(
         self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
-        """Predict all frames of a clip at once, ignoring ``pooled`` and ``cond``; see `predict`."""
+        """Return the velocity of a clip's tokens on every rank; ignore ``pooled`` and ``cond``."""
         inputs = {
             "x": unpack(x, shape, self.patch_size).transpose(1, 2),
             "timesteps": MAX_TIMESTEP * t,
@@ -104,7 +107,7 @@ class VideoDiTVelocity(ParallelVelocity):
 
 
 class WanFlow(FlowNetwork):
-    """A Wan network, which predicts the flow of whole latents."""
+    """A run's Wan network, which predicts the velocity of whole latents."""
 
     builder, chunk = WanBatchBuilder, VideoDiT
 
@@ -178,11 +181,11 @@ class WanFlow(FlowNetwork):
         return VideoDiTVelocity(engine, chunks, context, patch_size=self.patch_size)
 
     def velocity(self, output: Tensor) -> Tensor:
-        """Return the flow of whole latents as packed tokens."""
+        """Return the output of the last stage, velocities ``[b, t, c, h, w]``, as packed tokens."""
         return pack(output.transpose(1, 2), self.patch_size)
 
 
 def wan_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> list[int]:
-    """Return the shape of the tensor between stages; see `Task.boundary_shape`."""
+    """Return the shape ``[rows, b, h]`` of the tensor that stages send in a training step."""
     shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batches[0].inputs)
     return shape

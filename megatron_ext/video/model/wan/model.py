@@ -1,8 +1,8 @@
-"""One pipeline chunk of a Wan network, causal with a cache or bidirectional.
+"""One pipeline chunk of a Wan network, causal or bidirectional.
 
-All blocks need timesteps and text. Pipeline stages pass them on as extra rows of the hidden tensor,
-so that their gradient returns to the embedders on the first stage with the pipeline's own messages
-and no other stage needs a copy of the embedders.
+All blocks need the embedded timesteps and text. They are sent as extra rows of the hidden tensor.
+The pipeline's own messages then carry their gradient back to the first stage, and only that stage
+holds the embedders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Head(Part):
         mark_replicated(self.linear, plan.config)
 
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
-        """Return ``[s, b, c * p * p]`` for ``[s, b, h]`` and embedded timesteps ``[f, b, h]``."""
+        """Return ``[s, b, C * p * p]`` for ``[s, b, h]`` and embedded timesteps ``[f, b, h]``."""
         shift, scale = self.modulation(time.unsqueeze(2))
         return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]
 
@@ -45,7 +45,7 @@ class VideoDiT(VideoChunk):
     The first chunk holds the embedder, the last chunk the head.
 
     Raises:
-        ConfigError: the layout cannot hold the model.
+        ConfigError: there are more stages than blocks, or ``a2a`` cannot split the heads equally.
     """
 
     title = "video DiT"
@@ -115,7 +115,9 @@ class VideoDiT(VideoChunk):
         """Run this chunk on whole inputs, which are the same on all ranks of a replica.
 
         Keyword arguments let a 16-bit precision wrapper leave the timesteps in float32. Stages
-        after the first read only the shapes of latents, timesteps and text.
+        after the first read only the shapes of latents, timesteps and text. The backward pass sums
+        the gradients of all context-parallel ranks' losses, as data parallelism does. The gradient
+        of ``x`` covers only the tokens that the rank holds.
 
         Args:
             x: noised latents, ``[b, t, c, h, w]``; a causal model needs whole frame blocks.
@@ -127,13 +129,11 @@ class VideoDiT(VideoChunk):
 
         Returns:
             On the last stage the flow ``noise - x0``, ``[b, t, c, h, w]``, on every rank. On other
-            stages hidden states, timesteps and text, see `boundary_shape`. Gradients of the losses
-            of context-parallel ranks are summed, as those of data-parallel ranks are. Each rank has
-            the gradient of ``x`` only for the tokens that it holds.
+            stages hidden states, timesteps and text in the shape of `boundary_shape`.
 
         Raises:
             ConfigError: the cache does not fit the model or the order of the passes.
-            DataError: see `check_inputs`.
+            DataError: an input does not fit, or the cache lacks frames that were to run before.
         """
         check_inputs(self.sizes, x, timesteps, text)
         tokens = self._tokens(x, first_frame)
@@ -283,7 +283,7 @@ def recache(
 def _checked_sinks(
     cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
 ) -> int:
-    """Return the number of frames in the blocks that hold sinks before ``first_frame``."""
+    """Check the sinks given to `recache`; return how many frames the blocks that hold them have."""
     window, num_sinks = cache.window, min(cache.window.sink, first_frame)
     if keep_sink and first_frame < window.sink:
         raise ConfigError(

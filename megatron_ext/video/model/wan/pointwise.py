@@ -1,7 +1,7 @@
-"""The pointwise parts of a Wan network: modulation of each frame, norms, and the blocks' functions.
+"""The pointwise parts of a Wan network: modulation and gates for each frame, and norms.
 
 The functions are pure and compile to one graph each; see `layers.compiled`. Modulation is the sum
-of a projection of a frame's timestep and a learned table.
+of a learned table and a projection of the frame's timestep.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_ext.video.model.tokens import frames_first
 class ModulationTable(torch.nn.Module):
     """A learned table ``[num_parts, h]``, added to the modulation computed from the timesteps.
 
-    A block has 6 parts (shift, scale, gate of the attention, then of the feed-forward layers). They
-    start from a normal distribution of standard deviation ``1 / sqrt(h)``.
+    A block has 6 parts (shift, scale, gate of the attention, then of the feed-forward layers). The
+    table starts from a normal distribution of standard deviation ``1 / sqrt(h)``.
     """
 
     def __init__(self, config: TransformerConfig, num_parts: int) -> None:
@@ -45,14 +45,14 @@ class ModulationTable(torch.nn.Module):
         torch.nn.init.normal_(self.weight, std=self.weight.size(-1) ** -0.5)
 
     def forward(self, time: Tensor) -> tuple[Tensor, ...]:
-        """Return ``num_parts`` tensors ``[f, 1, b, h]`` for ``[f, b, num_parts or 1, h]``."""
+        """Return table + ``time`` ``[f, b, num_parts or 1, h]`` as tensors ``[f, 1, b, h]``."""
         return (self.weight + time).unsqueeze(1).unbind(3)
 
 
 def modulated_frames(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return ``(1 + scale) * LN(x) + shift`` for x ``[s, b, h]``, modulating each frame by its own.
+    """Return ``(1 + scale) * LN(x) + shift`` for the tokens of f frames, x ``[s, b, h]``.
 
-    Shift and scale are ``[f, 1, b, h]``.
+    Each frame has its own shift and scale, ``[f, 1, b, h]``.
     """
     return modulated(_frames(x, shift), shift, scale).flatten(0, 1)
 
@@ -61,21 +61,21 @@ modulated_frames_alone = compiled(modulated_frames)
 
 
 def add_gated(x: Tensor, output: Tensor, gate: Tensor) -> Tensor:
-    """Return ``x + gate * output``, both ``[s, b, h]``, the gate ``[f, 1, b, h]``."""
+    """Return ``x + gate * output``, given ``[s, b, h]`` and each frame's gate, ``[f, 1, b, h]``."""
     return x + (gate * _frames(output, gate)).flatten(0, 1)
 
 
 def _frames(x: Tensor, part: Tensor) -> Tensor:
-    """Return ``[s, b, h]`` as ``[f, s / f, b, h]``."""
+    """Return x ``[s, b, h]`` as ``[f, s / f, b, h]``, where ``part`` has f frames."""
     return torch.unflatten(x, 0, (part.size(0), -1))
 
 
 class FullWidthRMSNorm(Part):
     """RMSNorm of queries or keys over the features of all heads, which are split over the ranks.
 
-    ``y = x / sqrt(mean(x^2) + eps) * weight`` with the mean over all h features (arXiv:1910.07467),
-    so that the tensor-parallel ranks sum their squares. Each holds the scales of its heads, ``[h /
-    tp]``, whose gradients need no reduction.
+    In ``y = x / sqrt(mean(x^2) + eps) * weight`` (arXiv:1910.07467) the mean covers all h features,
+    so the tensor-parallel ranks sum their squares. Each rank holds the scales of its own heads,
+    ``[h / tp]``, whose gradients need no reduction.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -87,7 +87,7 @@ class FullWidthRMSNorm(Part):
     def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Normalize the heads of this rank, ``[s, b, n, d]``, after the bias ``[n * d]`` is added.
 
-        Given None, return the scales, which data parallelism has gathered before this call.
+        If ``x`` is None, return the scales, which data parallelism has gathered before this call.
         """
         if x is None:
             return self.weight
@@ -103,7 +103,7 @@ class FullWidthRMSNorm(Part):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the shard of the scales."""
+        """Return the sharded tensor of the scales for megatron-core's checkpoints."""
         dp_cp = (metadata or {})["dp_cp_group"]
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets,
@@ -113,7 +113,7 @@ class FullWidthRMSNorm(Part):
 
 
 def squares(x: Tensor) -> Tensor:
-    """Return sums of squares of ``[..., n, d]`` in at least float32, ``[...]``."""
+    """Return sums of squares over the last two axes of ``[..., n, d]``, in at least float32."""
     return x.to(_exact(x)).square().sum(dim=(-2, -1))
 
 
@@ -150,7 +150,7 @@ def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the ranks, forward and backward, since the sums enter the outputs of all ranks."""
+    """Sum over the ranks; sum the gradients too, since the sums enter the outputs of all ranks."""
     total: Tensor = copy_to_tensor_model_parallel_region(
         reduce_from_tensor_model_parallel_region(sums, group=group), group=group
     )
@@ -167,7 +167,7 @@ residual_and_modulated = FusedResidual(_modulated)
 
 @compiled
 def gated(x: Tensor, output: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
-    """Return `add_gated` of ``output + bias``."""
+    """Return ``x + gate * (output + bias)``, with a gate ``[f, 1, b, h]`` for each frame."""
     return add_gated(x, output + bias, gate)
 
 
@@ -181,7 +181,7 @@ def gated_and_normed(
     norm_bias: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `gated`, and that result after `norm`."""
+    """Return ``x + gate * (output + bias)``, and the norm by ``spec`` of that sum."""
     hidden = add_gated(x, output + bias, gate)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -190,16 +190,16 @@ def gated_and_normed(
 def added_and_modulated(
     x: Tensor, output: Tensor, bias: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + output + bias``, and the result of `modulated_frames` for that sum."""
+    """Return ``x + output + bias``, and that sum after `modulated_frames`."""
     hidden = x + (output + bias)
     return hidden, modulated_frames(hidden, shift, scale)
 
 
 @compiled
 def squares_of_heads(qkv: Tensor, bias: Tensor, head_dim: int) -> Tensor:
-    """Return sums of squares over this rank's heads, of queries and of keys, ``[2, s, b]``.
+    """Return each token's sums of squares of this rank's queries and keys, ``[2, s, b]``.
 
-    ``qkv`` is ``[s, b, n * 3 * d]``.
+    ``qkv`` is the projection's output ``[s, b, n * 3 * d]`` before the bias is added.
     """
     heads = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim))
     return torch.stack([squares(x) for x in heads.unbind(-2)[:2]])
@@ -221,12 +221,12 @@ def heads(
     """Return queries and keys, normed and rotated, and values, ``[t, parts * m, b, n, d]`` each.
 
     Args:
-        qkv: ``[parts * t * m, b, n * 3 * d]``, for each head its query, key and value.
-        total: sums of squares over all ranks, see `squares_of_heads`; None where this rank has all
-            heads.
+        qkv: each of ``parts`` ranks' m tokens of t frames, ``[parts * t * m, b, n * 3 * d]``: for
+            each head its query, key and value.
+        total: sums over all ranks of `squares_of_heads`; None where this rank has all heads.
         q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
-        cos, sin: see `attention.frame_rotary_table`.
-        sizes: d, the width of all ranks' heads, and epsilon.
+        cos, sin: result of `attention.frame_rotary_table`.
+        sizes: head size d, hidden size h (all heads' width), and epsilon.
     """
     head_dim, width, eps = sizes
     query, key, value = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim)).unbind(-2)
