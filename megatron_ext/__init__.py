@@ -1,9 +1,10 @@
 """A Megatron-style 3D-parallel training framework on top of the PyPI package megatron-core.
 
+The way from raw data to a checkpoint:
 raw jsonl / video -> .bin/.idx -> samples -> batch -> model chunks -> schedule -> loss
     -> gradients -> distributed optimizer (+EMA) -> checkpoint
 
-Imports point one way; CONTRIBUTING.md has the order of the packages.
+Packages import each other in one direction only; CONTRIBUTING.md has their order.
 """
 
 import warnings

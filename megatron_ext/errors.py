@@ -1,6 +1,6 @@
 """The four kinds of error that a user can meet, and how programs and their processes end.
 
-The message of an error is one sentence: the name, the value, the rule, and what to do.
+An error's message is a sentence: what is wrong, its value, the broken rule, and what to do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeviceNotSupported(MegatronExtError):
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process at once, without cleaning up; meant for the time of its imports.
+    """Let Ctrl-C end this process at once, without cleaning up; meant for the time of slow imports.
 
     If SIGINT is ignored, as for the background jobs of a script, it stays ignored.
     """
@@ -82,7 +82,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Make Linux kill this process when its parent process ends; exit if that has ended already.
+    """Make Linux kill this process when the process ``parent`` ends; exit if it has ended already.
 
     Does nothing on other systems.
     """
@@ -93,7 +93,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def loader_ends_with_parent() -> Callable[[int], None]:
-    """Return a DataLoader's ``worker_init_fn`` that ends its workers when this process ends.
+    """Return a DataLoader's ``worker_init_fn`` that ends each worker when this process ends.
 
     Without it the workers of a killed rank live on for seconds and print tracebacks.
     """

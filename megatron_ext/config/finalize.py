@@ -23,7 +23,7 @@ from megatron_ext.errors import ConfigError
 def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -> RunConfig:
     """Fill in the values that follow from given ones, and check that the result can be run.
 
-    A ConfigError has one sentence for every error; for the arguments see `parse_args`.
+    A ConfigError has one sentence for each error. With ``world_size`` 0 the flags decide it.
     """
     given, wrong = _within_ranges(config)
     run = derived(task.resolve(given), world_size, device)
@@ -38,7 +38,7 @@ def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -
 
 
 def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run with numbers out of range reset to defaults, and an error by flag for each."""
+    """Return the run with wrong numbers reset to defaults, and the errors about them by flag."""
     errors: dict[str, str] = {}
 
     def within(section: Any) -> Any:
@@ -53,7 +53,7 @@ def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 
 
 def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
-    """Return the configuration with the values that the engine derives; nothing is checked."""
+    """Fill in the values that the engine, not the task, derives from given ones; check nothing."""
     planned = given.planning
     world_size = world_size or given.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
     device = "cuda" if planned.dry_run_gpu else device

@@ -1,6 +1,6 @@
-"""Declares all flags: a dataclass field with metadata is a command-line flag.
+"""Turns fields of dataclasses into command-line flags; `flag` declares a field that is one.
 
-The range of a numeric flag is declared with it, and checked before anything uses the value.
+`flag` also takes the range of a numeric flag, which is checked before anything uses the value.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Range:
         return f"must be {lower if small else upper}"
 
     def integer(self, text: str) -> int:
-        """Convert text to an integer in this range; for use as a ``type`` of argparse."""
+        """Convert text to an integer in this range; else raise argparse's ArgumentTypeError."""
         return self._read(text, int, "an integer")
 
     def number(self, text: str) -> float:
-        """Convert text to a number in this range; for use as a ``type`` of argparse."""
+        """Convert text to a number in this range; else raise argparse's ArgumentTypeError."""
         return self._read(text, float, "a number")
 
     def _read(self, text: str, kind: Callable[[str], NumberT], named: str) -> NumberT:
@@ -110,7 +110,7 @@ elsewhere, or is meant to change.
 
 
 class Changeable:
-    """A section whose flags may differ from the checkpoint's, unless a flag declares otherwise."""
+    """The base class of sections whose flags may differ from the checkpoint's by default."""
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
@@ -128,17 +128,21 @@ def flag(
     advice: str | None = None,
     if_changed: IfChanged | None = None,
 ) -> Any:
-    """Declare a field that is also a flag; a list of words may be given as one text with spaces.
+    """Declare a field of a dataclass that is also a command-line flag.
+
+    A list of words, such as ``choices``, may be given as one text with spaces.
 
     Args:
         default: value without the flag; a list is copied for each instance.
         bounds: the range of a numeric flag; every numeric flag has one.
+        unit: what the value counts, such as "steps"; ``--help`` shows it.
         nargs: number of values, or ``"+"`` for one or more; None means one.
         names: further spellings; the field's own name, dashed, is always one.
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
         advice: the advice in the error about a number out of bounds; None makes one from the
             default or the bounds.
-        if_changed: see `IfChanged`; None takes the section's ``IF_CHANGED``, or "say".
+        if_changed: what happens if a checkpoint to load has another value; None takes the
+            section's ``IF_CHANGED``, or "say".
     """
     metadata = {
         "help": help,
@@ -166,7 +170,7 @@ said_flag = functools.partial(flag, if_changed="say")
 
 
 def derived(default: Any = None) -> Any:
-    """Declare a field of a task's section that is no flag, since code sets its value."""
+    """Declare a section's field that is not a command-line flag, because code sets its value."""
     return dataclasses.field(default=default, metadata={"derived": True})
 
 
@@ -198,13 +202,13 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """Return the spelling that changes the default."""
+        """Return the spelling for messages: one that sets False if True is the default."""
         return (self.negative if self.default is True else self.positive)[0]
 
 
 @functools.cache
 def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
-    """Return the flags of a dataclass, in order; fields without a help text are no flags."""
+    """Return a dataclass's flags in field order; a field without a help text is not a flag."""
     hints = typing.get_type_hints(cls)
     return tuple(
         _flag_of(section, field, hints[field.name])
@@ -214,7 +218,7 @@ def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
 
 
 def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
-    """Return a field's flag; the hint ``list[int] | None`` gives the type int, and optional."""
+    """Return a field's flag; the hint ``list[int] | None`` makes it optional, its values int."""
     optional = type(None) in typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(x for x in typing.get_args(hint) if x is not type(None))
@@ -238,7 +242,7 @@ def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[st
 
 
 def range_errors(section: Any) -> dict[str, str]:
-    """Return a sentence for each number of a section outside of its flag's range, by field."""
+    """Return a sentence for each number out of its flag's range, by the name of the field."""
     found = {}
     for flag in flags_of("", type(section)):  # type: ignore[arg-type]
         value = getattr(section, flag.field)
@@ -253,13 +257,13 @@ def range_errors(section: Any) -> dict[str, str]:
 
 
 def check_ranges(section: Any) -> None:
-    """Raise a ConfigError if a number of a section, made without a parser, is out of range."""
+    """Raise a ConfigError if a number of a section that code made is out of its flag's range."""
     if errors := range_errors(section):
         raise ConfigError(list(errors.values()))
 
 
 def _advice(flag: Flag) -> str:
-    """Return the advice in the error about a number out of range."""
+    """Return what the error about a number out of range advises, such as "use 1"."""
     default = flag.default
     if flag.advice is None and default is not None:
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
@@ -303,6 +307,6 @@ def default_of(section: Any, name: str) -> Any:
 
 
 def spelling_of(section: Any, name: str) -> str:
-    """Return the spelling of a field's flag: ``--no-…`` if its value is False."""
+    """Return the spelling of a field's flag, ``--name``, or ``--no-name`` if the value is False."""
     dashed = name.replace("_", "-")
     return f"--no-{dashed}" if getattr(section, name) is False else f"--{dashed}"

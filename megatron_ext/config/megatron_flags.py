@@ -96,7 +96,7 @@ a CPU keeps no memory cache:
 
 
 def _by_name(text: str) -> dict[str, str]:
-    """Map names to the reason above them, which ends with a colon."""
+    """Map indented names to the reason above them, which ends with a colon in ``text``."""
     return {
         name: " ".join(reason.split()).removesuffix(":")
         for reason, names in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The shape of the model and how its layers are computed."""
+"""Flags of the model: its shape, and how its layers are computed."""
 
 from __future__ import annotations
 
@@ -190,11 +190,11 @@ class ModelConfig(Changeable):
 
     @property
     def gated(self) -> bool:
-        """Return whether the MLP multiplies two projections."""
+        """Return whether the MLP multiplies two projections of its input, as SwiGLU does."""
         return self.swiglu or self.quick_geglu
 
     def resolved(self, *, has_te: bool) -> ModelConfig:
-        """Return the section with the derived sizes filled in."""
+        """Return the section with sizes derived and ``--transformer-impl`` decided (``has_te``)."""
         h, n = self.hidden_size or 0, self.num_attention_heads or 0
         ffn = self.ffn_hidden_size
         if ffn is None:
@@ -239,7 +239,7 @@ class ModelConfig(Changeable):
         yield from self._recompute_errors()
 
     def _rotary_errors(self, size: int) -> Iterator[str]:
-        """Yield a sentence if the channels of a head cannot be rotated in pairs."""
+        """Yield a sentence if rotary embeddings cannot pair the ``size`` channels of a head."""
         if self.rotary_percent == 1 and size % 2:
             yield (
                 f"`--kv-channels` ({size}) must be even with `--position-embedding-type rope`, "

@@ -1,4 +1,4 @@
-"""Mixture of experts."""
+"""Flags of layers with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layers_with_experts(frequency: int | Sequence[int], num_layers: int) -> list
     """Return for each layer of the decoder whether it holds experts.
 
     Args:
-        frequency: every how many layers one holds experts, or a truth value for each layer.
+        frequency: n for experts in layers 0, n, 2n and so on, or a truth value for each layer.
     """
     if isinstance(frequency, int):
         return [layer % frequency == 0 for layer in range(num_layers)]
@@ -105,7 +105,7 @@ class MoEConfig(Changeable):
     moe_apply_probs_on_input: bool = resumed_flag(False, "weight an expert's input, not its output")
 
     def layer_pattern(self) -> int | list[int]:
-        """Return --moe-layer-freq as a number or a list, or raise a ValueError.
+        """Return --moe-layer-freq as a number or a list; raise a ValueError if it is neither.
 
         ``[1,0]``, ``[1,0]*2`` and ``([0]*1+[1]*26)`` are lists, read without evaluating code.
         """
@@ -128,7 +128,7 @@ class MoEConfig(Changeable):
         return layers_with_experts(self.layer_pattern(), num_layers)
 
     def errors(self, expert_size: int) -> Iterator[str]:
-        """Yield a sentence for each fault in the flags of experts."""
+        """Yield a sentence for each fault in these flags; ``expert_size``: expert-parallel size."""
         if self.num_experts is None:
             if expert_size > 1:
                 yield (

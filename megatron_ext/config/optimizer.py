@@ -1,4 +1,4 @@
-"""Update rule, schedule, gradient reduction, average of the weights, and low-rank adapters."""
+"""Flags of the optimizer, its schedules, gradient reduction, averaged weights and adapters."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class OptimizerConfig(Changeable):
     """Steps of warm-up of a run whose flags give none."""
 
     def warmup_notes(self) -> list[str]:
-        """Return a note if the usual warm-up was shortened; for runs whose flags give none."""
+        """Return a note if the usual warm-up was shortened, for a run whose flags give none."""
         usual, warmup = self.usual_warmup_iters, self.lr_warmup_iters
         if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:
             return []
@@ -155,13 +155,16 @@ class EmaConfig:
     """The run only samples, with the averaged weights."""
 
     def resolved(self) -> EmaConfig:
-        """Return the section with the first averaged step filled in, if there is an average."""
+        """Return the section with ``ema_start`` 1 if there is an average without a given start."""
         if not self.ema_decay or self.ema_start is not None:
             return self
         return dataclasses.replace(self, ema_start=1)
 
     def keeps_average(self, *, trains: bool) -> bool:
-        """Return whether the run holds averaged weights, to update (``trains``) or only to use."""
+        """Return whether the run holds averaged weights.
+
+        A run that ``trains`` updates them; any other run only evaluates or samples with them.
+        """
         return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling
 
 

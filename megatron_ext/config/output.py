@@ -1,4 +1,4 @@
-"""Files that a run reads and writes: checkpoints, reports, and plans without a run."""
+"""Flags of checkpoints, reports and dry runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STRICTNESS = (
 
 @dataclass(frozen=True)
 class CheckpointConfig(Changeable):
-    """Checkpoints with Megatron-LM's names and defaults, but reshardable optimizer state."""
+    """Checkpoints; as Megatron-LM's, except that any layout can load their optimizer state."""
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
@@ -68,13 +68,13 @@ class CheckpointConfig(Changeable):
     """Other networks than the run's model start from the weights of checkpoints."""
 
     def resolved(self) -> CheckpointConfig:
-        """Return the section with the usual interval if ``--save`` is given without one."""
+        """Return the section with the usual interval if ``--save`` comes without an interval."""
         if self.save is None or self.save_interval is not None:
             return self
         return dataclasses.replace(self, save_interval=self.usual_save_interval)
 
     def errors(self, *, evaluates: bool) -> Iterator[str]:
-        """Yield a sentence for each fault in these flags; ``evaluates``: whether the run does."""
+        """Yield a sentence for each fault in the flags of a run that ``evaluates`` or does not."""
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."
@@ -158,7 +158,7 @@ GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
 
 @dataclass(frozen=True)
 class PlanningConfig(Changeable):
-    """``--dry-run``: all checks, and estimates of memory, communication and time, without a run."""
+    """``--dry-run``: all checks, and estimates of memory, communication and time; no training."""
 
     dry_run: bool = flag(
         False, "check everything, print what memory and time a step would take, start nothing"

@@ -70,7 +70,7 @@ def parse_args(
         checkpoint_config: the stored configuration to take the model and the user's own flags
             from (``--use-checkpoint-args``); the command line wins over it.
         defaults: values by field that replace the task's defaults and the fields' own.
-        elsewhere: sections of other programs, by program name, to explain flags of those.
+        elsewhere: sections of other programs by program name, which errors about their flags name.
     """
     sections.check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
@@ -109,7 +109,7 @@ def parse_args(
 
 
 def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
-    """Merge layers of values by section and field; later layers win."""
+    """Merge mappings from section and field to value; where two differ, the later one wins."""
     values: Values = {}
     for layer in layers:
         for section, entries in layer.items():
@@ -118,7 +118,7 @@ def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
 
 
 def _by_section(values: Mapping[str, Any], program: Program) -> Values:
-    """Group values of fields by the section that has the field."""
+    """Group values by the section that declares their field; drop values of unknown fields."""
     found: Values = {}
     for name, kind in sections.sections_of(program).items():
         fields = {field.name for field in dataclasses.fields(kind)}
@@ -129,7 +129,7 @@ def _by_section(values: Mapping[str, Any], program: Program) -> Values:
 def read_words(
     argv: Sequence[str], program: Program, elsewhere: Mapping[str, Sequence[type]] | None = None
 ) -> _Reading:
-    """Convert words to values of fields, and collect the errors."""
+    """Read the words of a command line into values of fields, with notes and errors."""
     reading = _Reading(
         table=sections.spellings(sections.all_flags(program)),
         elsewhere={
@@ -163,10 +163,10 @@ class _Reading:
     """The state of parsing a command line: the flags that it may have, and the results so far.
 
     Attributes:
-        table: see `sections.spellings`.
+        table: flag by spelling, and whether the spelling sets True (or a value).
         elsewhere: names of other programs by the spellings of their flags.
         left_out: reasons why the program lacks flags of the engine, by spelling.
-        settled: entries of config files for flags in ``left_out``: file, key, flag and value.
+        settled: file, key, flag and value of each config-file entry for a flag in ``left_out``.
     """
 
     table: dict[str, tuple[Flag, bool]]
@@ -182,7 +182,7 @@ class _Reading:
     settled: list[tuple[str, str, Flag, Any]] = field(default_factory=list)
 
     def words(self, argv: Sequence[str]) -> Iterator[str]:
-        """Yield the words, with ``--a=b`` split in two and old names replaced by today's."""
+        """Yield the words of a command line; split ``--a=b`` in two, and rename old flags."""
         for word in argv:
             name, equals, value = word.partition("=") if word[:2] == "--" else (word, "", "")
             now = RENAMED.get(name) or RENAMED.get(canonical(name)) if word[:2] == "--" else None
@@ -193,7 +193,7 @@ class _Reading:
                 yield value
 
     def read_flag(self, word: str, name: str, values: list[str]) -> None:
-        """Handle a flag in one of the module's four ways; ``name`` is its canonical spelling."""
+        """Store a flag's values, or note or report why not; ``name`` is its canonical spelling."""
         if name == "--print-config":
             self.print_config = True
         elif name == "--config":
@@ -275,7 +275,7 @@ class _Reading:
         return found
 
     def left_out_errors(self, config: RunConfig) -> Iterator[str]:
-        """Yield a sentence for each left-out flag that a file sets to a value without effect."""
+        """Yield a sentence for each config-file entry that would change a left-out flag's value."""
         for path, key, flag, value in self.settled:
             has = getattr(getattr(config, flag.section), flag.field)
             if value not in (list(has) if isinstance(has, tuple) else has, flag.default):
@@ -283,7 +283,10 @@ class _Reading:
                 yield f"`{key}` in {path} ({value}) has no effect {why}; leave it out."
 
     def settle_old_spellings(self, values: Values) -> None:
-        """Apply the flags that act on fields of others (bf16, fp16, no-position-embedding)."""
+        """Let ``--bf16`` or ``--fp16``, if given, replace the default of a GPU.
+
+        ``--no-position-embedding`` adds an error if positions have a learned table, else a note.
+        """
         precision = values.get("precision", {})
         if "bf16" in precision or precision.get("fp16"):
             precision["bf16_on_gpu"] = False
@@ -308,7 +311,7 @@ def _unknown(named: str, near: list[str]) -> str:
 
 
 def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -> list[str]:
-    """Return notes on given flags without effect: ever, on this device, or with these flags."""
+    """Return a note on each given flag without effect: always, on this device, or in this run."""
     reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
     if config.device == "cpu":
         reasons += [(flag, GPU_ONLY.get(flag.field), " on a CPU") for flag in given]

@@ -1,4 +1,4 @@
-"""Number formats, 8-bit matrix products (arXiv:2209.05433), TP overlap and CUDA graphs.
+"""Flags of number formats, 8-bit matrix products (arXiv:2209.05433), TP overlap and CUDA graphs.
 
 Names, meanings and defaults are Megatron-LM's.
 """
@@ -49,7 +49,7 @@ class PrecisionConfig(Changeable):
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """8-bit matrix products, with ``--fp8-format``; names and defaults are Megatron-LM's."""
+    """8-bit matrix products, on with ``--fp8-format``; names and defaults are Megatron-LM's."""
 
     fp8_format: str | None = flag(
         None,
@@ -105,13 +105,13 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Return the section without 8-bit weights if layers are not Transformer Engine's."""
+        """Return the section, with 8-bit weights off for layers other than Transformer Engine's."""
         if te or self.fp8_format is None:
             return self
         return dataclasses.replace(self, fp8_param_gather=False)
 
     def keeps_bf16(self, layer_number: int, num_layers: int) -> bool:
-        """Return whether a layer, by its number from 1 in the whole model, is computed in bf16."""
+        """Return whether a layer stays in bf16; its number counts from 1 in the whole model."""
         if not self.first_last_layers_bf16:
             return False
         after = num_layers - self.num_layers_at_end_in_bf16
@@ -169,7 +169,7 @@ class TransformerEngineConfig(Changeable):
 
 @dataclass(frozen=True)
 class CudaGraphConfig(Changeable):
-    """CUDA graphs, with ``--cuda-graph-impl``; names and defaults are Megatron-LM's."""
+    """CUDA graphs, on with ``--cuda-graph-impl``; names and defaults are Megatron-LM's."""
 
     cuda_graph_impl: str = flag(
         "none",

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen section for each concern, as plain data.
+"""The configuration of a run: one section, a frozen dataclass of plain data, for each concern.
 
 `finalize.finalize` fills in the values that follow from others and checks all of them.
 `transformer_fields` returns the fields of megatron-core's TransformerConfig.
@@ -36,7 +36,7 @@ LeftOut = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The whole configuration of a run; ``sections`` are those of the task and of its user."""
+    """The whole configuration of a run; ``sections`` are those that the task and its user add."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -57,7 +57,7 @@ class RunConfig:
     sections: tuple[Any, ...] = ()
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the task's section of this class, or raise a ConfigError."""
+        """Return the task's section of this class; raise a ConfigError if it has none."""
         for section in self.sections:
             if isinstance(section, kind):
                 return section
@@ -71,24 +71,24 @@ class RunConfig:
         return any(isinstance(section, kind) for section in self.sections)
 
     def with_section(self, *changed: Any) -> RunConfig:
-        """Return the configuration with sections of the task added, or replaced by class."""
+        """Return a copy in which each given section is added, or replaces the one of its class."""
         by_kind = {type(section): section for section in self.sections}
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))
 
     def by_name(self) -> dict[str, Any]:
-        """Return every section, the engine's first, by its name in files."""
+        """Return all sections by name: first those of every run, then the task's."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         engine = {k: v for k, v in own.items() if dataclasses.is_dataclass(v)}
         return engine | {section_name(type(section)): section for section in self.sections}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested plain values that YAML and JSON can hold."""
+        """Return the configuration as nested dictionaries and lists, for YAML or JSON."""
         values = {name: dataclasses.asdict(section) for name, section in self.by_name().items()}
         return _plain({**values, "device": self.device})  # type: ignore[no-any-return]
 
     def to_yaml(self) -> str:
-        """Return the whole configuration as ``--config`` reads it."""
+        """Return the whole configuration as YAML, which ``--config`` can read."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
@@ -113,14 +113,14 @@ class RunConfig:
 
 
 def section_name(kind: type) -> str:
-    """Return a section's name in files: ``my_flags`` for ``MyFlags``, or its ``SECTION``."""
+    """Return a section's name in files: its ``SECTION``, or ``my_flags`` for class ``MyFlags``."""
     named = getattr(kind, "SECTION", None)
     plain = kind.__name__.removesuffix("Config")
     return str(named or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower())
 
 
 def named(sections: Sequence[type]) -> dict[str, type]:
-    """Return classes of sections by their names."""
+    """Return classes of sections by their names in files."""
     return {section_name(kind): kind for kind in sections}
 
 
@@ -136,15 +136,15 @@ class TaskFlags:
 
     Attributes:
         sections: frozen dataclasses whose fields are the task's flags.
-        left_out: flags of the engine that the task does not use, by section and field (``"*"`` is
-            every field), with the reason. A program does not accept flags that all tasks leave out.
+        left_out: the reason why the task does not use a flag of the engine, by section and field
+            (``"*"`` is every field). A program does not accept flags that all tasks leave out.
         defaults: values that replace the usual defaults of flags, by field.
-        needs: flags without effect unless another is given, as in `megatron_flags.NEEDS`.
+        needs: fields without effect unless a flag is given, by this flag (`megatron_flags.NEEDS`).
         resolve: fills in values that the task decides, before the engine derives the others.
         rules: takes ``(given, resolved)`` and returns a sentence for each fault. ``given`` is the
             configuration before anything was derived.
-        stored_model: ``(stored, given)`` to the sections of a checkpoint's configuration that
-            describe its weights (``--use-checkpoint-args``), by section.
+        stored_model: takes ``(stored, given)`` and returns, by name, the sections of a checkpoint's
+            configuration that describe its weights (``--use-checkpoint-args``).
     """
 
     sections: tuple[type, ...] = ()
@@ -207,10 +207,9 @@ MOE_FUSIONS = "moe_grouped_gemm moe_permute_fusion moe_router_fusion"
 
 
 def transformer_fields(run: RunConfig) -> dict[str, object]:
-    """Return the values of TransformerConfig's fields, with dtypes and activations as names.
+    """Return the fields of megatron-core's TransformerConfig; dtypes and activations are names.
 
-    Fused kernels are enabled only where they exist; `layers.pointwise` compiles parts of our
-    layers.
+    Fused kernels of megatron-core are enabled only where they exist.
     """
     fields: dict[str, object] = {
         name: getattr(getattr(run, section), name)
@@ -275,7 +274,7 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 
 def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:
-    """Return whether Transformer Engine's layers are used; in a dry run only if installed."""
+    """Return whether Transformer Engine's layers are used; a dry run also needs the package."""
     te = model.transformer_impl == TE_IMPL
     return te and (not planning.dry_run or find_spec("transformer_engine") is not None)
 

@@ -1,4 +1,4 @@
-"""Sections that users add: frozen dataclasses whose fields are flags, declared as the engine's are.
+"""Sections that users add to the configuration: frozen dataclasses whose fields are flags.
 
 A task names them (``Task(sections=(MyFlags,), ...)``). They appear in ``--help``, ``--config``
 files and checkpoints beside the engine's::
@@ -42,7 +42,7 @@ OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedd
 
 
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
-    """Raise a ConfigError unless sections are frozen dataclasses of flags with free names."""
+    """Raise a ConfigError unless sections are frozen dataclasses of flags, without a name twice."""
     errors: list[str] = []
     taken = dict.fromkeys([*OWN_FLAGS, *RENAMED], "the parser")
     for name, kind in engine.items():
@@ -63,7 +63,7 @@ def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None
 
 
 def _names(name: str, kind: Any) -> list[str]:
-    """Return the names that a section takes: those of itself, its fields and their flags."""
+    """Return all names that a section uses: its own, its fields' and the spellings of its flags."""
     spelled = [(*flag.positive, *flag.negative) for flag in flags_of(name, kind)]
     return [name, *(field.name for field in dataclasses.fields(kind)), *chain(*spelled)]
 
@@ -101,7 +101,7 @@ def _metavar(flag: Flag) -> str:
 
 
 def _meaning(flag: Flag, of_task: Mapping[str, Any]) -> str:
-    """Return a flag's help text with its default, which the fields ``of_task`` may replace."""
+    """Return a flag's help text with its default; ``of_task`` holds the task's own defaults."""
     default = of_task.get(flag.field, of_task.get(f"usual_{flag.field}", flag.default))
     if flag.type is bool:
         told = f"switch off: {flag.help}" if default is True else flag.help
@@ -132,7 +132,7 @@ _TRUE, _FALSE = argparse._StoreTrueAction, argparse._StoreFalseAction
 
 
 def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
-    """Return a section class of this name whose flags are the arguments that a provider adds."""
+    """Return a section class whose flags are the arguments that a provider adds to argparse."""
     parser = argparse.ArgumentParser(add_help=False)
     provider(parser)
     fields = [_field(action) for action in parser._actions]
@@ -147,7 +147,7 @@ def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
 
 
 def _field(action: argparse.Action) -> tuple[str, Any, Any]:
-    """Return name, type and field of an argument; if no flag can do the same, raise ConfigError."""
+    """Return an argument's name, type and field; raise ConfigError if no flag can replace it."""
     shown = action.option_strings[0] if action.option_strings else action.dest
     options = tuple(x for x in action.option_strings if x.startswith("--"))
     stores = type(action) in (argparse._StoreAction, _TRUE, _FALSE)
@@ -172,12 +172,12 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
 
 
 def sections_of(program: Program) -> dict[str, type]:
-    """Return the classes of a program's sections by name, the engine's first."""
+    """Return the classes of a program's sections by name, those of every run first."""
     return engine_sections() | named(program.sections)
 
 
 def all_flags(program: Program) -> list[Flag]:
-    """Return the flags that a program accepts, in the order of `sections_of`."""
+    """Return the flags that a program accepts, section by section."""
     flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]
     return [flag for flag in flags if reason_left_out(program.left_out, flag) is None]
 
@@ -189,13 +189,13 @@ def left_out_flags(program: Program) -> dict[str, Flag]:
 
 
 def reason_left_out(left_out: LeftOut, flag: Flag) -> str | None:
-    """Return why a flag is left out, or None if it is not."""
+    """Return the reason for a flag in ``left_out``, or None if the flag is not there."""
     fields = left_out.get(flag.section, {})
     return fields.get(flag.field) or fields.get("*")
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
-    """Map every canonical spelling to its flag and whether it sets True (or a value)."""
+    """Map each canonical spelling to its flag, and to False if it sets False, else to True."""
     table: dict[str, tuple[Flag, bool]] = {}
     for each in flags:
         table.update({canonical(name): (each, False) for name in each.negative})
@@ -209,7 +209,7 @@ def canonical(name: str) -> str:
 
 
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
-    """Convert the words after a flag that is no switch to its value, or raise a ConfigError."""
+    """Convert the words after a flag to its value; raise a ConfigError that calls it ``named``."""
     wanted = flag.nargs or 1
     if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
         number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
@@ -229,7 +229,7 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
-    """Convert an entry of a YAML file, where 1e-4 is text, to its value, or raise ConfigError."""
+    """Convert what YAML reads (1e-4 as text) to a flag's value; raise ConfigError if unfit."""
     if value == flag.default or (value is None and flag.optional):
         return value
     if flag.type is bool:

@@ -1,4 +1,4 @@
-"""Length of the run, batches, evaluation, how the run ends, and the loss that it minimizes."""
+"""Flags of the run's length, batches, evaluation and end, and of the loss that it minimizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_ext.config.flags import (
 
 @dataclass(frozen=True)
 class TrainingConfig(Changeable):
-    """The training loop; names and defaults are Megatron-LM's unless said."""
+    """The training loop; names and defaults are Megatron-LM's unless a help text says otherwise."""
 
     micro_batch_size: int | None = flag(
         None, "sequences of one forward pass on one rank", SIZE, names="--batch-size"
@@ -111,7 +111,7 @@ class TrainingConfig(Changeable):
 
     @property
     def batch_sizes(self) -> tuple[int, int]:
-        """Return micro-batch size and global batch size, for a configuration without errors."""
+        """Return micro-batch size and global batch size; both must be set."""
         assert self.micro_batch_size is not None and self.global_batch_size is not None
         return self.micro_batch_size, self.global_batch_size
 
@@ -263,7 +263,7 @@ CROSS_ENTROPY = "cross-entropy"
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Cross-entropy, its reduction, or a loss of the user's own."""
+    """The loss: cross-entropy and its reduction, or a loss of the user's own."""
 
     cross_entropy_impl: str | None = flag(
         None,
@@ -303,7 +303,7 @@ class LossConfig:
     loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
-        """Return the section with an implementation; loss fusion takes one with all logits."""
+        """Return the section with ``cross_entropy_impl`` set: chunked, or as fusion flags ask."""
         loss = None if self.loss == CROSS_ENTROPY else self.loss
         impl = self.cross_entropy_impl or "chunked"
         if self.cross_entropy_impl is None and fused and loss is None:

@@ -17,9 +17,9 @@ from megatron_ext.errors import ConfigError
 
 
 class _Steps:
-    """A list of batch sizes, each of which begins at a number of consumed tokens.
+    """Batch sizes of ``--step-batch-size-schedule``, each from a number of consumed tokens on.
 
-    megatron-core has this calculator from 0.17 on; the names match, so it can replace this class.
+    megatron-core 0.17 has a class with the same names, which can then replace this one.
     """
 
     def __init__(self, steps: list[tuple[int, int]], seq_length: int, multiple: int) -> None:
@@ -28,16 +28,16 @@ class _Steps:
         self.update(0, consistency_check=False)
 
     def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Take the last step whose start has been reached."""
+        """Set the batch size to the latest one that begins at or before ``consumed_samples``."""
         reached = [step for step in self.steps if step[0] <= consumed_samples]
         self.current_running_global_batch_size = max(reached)[1]
         self.num_micro_batches = self.current_running_global_batch_size // self._multiple
 
 
 class BatchSize:
-    """The batch size of the current step: constant, or growing with the consumed samples.
+    """The batch size of the current step: constant, or changing with the consumed samples.
 
-    ``samples_per_microbatch`` counts one micro-batch of each data-parallel rank.
+    ``samples_per_microbatch`` is the micro-batch size times the data-parallel size.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BatchSize:
 
     @property
     def num_microbatches(self) -> int:
-        """Return the number of micro-batches of each data-parallel rank."""
+        """Return the current number of micro-batches of a step on each data-parallel rank."""
         return int(self._calculator.num_micro_batches)
 
     @property
@@ -99,7 +99,7 @@ class BatchSize:
 def number_of_iterations(
     training: TrainingConfig, seq_length: int | None, data_parallel_size: int
 ) -> int:
-    """Return the training iterations of a run, whose length is given in iterations or samples."""
+    """Return the number of training iterations, computed from the samples if flags give those."""
     if training.train_samples is None:
         return training.train_iters or 0
     size = BatchSize(training, seq_length, data_parallel_size)
@@ -114,7 +114,7 @@ def number_of_iterations(
 
 
 def split_sizes(training: TrainingConfig, num_iterations: int) -> list[int | None]:
-    """Return the samples to draw from train, valid and test; None means one epoch."""
+    """Return the numbers of samples to draw from train, valid and test; None means one epoch."""
     batch = training.global_batch_size
     assert batch is not None
     train = training.train_samples or num_iterations * batch
@@ -125,7 +125,7 @@ def split_sizes(training: TrainingConfig, num_iterations: int) -> list[int | Non
 
 @dataclass(frozen=True)
 class StepStats:
-    """Samples, positions and floating-point operations of a step, on all ranks together."""
+    """Samples, tokens (positions) and floating-point operations of a step on all ranks."""
 
     samples: int
     tokens: int
@@ -142,10 +142,10 @@ class Progress:
         skipped_iterations: steps without an update because of a non-finite gradient.
         nan_iterations: skipped steps whose loss was not finite either.
         floating_point_operations: work of the model so far, forward and backward.
-        best_checkpoints: those of the lowest validation losses (``--keep-best``), lowest first.
+        best_checkpoints: checkpoints to keep (``--keep-best``), lowest validation loss first.
         lowest_loss: validation loss that early stopping compares with; None before the first.
         stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
-        data_plan: identity of the training data's plan; empty if it has none.
+        data_plan: digest of what decides the samples of each step; empty if the data has none.
     """
 
     iteration: int = 0
@@ -161,7 +161,7 @@ class Progress:
     data_plan: str = ""
 
     def advance(self, stats: StepStats, steps_per_epoch: int | None) -> None:
-        """Count a step, applied or not."""
+        """Count a training step, even if its update was skipped."""
         self.iteration += 1
         self.consumed_train_samples += stats.samples
         self.floating_point_operations += stats.flops
@@ -173,7 +173,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Build from the values of `to_dict`; unknown keys, as of newer versions, are ignored."""
+        """Build counters from `to_dict`'s values; ignore unknown keys, as of newer versions."""
         names = {field.name for field in fields(cls)}
         known = {name: value for name, value in values.items() if name in names}
         best = [BestCheckpoint(**entry) for entry in known.pop("best_checkpoints", [])]

@@ -45,7 +45,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Supervisor:
-    """Waits for ranks by process id; ends all if one is stopped beyond ``timeout_minutes``."""
+    """Waits for ranks, given by process id; ends all if one fails or stays stopped too long."""
 
     def __init__(self, children: dict[int, int], timeout_minutes: float) -> None:
         self._children, self._timeout_minutes = children, timeout_minutes
@@ -56,7 +56,10 @@ class _Supervisor:
         self._stopped_since: dict[int, float] = {}
 
     def wait(self) -> int:
-        """Return the exit code of the first rank that failed of its own accord, 0 if none did."""
+        """Return the exit code of the first rank that failed, or 0.
+
+        A rank that failed by itself precedes those that failed only because another did not answer.
+        """
         previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
             while self._children:
@@ -69,7 +72,7 @@ class _Supervisor:
         return self._code
 
     def _reap(self) -> bool:
-        """Note the ranks that have ended, and return whether any has."""
+        """Record the exit of each rank that has ended by now, and return whether there was any."""
         before = len(self._children)
         for pid in list(self._children):
             try:
@@ -87,7 +90,10 @@ class _Supervisor:
                 os.kill(pid, number)
 
     def _ended(self, rank: int, status: int) -> None:
-        """Record a rank's exit; if it gave up waiting, leave time for the cause to show."""
+        """Record a rank's exit, and end all ranks if it failed by itself.
+
+        A rank that only gave up waiting ends the others a little later, so that the cause shows.
+        """
         if status in _FOLLOWS and self._code == 0:
             self._code = status
             self._name_at = time.monotonic() + _SECONDS_FOR_THE_CAUSE
@@ -126,7 +132,7 @@ class _Supervisor:
         self._end_all(grace=0.5)
 
     def _find_stopped(self, now: float) -> None:
-        """End all when a rank has been stopped for too long."""
+        """End all ranks if a signal has stopped one for longer than the timeout."""
         stopped = {pid: rank for pid, rank in self._children.items() if _is_stopped(pid)}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         for pid, rank in stopped.items():
@@ -164,7 +170,8 @@ def refuse(error: MegatronExtError) -> int:
     """Print a user's error before the run starts, and return the program's exit code.
 
     All ranks read the same flags. Rank 0 prints at once, and its exit ends the other ranks. A rank
-    that still runs after `SECONDS_FOR_RANK_0`, as when only it lacks a file, prints too.
+    that still runs after `SECONDS_FOR_RANK_0`, as when only it lacks a file, prints too. Under
+    torchrun the process exits instead of returning.
     """
     text = "\n".join(f"error: {sentence}" for sentence in error.messages)
     if os.environ.get("RANK", "0") != "0":
@@ -252,7 +259,7 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
 
 @contextmanager
 def _meeting_place() -> Iterator[str]:
-    """Yield the URL of the file for the rendezvous of forked ranks.
+    """Yield the URL of a file through which forked ranks find each other.
 
     On Linux the file has no name, so it disappears with the last process, even a killed one.
     """
@@ -268,14 +275,14 @@ def _meeting_place() -> Iterator[str]:
 
 
 def _leave(code: int) -> None:
-    """Write what is buffered, and end the process without waiting for other ranks."""
+    """Flush the output, and end the process with exit ``code`` without waiting for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def fork_ranks(main: Main, world_size: int, *, timeout_minutes: float = 10) -> int:
-    """Fork the ranks of this machine, run ``main`` on each, and wait; returns the exit code."""
+    """Fork ranks, run ``main`` on each, and return the first failed rank's exit code, or 0."""
     parent = os.getpid()
     with _meeting_place() as address:
         children: dict[int, int] = {}
@@ -293,7 +300,7 @@ def fork_ranks(main: Main, world_size: int, *, timeout_minutes: float = 10) -> i
 
 
 def _child(main: Main, rank: int, world_size: int, address: str, parent: int) -> None:
-    """Run a forked rank, and end its process."""
+    """Run a forked rank; end its process with the rank's exit code."""
     code = 1
     try:
         end_with_parent(parent)

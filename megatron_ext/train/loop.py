@@ -79,7 +79,7 @@ def train(run: Run) -> int | None:
 
 
 def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
-    """Train one step, and count it."""
+    """Train one step, count it in the progress and ``metrics``, and return its result."""
     num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
     stats = run.task.step_stats(run, num_microbatches)
     batches = run.train_source.next_step(num_microbatches)
@@ -95,7 +95,7 @@ def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
 
 
 class IntervalMetrics:
-    """Sums of the steps between two reports."""
+    """Losses, samples, tokens and time of the steps between two reports, summed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -111,7 +111,7 @@ class IntervalMetrics:
         self._start = time.perf_counter()
 
     def add(self, result: StepResult, stats: StepStats) -> None:
-        """Add a step."""
+        """Add one step's losses and statistics to the sums."""
         self._count_last()
         self._last, self._last_samples = result, stats.samples
         self._steps += 1
@@ -127,12 +127,12 @@ class IntervalMetrics:
             self._count_last()
 
     def settle(self) -> None:
-        """Wait for the last update, count its step, and let the learning rate follow it."""
+        """Wait for the last update; advance the learning rate, or count the step as skipped."""
         self._run.runner.settle()
         self._count_last()
 
     def _count_last(self) -> None:
-        """Count and announce the last step if it was skipped; count a non-finite loss too."""
+        """If the last step was skipped, announce and count it, and count its loss if not finite."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None or unsettled[1].update.applied:
             return

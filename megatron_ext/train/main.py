@@ -1,4 +1,4 @@
-"""The entry points: `main` is a whole program, `pretrain` one run on one rank."""
+"""The entry points: `main` runs a whole program, and `pretrain` trains a model on one rank."""
 
 from __future__ import annotations
 
@@ -73,11 +73,12 @@ def main(
     work: Work | None = None,
     elsewhere: Mapping[str, Sequence[type]] | None = None,
 ) -> int:
-    """Parse the flags, check what can be checked, start the ranks, and train.
+    """Parse the flags, check all that needs no ranks, start the ranks, and train.
 
     Args:
         work: called with the run instead of training and evaluation.
-        defaults, elsewhere: see `parse_args`.
+        defaults: values by field that replace the task's defaults of flags.
+        elsewhere: sections of other programs by program name, to explain their flags in errors.
 
     Returns:
         The exit code of the program: 2 after a user's error, which is printed; 1 if ``--dry-run``
@@ -123,7 +124,7 @@ def main(
 
 
 def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | None:
-    """Return the checkpoint's configuration; None without ``--use-checkpoint-args``."""
+    """Return the configuration in the checkpoint to load; None without --use-checkpoint-args."""
     asked = read_words(argv, program).values.get("checkpoint", {})
     if not asked.get("use_checkpoint_args"):
         return None
@@ -199,7 +200,7 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
 
 
 def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]:
-    """Check folders, checkpoints and data before any process group exists, alike on every rank.
+    """Check folders, checkpoints and data on every rank, before any process group exists.
 
     Returns the result of ``check_data`` (`Task.preflight`): the configuration, completed from the
     data, and the task's assets. A failed check raises a MegatronExtError.

@@ -1,4 +1,4 @@
-"""The parts of one training run on one rank, and the requests to stop it."""
+"""The state of a training run on one rank, and the requests to stop the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXIT_CODE_SIGNAL = 143
 
 
 class StopRequests:
-    """Watches for the exit signal and the time limit; ``started`` is in seconds of `time.time`."""
+    """Watches for the exit signal and the time limit; ``started`` is when the run began."""
 
     def __init__(self, training: TrainingConfig, started: float) -> None:
         minutes = training.exit_duration_in_mins
@@ -51,8 +51,9 @@ class StopRequests:
     def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
         """Return why all ranks should stop now: ``"signal"``, ``"duration"`` or None.
 
-        All ranks call this together. It costs one small all-reduce, or nothing without a flag. With
-        ``late``, the default on a GPU, it returns the previous call's result without waiting.
+        All ranks call this together. It costs one small all-reduce, or nothing if no flag asks for
+        a stop. With ``late``, the default on a GPU, it returns the previous call's result without
+        waiting.
         """
         if not self._watch_signal and self._end is None:
             return None
@@ -68,7 +69,7 @@ class StopRequests:
 
 @dataclass
 class Run:
-    """The parts of one training run on one rank."""
+    """The state of a training run on one rank: model, optimizer, data, progress and so on."""
 
     config: RunConfig
     context: ParallelContext
@@ -94,14 +95,14 @@ class Run:
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Return the samples of one evaluation step: the global batch at the end of a ramp-up."""
+        """Return the number of samples in an evaluation step: the last global batch size."""
         return self.config.training.batch_sizes[1]
 
     def rows_of(self, num_microbatches: int) -> int:
         return num_microbatches * self.batch_size.samples_per_microbatch
 
     def evaluation_samples(self, source: BatchSource) -> int:
-        """Return the samples of one evaluation of a split; all ranks call this together."""
+        """Return the number of samples in an evaluation of a split; all ranks call it together."""
         if source.plan is not None:
             return source.plan.steps_per_epoch * self.evaluation_batch_size
         if source.whole_epochs:
@@ -118,7 +119,7 @@ class Run:
             return float(squares.sqrt())
 
     def save(self, superseded: Collection[int] = ()) -> None:
-        """Save a checkpoint if a folder is given; those of ``superseded`` steps may be deleted."""
+        """Save a checkpoint if ``--save`` is given; ``superseded`` iterations may be deleted."""
         if self.config.checkpoint.save is None or self.optimizer is None:
             return
         with self.parameter_gather.paused():
@@ -139,7 +140,7 @@ class Run:
 def count_parameters(
     chunks: Sequence[DistributedDataParallel], context: ParallelContext
 ) -> tuple[int, int, int]:
-    """Return the numbers of all parameters, of trained ones, and of those on the fullest rank.
+    """Return the numbers of all parameters, of trained ones, and of the most on any rank.
 
     All ranks call this together.
     """

@@ -1,4 +1,4 @@
-"""Everything that a run needs, built in order: groups, data, model, optimizer, checkpoint."""
+"""Builds what a run needs on this rank: model, optimizer, loaded checkpoint and data, in order."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
 
 
 def attach_data(run: Run, task: Task, assets: Any) -> None:
-    """Build the datasets and the run's sources; print a note if a resumed run's data changed."""
+    """Build the datasets and batch sources of a run; note whether a resumed run's data changed."""
     config, context = run.config, run.context
     datasets = task.datasets(
         config,
@@ -143,7 +143,7 @@ def attach_data(run: Run, task: Task, assets: Any) -> None:
 def _evaluation_sources(
     run: Run, datasets: Datasets, source: Callable[..., BatchSource]
 ) -> tuple[list[BatchSource], list[BatchSource]]:
-    """Build the sources of the validation sets and of the test set, at the run's position."""
+    """Return batch sources of validation sets, after the consumed samples, and of the test set."""
     training, several = run.config.training, datasets.valid
     valid, test = list[BatchSource](), list[BatchSource]()
     if training.evaluates:
@@ -160,7 +160,7 @@ def _evaluation_sources(
 
 
 def _exists(dataset: Any, device: torch.device) -> bool:
-    """Return whether any rank opened the split; `--split 95,5,0` leaves none to evaluate."""
+    """Return whether any rank opened the split; ``--split 95,5,0`` makes no test split."""
     found = torch.tensor(int(dataset is not None), device=device)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return bool(found)

@@ -41,7 +41,7 @@ class StepResult:
 
     Attributes:
         losses: mean of each reported loss over the step's targets; on the last stage only.
-        counts: sum of the weights of the targets of each loss.
+        counts: for each loss, the sum of its targets' weights.
         model_update: update of the run's model; None where the step trained other networks only.
         flops: floating-point operations on all ranks, if the step counts them; None to use those
             of `Task.step_stats`.
@@ -104,11 +104,11 @@ class StepRunner:
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
-        """Return the trained chunks, whose replicas must stay equal."""
+        """Return the model chunks that train, whose replicas must stay equal."""
         return self.chunks
 
     def model_steps(self, steps: int) -> int:
-        """Return how many of a run's first ``steps`` steps train its model; here, all of them."""
+        """Return how many of a run's first ``steps`` steps train its model; here all do so."""
         return steps
 
     def _connect(self, optimizer: MegatronOptimizer) -> None:
@@ -139,7 +139,7 @@ class StepRunner:
             consumed_samples: samples of all earlier steps, for ``--deterministic-dropout``.
             collect_non_loss_data: return data for `Task.process_non_loss_data` instead of reports.
 
-        Returns one report, or one item of collected data, per micro-batch on the last stage.
+        Returns one report, ``[sum, count]`` by loss, per micro-batch; none before the last stage.
         """
         prepare, run_chunk = self.task.prepare_batches, self.task.forward_step
         assert run_chunk is not None
@@ -177,7 +177,7 @@ class StepRunner:
     def _masks(
         self, consumed_samples: int
     ) -> Callable[[torch.nn.Module], AbstractContextManager[None]]:
-        """Return a factory of dropout contexts; each call is a chunk's next micro-batch."""
+        """Return a function from a chunk to the dropout context of its next micro-batch."""
         if not self.config.model.deterministic_dropout:
             return lambda chunk: nullcontext()
         seen: Counter[torch.nn.Module] = Counter()
@@ -203,7 +203,7 @@ class StepRunner:
         return length, self._micro_batch_size, self.transformer_config.hidden_size
 
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
-        """Count the step's targets on the last stage, and set the scale of auxiliary losses.
+        """Return the target counts of the step, None before the last stage; scale auxiliary losses.
 
         All ranks call this together.
         """
@@ -267,7 +267,7 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Queue an update for the learning-rate schedule; settle if its outcome is known."""
+        """Queue an update, without which ``scheduler`` must not advance; settle if it is known."""
         self._unsettled.append((update, scheduler, num_samples))
         if update.known:
             self.settle()
@@ -278,7 +278,7 @@ class StepRunner:
         return not self._unsettled
 
     def settle(self) -> None:
-        """Wait for pending updates, and advance the learning rates for those applied."""
+        """Wait for pending updates; advance the learning-rate schedule of each that was applied."""
         while self._unsettled:
             update, scheduler, num_samples = self._unsettled.pop(0)
             if update.applied:
@@ -294,7 +294,7 @@ _NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
 
 
 def _one_or_list(items: list[Any]) -> Any:
-    """Return the item of a list of one, else the list: the form that megatron-core expects."""
+    """Return the only item of a list, or a longer list itself, as megatron-core expects."""
     return items[0] if len(items) == 1 else items
 
 
@@ -331,8 +331,8 @@ def mean_of(entry: Tensor) -> Tensor:
 def means_of(totals: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean of each loss from its ``[sum, count]``.
 
-    A loss without targets, such as that of a condition mode that was not drawn, is left out. The
-    first loss, which is the run's loss, is always kept; without targets it is 0.
+    A loss without targets, for instance of a kind that no sample had, is left out. The first loss,
+    which is the run's loss, is always kept; without targets it is 0.
     """
     first = next(iter(totals), None)
     # In double precision, as the sums of single steps may not be.
@@ -354,7 +354,7 @@ NAMES = {
 def _take_auxiliary_losses(
     transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
 ) -> dict[str, torch.Tensor]:
-    """Return the mean of each auxiliary loss over layers and micro-batches; all ranks call this.
+    """Return the mean of each MoE router loss over layers and micro-batches; all ranks call this.
 
     megatron-core's own reduction needs experts on every pipeline stage and a collective that Gloo
     lacks. A load-balancing loss is the sum of its parts on the tensor- and context-parallel ranks;

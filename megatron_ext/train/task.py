@@ -29,7 +29,7 @@ from megatron_ext.train.batch_size import StepStats
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits; a split is None if it has no samples or this rank reads no data."""
+    """The three splits; each is None if it has no samples or this rank reads no data."""
 
     train: Dataset[Any] | None
     valid: Dataset[Any] | list[Dataset[Any]] | None
@@ -58,6 +58,8 @@ STEP_FLAGS = {
 class Task(TaskFlags):
     """Everything that a program trains: flags (see `TaskFlags`), data, model, step and cost.
 
+    Below, "``(a, b)`` to c" stands for a function that takes a and b and returns c.
+
     Attributes:
         datasets: ``(config, assets, sizes, is_built_on_rank)`` to the three splits.
         model_chunk: ``(config, transformer_config, context, pre_process=, post_process=,
@@ -85,13 +87,13 @@ class Task(TaskFlags):
             assets, which its data and steps need. It checks the data on every rank before any
             process group exists.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
-        takes_step_flags: whether the forward step implements `STEP_FLAGS`, which are refused if it
-            does not: True, or the function that does, which must then be ``forward_step``.
+        takes_step_flags: True, or the forward step itself, if the forward step implements
+            `STEP_FLAGS`; otherwise these flags are refused.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
             ``process_non_loss_data_func``. ``collected`` holds the result of the loss function
             with ``non_loss_data=True`` for each micro-batch of the last evaluation step.
-        non_loss_data: ``(chunks)`` to the ``collected`` data in place of it, called on all ranks.
+        non_loss_data: ``(chunks)`` to data that replace ``collected``, called on all ranks.
     """
 
     datasets: DatasetsProvider
@@ -116,11 +118,11 @@ class Task(TaskFlags):
         return self
 
     def replace(self, **changes: Any) -> Task:
-        """Return the task with other values of some attributes."""
+        """Return a copy of the task with other values of some attributes."""
         return dataclasses.replace(self, **changes)
 
     def with_sections(self, *kinds: type) -> Task:
-        """Return the task with further sections of flags, also restored from checkpoints."""
+        """Return a copy with further sections of flags, also restored from checkpoints."""
 
         def stored_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
             own = {name: stored.get(name, {}) for name in named(kinds)}
@@ -131,7 +133,7 @@ class Task(TaskFlags):
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """The tasks of a program; ``pick`` chooses one by the configuration as given."""
+    """The tasks of a program; ``pick`` chooses one by the configuration that the user gives."""
 
     tasks: tuple[Task, ...]
     pick: Callable[[RunConfig], Task]
@@ -142,7 +144,7 @@ class TaskChoice:
 
     @functools.cached_property
     def left_out(self) -> LeftOut:
-        """Return the engine's flags that none of the tasks uses, by section."""
+        """Return the engine's flags that no task uses, by section and field, each with a reason."""
         first, *others = (task.left_out for task in self.tasks)
         shared = {
             section: {
@@ -188,5 +190,5 @@ def check_step_flags(task: Task, config: RunConfig) -> None:
 
 
 def no_datasets(*_: Any) -> Datasets:
-    """Return three absent splits: `Task.datasets` for a task that reads no samples."""
+    """Return three absent splits; the `Task.datasets` of a task that reads no samples."""
     return Datasets(None, None, None)

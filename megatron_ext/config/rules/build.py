@@ -1,4 +1,4 @@
-"""Rules of layers, checked before ranks start instead of when each rank builds its layers."""
+"""Rules of a model's layers, checked before ranks start and not when each rank builds layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_errors(
 
 
 def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a sentence for each matrix or number of heads that the ranks cannot share."""
+    """Yield a sentence for each matrix or number of heads that ranks cannot share equally."""
     tp, cp = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     yield from must_divide("--ffn-hidden-size", model.ffn_hidden_size, TENSOR, tp)
     yield from must_divide("--padded-vocab-size", model.padded_vocab_size, TENSOR, tp)
@@ -53,7 +53,7 @@ def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
 
 
 def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a sentence for each fault in the numbers of layers of the first and last stage."""
+    """Yield a sentence for each fault in the layers given for the first and last pipeline stage."""
     both = {
         "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
         "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,

@@ -12,7 +12,7 @@ from megatron_ext.config.training import TrainingConfig
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Fill in a missing warm-up: the usual one if shorter than the decay, else a tenth of that."""
+    """Fill in a missing warm-up: the task's usual one, but a tenth of a decay that is shorter."""
     usual, decay = optimizer.usual_warmup_iters, optimizer.lr_decay_iters or training.train_iters
     if optimizer.lr_warmup_iters is not None:
         return optimizer
@@ -27,7 +27,7 @@ def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> Optimiz
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, device: str
 ) -> OptimizerConfig:
-    """Fill in warm-up and weight decay; on a CPU switch off what gloo cannot do."""
+    """Fill in warm-up and weight decay; on a CPU switch off communication that gloo cannot do."""
     changes: dict[str, object] = {}
     if optimizer.weight_decay_incr_style == "constant":  # others are refused
         ends = [
@@ -105,7 +105,7 @@ def _decay_errors(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield a sentence for each schedule length in another unit than the run's, or too long."""
+    """Yield a sentence for each fault in the lengths of warm-up and decay, or in their units."""
     by_samples = training.train_samples is not None
     unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
     for phase in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -156,7 +156,7 @@ def target_errors(lora: LoraConfig, known: Sequence[str]) -> list[str]:
 def lora_errors(
     lora: LoraConfig, model: ModelConfig, moe: MoEConfig, optimizer: OptimizerConfig
 ) -> Iterator[str]:
-    """Yield a sentence for each fault in the flags of adapters, and each flag they exclude."""
+    """Yield a sentence for each fault in adapters' flags, and each flag that adapters exclude."""
     if lora.lora_rank is None:
         for field in dataclasses.fields(lora):
             # Stored configurations may name the layers of a GPT's blocks though nothing asks it.

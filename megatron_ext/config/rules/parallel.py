@@ -26,9 +26,10 @@ CUTS = (
 
 
 def stages_of(layout: str) -> list[str]:
-    """Return the stages of ``--pipeline-model-parallel-layout``, each as letters among E, t, m, L.
+    """Return the stages of ``--pipeline-model-parallel-layout``, each as letters.
 
-    An unknown letter, or more than `MOST_REPETITIONS` of a part, raises a ValueError.
+    E is the embedding, t a layer, m multi-token prediction, L the loss. Another letter, or more
+    than `MOST_REPETITIONS` of a part, raises a ValueError.
     """
     if any(int(times) > MOST_REPETITIONS for times in re.findall(r"\*(\d+)", layout)):
         raise ValueError(f"no part can be repeated more than {MOST_REPETITIONS} times")
@@ -45,7 +46,7 @@ def stages_of(layout: str) -> list[str]:
 
 
 def mtp_stage(parallel: ParallelConfig) -> int:
-    """Return the index of the stage with multi-token prediction; each virtual chunk is a stage."""
+    """Return the index of the stage with multi-token prediction; virtual chunks count as stages."""
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of(parallel.pipeline_model_parallel_layout)
         return next(index for index, stage in enumerate(stages) if "m" in stage)
@@ -75,7 +76,7 @@ def _virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
 def resolve_parallel(
     parallel: ParallelConfig, model: ModelConfig, world_size: int
 ) -> ParallelConfig:
-    """Return the section with the derived sizes, and the schedule that Megatron-LM would choose."""
+    """Return the section with derived sizes and a schedule, by default that of Megatron-LM."""
     chunks, stages = _virtual_size(parallel, model), parallel.pipeline_model_parallel_size
     tp = parallel.tensor_model_parallel_size
     usual = "no-pipelining" if stages < 2 else "1f1b" if chunks is None else "interleaved"
@@ -207,7 +208,7 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]
 
 
 def _layout_errors(parallel: ParallelConfig, model: ModelConfig, layout: str) -> Iterator[str]:
-    """Yield a sentence for each fault in a layout, and each flag that contradicts it."""
+    """Yield a sentence for each fault in a pipeline layout, and each flag that contradicts it."""
     size = parallel.pipeline_model_parallel_size
     name = f"`--pipeline-model-parallel-layout` ({layout})"
     try:
@@ -295,7 +296,7 @@ def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> I
 
 
 def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each part of a model that a zero-bubble schedule excludes."""
+    """Yield a sentence for each option that does not go with a zero-bubble schedule."""
     schedule = parallel.pipeline_schedule or ""
     if schedule.startswith("zb-") and model.transformer_impl == "transformer_engine":
         yield (

@@ -32,7 +32,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
     """Yield a sentence for each fault in the flags of 8-bit matrix products.
 
-    ``may_use_te``: no other flag excludes Transformer Engine's layers.
+    ``may_use_te`` is False if another flag excludes Transformer Engine's layers.
     """
     fp8, model = run.fp8, run.model
     if fp8.fp8_format is None:
@@ -230,7 +230,7 @@ def _size_errors(
 
 
 def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each fault in the flags of CUDA graphs, and each flag they exclude."""
+    """Yield a sentence for each fault in the flags of CUDA graphs, and each flag they rule out."""
     impl, steps = run.cuda_graphs.cuda_graph_impl, run.cuda_graphs.cuda_graph_warmup_steps
     if impl == "none" and steps != WARMUP_STEPS:
         yield f"`--cuda-graph-warmup-steps` ({steps}) needs `--cuda-graph-impl local`; give it too."
@@ -261,7 +261,7 @@ def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
 def _obstacles_in_layers(
     model: ModelConfig, moe: MoEConfig, lora: LoraConfig, fp8: Fp8Config, training: TrainingConfig
 ) -> Iterator[str]:
-    """Yield reasons why the layers of a run cannot be recorded as CUDA graphs."""
+    """Yield reasons why layers cannot be CUDA graphs, such as "does not go with `--x`"."""
     if training.skip_train:
         yield "has no effect with `--skip-train`, since evaluation uses none; leave it out"
     if model.transformer_impl == "transformer_engine":
@@ -282,7 +282,7 @@ def _obstacles_in_layers(
 def _obstacles_between_layers(
     model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
 ) -> Iterator[str]:
-    """Yield reasons against CUDA graphs: random numbers, schedule, communication and memory."""
+    """Yield further reasons against CUDA graphs: dropout, schedule, communication and memory."""
     if model.deterministic_dropout:
         yield "does not go with `--deterministic-dropout`, whose masks the host seeds; leave it out"
     elif model.attention_dropout > 0 and not parallel.sequence_parallel:

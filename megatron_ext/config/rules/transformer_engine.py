@@ -1,7 +1,7 @@
 """Rules of Transformer Engine: which runs its layers refuse, and which version a run needs.
 
 The versions are those that megatron-core 0.16.1 requires (``is_te_min_version``), or later ones
-where Transformer Engine's own source requires them. Options older than `MINIMUM` have no row.
+where Transformer Engine's own source requires them. What `MINIMUM` has is not listed in `NEEDS`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
-    """Yield a sentence for each fault; ``found_version`` is None if unknown or not installed."""
+    """Yield a sentence for each misuse of Transformer Engine; a version of None is not checked."""
     yield from _environment_errors(run.model, run.training)
     yield from _overlap_errors(run.engine, run.model, run.parallel, not needs_torch_layers(run))
     yield from _context_errors(run.parallel, run.engine, run.model)
@@ -122,16 +122,19 @@ def needs_torch_layers(run: RunConfig) -> bool:
 
 
 def _recomputes_biases(model: ModelConfig) -> bool:
-    """Return whether an MLP with biases is recomputed; megatron-core's backward never ends then.
+    """Return whether an MLP with biases is recomputed, with which megatron-core's backward hangs.
 
-    Its recomputed function returns the bias, a parameter. Our MLP adds the bias inside of it.
+    megatron-core's recomputed function returns the bias, a parameter; our MLP adds it inside.
     """
     selective = model.recompute_granularity == "selective"
     return selective and "mlp" in (model.recompute_modules or ()) and model.add_bias_linear
 
 
 def read_overlap_settings(path: str | None) -> dict[str, Any]:
-    """Read a file of ``--tp-comm-overlap-cfg``: settings by matrix product in `OVERLAPPED`."""
+    """Return the settings of ``--tp-comm-overlap-cfg`` by matrix product; none without a file.
+
+    A file that cannot be read, or names a product not in `OVERLAPPED`, raises a ConfigError.
+    """
     if path is None:
         return {}
     name = f"`--tp-comm-overlap-cfg` ({path})"
@@ -153,7 +156,7 @@ def read_overlap_settings(path: str | None) -> dict[str, Any]:
 
 
 def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield a sentence for each variable of the environment that contradicts a flag."""
+    """Yield a sentence for each environment variable that contradicts a flag."""
     if model.blocks_dealt_by_cost:
         return
     backend = model.attention_backend
@@ -172,7 +175,7 @@ def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterato
 
 
 def _layer_errors(model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each option that the torch layers have, Transformer Engine's not."""
+    """Yield a sentence for each given option that Transformer Engine's layers lack."""
     if model.attention_backend == "local":
         yield (
             "`--attention-backend` (local) leaves Transformer Engine's layers without any "
@@ -221,7 +224,7 @@ DISTRIBUTION = "transformer-engine"
 
 
 class Need(NamedTuple):
-    """A flag as the user writes it, the first version with it, and whether a run uses it."""
+    """A flag's spelling, the first Transformer Engine that has it, and whether a run uses it."""
 
     spelled: str
     minimum: str
@@ -261,7 +264,7 @@ NEEDS: tuple[Need, ...] = (
 
 
 def found_version() -> str | None:
-    """Return the installed version without importing it, or None if none is installed."""
+    """Return the installed version of Transformer Engine without importing it; None for none."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -269,7 +272,7 @@ def found_version() -> str | None:
 
 
 def version_errors(run: RunConfig, found: str) -> list[str]:
-    """Return a sentence for each used option that needs a newer version than ``found``."""
+    """Return a sentence for each used option for which Transformer Engine ``found`` is too old."""
     needed = [need for need in NEEDS if need.used(run)]
     lacking = [need for need in needed if not _reaches(found, need.minimum)]
     if not _reaches(found, MINIMUM):

@@ -1,4 +1,4 @@
-"""The callbacks between the steps of a run, their decisions, and those that need few lines."""
+"""Callbacks, which run between the steps of a run: their base class, and several short ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Losses = Sequence[Mapping[str, float]]
 
 @dataclass
 class Decision:
-    """The consequences of a step.
+    """The consequences of a step, which callbacks set in `Callback.decide`.
 
     Attributes:
         save: whether to save a checkpoint of this iteration; a run that ends is always saved.
@@ -35,8 +35,8 @@ class Decision:
 class Callback:
     """An action between steps; a subclass overrides the methods that it needs.
 
-    All ranks call each method together, in the order of `loop.train`. A task names its own classes
-    in `Task.callbacks`.
+    All ranks call each method together. `loop.train` sets the order of the callbacks, and
+    `Task.callbacks` names those of a task.
     """
 
     def __init__(self, run: Run) -> None:
@@ -49,10 +49,10 @@ class Callback:
         """Run before each step; ``run.progress.iteration`` counts the steps done."""
 
     def after_update(self, result: StepResult) -> None:
-        """Run at once after the update of the parameters, within the time of the step."""
+        """Run right after each update of the parameters, within the measured time of the step."""
 
     def after_step(self) -> None:
-        """Run after the report of each step, outside of the time that is reported."""
+        """Run after each step and its report, outside of the measured time of the step."""
 
     def before_evaluation(self) -> None:
         """Run before the validation split is evaluated between steps."""
@@ -61,19 +61,19 @@ class Callback:
         """Run after the validation split has been evaluated between steps."""
 
     def decide(self, decision: Decision) -> None:
-        """Request a checkpoint or the end of the run in ``decision``, after every `after_step`."""
+        """Request a checkpoint or the run's end in ``decision``, once each `after_step` has run."""
 
     def on_train_end(self) -> None:
         """Run once after the last step, also of a run that ends early."""
 
 
 def due(iteration: int, interval: int | None) -> bool:
-    """Return whether ``iteration`` is a multiple of ``interval``; False for no interval or 0."""
+    """Return whether ``iteration`` is a multiple of ``interval``; False if that is None or 0."""
     return interval is not None and interval > 0 and iteration % interval == 0
 
 
 class WeightAverage(Callback):
-    """Updates the average (``--ema-decay``) at each step before its start, then every few steps."""
+    """Updates averaged weights each step before ``--ema-start``, every few steps from then on."""
 
     def after_update(self, result: StepResult) -> None:
         run, update = self.run, result.model_update
@@ -120,7 +120,7 @@ class GarbageCollection(Callback):
 
 
 class StepProfiler(Callback):
-    """Records the steps from ``--profile-step-start`` up to ``--profile-step-end``.
+    """Records the steps from ``--profile-step-start`` until before ``--profile-step-end``.
 
     torch's trace, for chrome://tracing or Perfetto, goes to ``profile_rank<r>.json`` in the
     TensorBoard folder, else in the save folder, else in the working folder.
@@ -157,7 +157,7 @@ EXIT_INTERVAL = "exit interval"
 
 
 class StopConditions(Callback):
-    """Saves every ``--save-interval`` steps, and ends a run by signal, time or interval."""
+    """Saves every ``--save-interval`` steps; ends the run at a signal, time limit or interval."""
 
     def decide(self, decision: Decision) -> None:
         run, config = self.run, self.run.config

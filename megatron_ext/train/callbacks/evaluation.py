@@ -25,7 +25,8 @@ from megatron_ext.train.step import StepRunner, means_of, reduce_reports
 class EarlyStopping(Callback):
     """Keeps the checkpoints of lowest validation loss, and ends a run that stopped improving.
 
-    The constructor raises a DataError, on all ranks, if a flag needs an absent validation split.
+    The constructor raises a DataError, on all ranks, if a flag for this is given but the run has
+    no validation split.
     """
 
     def __init__(self, run: Run) -> None:
@@ -62,9 +63,9 @@ class EarlyStopping(Callback):
             self.judge(losses, decision)
 
     def judge(self, losses: Losses, decision: Decision) -> bool:
-        """Record losses, complete the decision, and return whether they are among the best.
+        """Count an evaluation, complete the decision, and return whether its loss is a best one.
 
-        All ranks call this together.
+        All ranks call this together; the loss of the reporting rank decides.
         """
         config, progress = self.run.config, self.run.progress
         if config.checkpoint.keep_best is None and config.training.early_stop_patience is None:
@@ -84,7 +85,7 @@ class EarlyStopping(Callback):
         return is_best
 
     def _count(self, loss: float) -> None:
-        """Count evaluations without improvement; a non-finite loss is no improvement."""
+        """Update the lowest loss and the evaluations since; a non-finite loss is never lowest."""
         progress, lowest = self.run.progress, self.run.progress.lowest_loss
         delta = self.run.config.training.early_stop_min_delta
         fell = math.isfinite(loss) if lowest is None else loss < lowest - delta
@@ -92,7 +93,10 @@ class EarlyStopping(Callback):
         progress.lowest_loss = loss if fell else lowest
 
     def _rank(self, loss: float, decision: Decision, *, regular: bool) -> bool:
-        """Place this iteration among the best, and note which checkpoints it supersedes."""
+        """Return whether this loss is among the best; say in ``decision`` what it supersedes.
+
+        ``regular`` says whether this iteration is saved for another reason too.
+        """
         config, progress = self.run.config.checkpoint, self.run.progress
         if config.keep_best is None or not math.isfinite(loss):
             return False
@@ -112,13 +116,13 @@ class EarlyStopping(Callback):
 
 
 def mean_validation_loss(losses: Losses) -> float:
-    """Return the mean of the sets' first losses (``lm loss``); NaN on all but the last stage."""
+    """Return the mean of the first loss of each validation set; NaN on all but the last stage."""
     first = [next(iter(each.values()), math.nan) for each in losses]
     return math.fsum(first) / len(first) if first else math.nan
 
 
 class Evaluation(Callback):
-    """Evaluates validation every ``--eval-interval`` steps, and calls the callbacks around it."""
+    """Evaluates every ``--eval-interval`` steps, and calls ``callbacks`` before and after it."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
         super().__init__(run)
@@ -136,10 +140,10 @@ class Evaluation(Callback):
 
 
 def evaluate_at_end(run: Run) -> None:
-    """Evaluate both splits after the last iteration.
+    """Evaluate the validation and the test split after the last iteration.
 
-    The checkpoint of that iteration exists already. If its loss is among the best, it is saved
-    again, so that its list of best checkpoints includes it.
+    The checkpoint of this iteration exists already. If the loss is among the best, the checkpoint
+    is saved again with a list of best checkpoints that includes it.
     """
     losses = evaluate_split(run, "validation", final=True)
     iteration, training = run.progress.iteration, run.config.training
@@ -153,9 +157,9 @@ def evaluate_at_end(run: Run) -> None:
 
 
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
-    """Evaluate the validation or test split, with the averaged weights too, and report it.
+    """Evaluate and report the validation or test split, also with averaged weights (--eval-ema).
 
-    The losses of each set by name are empty but on the last pipeline stage.
+    Return each set's losses with the current weights, by name; empty but on the last stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
     with run.parameter_gather.paused():
@@ -171,7 +175,7 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
 def _evaluate_sources(
     run: Run, name: str, sources: list[BatchSource], *, final: bool, mark: str = ""
 ) -> list[dict[str, float]]:
-    """Evaluate and report each set of a split; the names reported end with ``mark``."""
+    """Evaluate and report each set of a split, with ``mark`` after its name; return the losses."""
     found = []
     process = run.task.process_non_loss_data
     # All ranks take part in what only one of them hands over.
@@ -205,10 +209,10 @@ def evaluate(
     *,
     collects: bool = False,
 ) -> tuple[dict[str, float], Any]:
-    """Return the means of the losses over ``num_steps`` global batches; see `means_of`.
+    """Return the mean of each loss over ``num_steps`` global batches, and collected data.
 
     Args:
-        num_microbatches: micro-batches in each step, unless the source has a plan of its own.
+        num_microbatches: micro-batches in each step, unless the source decides their number.
         collects: also collect the data that `Task.process_non_loss_data` takes.
 
     Returns:

@@ -41,7 +41,7 @@ class Invariants(Callback):
 def named_parameters(
     chunks: Sequence[DistributedDataParallel],
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the trainable parameters by name; with several chunks, names begin with the index."""
+    """Return the trainable parameters by name; of several chunks, names begin with "chunk 0: "."""
     several = len(chunks) > 1
     return [
         (f"chunk {index}: {name}" if several else name, parameter)
@@ -78,7 +78,7 @@ def check_replicas(
 
 
 def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Compare the amax histories of the delayed fp8 recipe over the ranks of their layers."""
+    """Compare amax histories of the delayed fp8 recipe on all ranks that hold the same layer."""
     found = [
         (f"{name}.amax_history", module)
         for chunk in chunks
@@ -122,7 +122,10 @@ def _check_equal(
     kind: str = "parameter",
     cause: str = "the gradients of one of them were not reduced",
 ) -> None:
-    """Compare digests over a group; raise an InvariantError for the first tensor that differs."""
+    """Compare tensors over a group; raise an InvariantError for the first one that differs.
+
+    ``where``, ``kind`` and ``cause`` are words of the message.
+    """
     if not named or group.size() == 1:
         return
     digests = torch.stack([_digest(tensor) for _, tensor in named])

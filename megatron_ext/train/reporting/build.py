@@ -1,4 +1,4 @@
-"""The reporters of a run, which exist on the reporting rank only: TensorBoard, W&B and progress."""
+"""The reporters of a run (TensorBoard, W&B, progress), which exist on its reporting rank only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_ext.train.reporting.start import write_configuration
 
 
 def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[str, float]:
-    """Return the tags and values of one report, under Megatron-LM's names."""
+    """Return the values of an iteration's report by tag, under Megatron-LM's names."""
     scalars = {
         "learning-rate": record.learning_rate,
         "batch-size": float(record.global_batch_size),
@@ -47,7 +47,7 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
 
 
 def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:
-    """Return the tags and values of one evaluation, under Megatron-LM's names."""
+    """Return the values of an evaluation's report by tag, under Megatron-LM's names."""
     scalars = {}
     for name, value in record.losses.items():
         scalars[f"{name} {record.split}"] = value
@@ -68,7 +68,7 @@ def _imported(module: str, given: str, called: str) -> Any:
 
 
 class TensorBoard:
-    """Writes event files: each of Megatron-LM's tags by iteration and by consumed samples."""
+    """Writes reports to event files; Megatron-LM's tags by iteration and by consumed samples."""
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         module = "torch.utils.tensorboard"
@@ -77,7 +77,7 @@ class TensorBoard:
         usual = threading.excepthook
 
         def hook(arguments: threading.ExceptHookArgs) -> None:
-            """Hide the traceback of TensorBoard's thread; the next call raises the OSError."""
+            """Hide an OSError of TensorBoard's writer thread; the next write raises it again."""
             writes = type(arguments.thread).__name__ == "_AsyncWriterThread"
             if not (writes and isinstance(arguments.exc_value, OSError)):
                 usual(arguments)
@@ -133,7 +133,7 @@ class WeightsAndBiases:
 
 
 class Reporters:
-    """All sinks of a run; a context manager that closes them on exit."""
+    """All reporters (sinks) of a run; a context manager that closes them on exit."""
 
     def __init__(self, sinks: list[Reporter]) -> None:
         self.sinks = sinks
@@ -164,7 +164,7 @@ class Reporters:
 
     @property
     def writer(self) -> Any:
-        """Return TensorBoard's writer; None without ``--tensorboard-dir`` and on other ranks."""
+        """Return TensorBoard's writer on the reporting rank; None without ``--tensorboard-dir``."""
         return next((x.writer for x in self.sinks if isinstance(x, TensorBoard)), None)
 
     def say(self, text: str) -> None:
@@ -182,7 +182,7 @@ class Reporters:
 
 
 class ProgressFile:
-    """Appends to ``progress.txt`` in the save folder (``--log-progress``)."""
+    """Appends a line for each report to ``progress.txt`` in the save folder."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

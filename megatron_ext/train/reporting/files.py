@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
-    """Return a report's line: Megatron-LM's fields, and ours before its counts of skipped steps."""
+    """Return a report as a line: Megatron-LM's fields, with further ones before its last two."""
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
@@ -102,7 +102,7 @@ _NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a `MetricsFile` up to the first line that is not valid JSON."""
+    """Return the rows of a `MetricsFile`, if any, up to the first line that is not valid JSON."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _as_json(row: Mapping[str, Any]) -> str:
-    """Return one line of JSON, with non-finite numbers as the words of `MetricsFile`."""
+    """Return a row as a line of JSON, where a number that is not finite is a word such as "NaN"."""
     numbers = {name: value for name, value in row.items() if isinstance(value, float)}
     words = {k: json.dumps(v) for k, v in numbers.items() if not math.isfinite(v)}
     return json.dumps({**row, **words}, allow_nan=False) + "\n"
@@ -235,7 +235,7 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """Draw a line; smooth a long line without a given colour, and draw the raw one faintly."""
+    """Plot a line; smooth it over its faint raw values if it is long and has no given colour."""
     if len(values) < SMOOTHED_FROM or style.get("color"):
         marker = "." if len(values) < 60 else ""
         axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)

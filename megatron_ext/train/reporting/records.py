@@ -12,8 +12,8 @@ class IterationRecord:
     """A report on the steps since the last report.
 
     Attributes:
-        seconds, samples, tokens, flops: means over the steps, on all ranks together.
-        learning_rate, global_batch_size: those of the last step.
+        seconds, samples, tokens, flops: means per step, on all ranks together.
+        learning_rate, global_batch_size: values of the last step.
         losses: mean of each loss over the reported steps that updated the parameters, by name.
         loss_scale: scale of fp16; 1 otherwise.
         grad_norm: norm before clipping in the last step; not finite when the step was skipped.
@@ -111,14 +111,14 @@ class EvaluationRecord:
     perplexity: bool = True
 
     def perplexity_of(self, name: str) -> float | None:
-        """Return ``exp(min(20, loss))``, as Megatron-LM; None for a loss without perplexity."""
+        """Return ``exp(min(20, loss))`` as Megatron-LM does; None for a loss without perplexity."""
         if not self.perplexity or name != LANGUAGE_LOSS:
             return None
         return math.exp(min(20, self.losses[name]))
 
     @property
     def common(self) -> dict[str, float]:
-        """Return a validation split's first loss, named ``val/loss`` plus the split's suffix."""
+        """Return the first loss as ``val/loss`` plus the split's suffix; {} for a test split."""
         which = self.split.removeprefix("validation")
         if which == self.split or not self.losses:
             return {}

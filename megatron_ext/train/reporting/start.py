@@ -26,7 +26,7 @@ _PACKAGE = __name__.split(".")[0]
 
 
 def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
-    """Describe a run that has passed all checks: sizes, layout and non-default flags.
+    """Return lines on a run that has passed all checks: sizes, layout and non-default flags.
 
     ``given`` holds the field names of the flags on the command line.
     """
@@ -83,7 +83,7 @@ def _as_flag(section: Any, field: str) -> str:
 
 
 def _listed(title: str, flags: dict[str, list[str]]) -> list[str]:
-    """Return the flags under a title, a paragraph for each section."""
+    """Return lines with a title and, for each section, a paragraph of its flags."""
     wrapper = textwrap.TextWrapper(_WIDTH, initial_indent=">   ", subsequent_indent=">     ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     lines = [f"> {title}"] if flags else []
@@ -120,13 +120,16 @@ def implementation_line(
 
 
 def parameters_line(total: int, trained: int, largest: int) -> str:
-    """Return the line with the numbers of parameters; replicated parameters count once."""
+    """Return the line on the model's parameters: all, trained ones, and the most on one rank."""
     share = "" if trained == total else f", {trained:,} of them trained"
     return f"parameters: {total:,}{share}; at most {largest:,} on one rank"
 
 
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
-    """Return package and class of the inner optimizer; for our subclass, those of its base."""
+    """Return package and class of the optimizer, such as "torch AdamW".
+
+    For an optimizer class of this package, that is its base class.
+    """
     if optimizer is None:
         return "none"
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
