@@ -1,1 +1,1 @@
-"""Checkpoints that load in any layout: written aside, verified, then published by one rename."""
+"""Checkpoints that load in any layout, written to temporary folders, verified and then renamed."""

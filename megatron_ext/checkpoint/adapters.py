@@ -1,8 +1,8 @@
 """Saves and loads low-rank adapters (LoRA), with or without the frozen weights under them.
 
 The frozen weights may lie in another checkpoint (`FrozenBase`). The digest of its manifest
-identifies them, even if the folder is moved. Random weights, as in tests, are identified by their
-seed. A CheckpointError is raised if adapters are put on weights that they were not trained on.
+identifies the weights, even if the folder is moved. Random weights, as in tests, are identified by
+their seed. If adapters are put on other weights than in training, a CheckpointError is raised.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def adapters_among(names: Iterable[str]) -> list[str]:
 def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Remove from a state, in place, the adapters and new branches that a checkpoint lacks.
+    """Remove from a sharded state, in place, the adapters and new branches that a checkpoint lacks.
 
     Return them by chunk and name. A new branch changes no output at its start (`is_new_branch`).
     """
@@ -67,7 +67,7 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return sentences about the new branches in ``new``, which `leave_out_new` has returned."""
+    """Return sentences that say which new branches in ``new`` (from `leave_out_new`) start anew."""
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
         f"{path} holds no `{name}`, so it starts at zero."
@@ -111,7 +111,7 @@ BASE = "frozen_base"
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """Identifies the frozen weights under adapters, without holding their values.
+    """The identity of the frozen weights under adapters.
 
     Attributes:
         path: folder of the checkpoint that holds the weights; None for random weights.
@@ -123,7 +123,7 @@ class FrozenBase:
 
     @classmethod
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
-        """Identify a checkpoint's weights; with ``average`` its averaged weights, if it has any."""
+        """Return the identity of a checkpoint's weights; ``average`` asks for its averages, if any."""
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"
@@ -132,34 +132,31 @@ class FrozenBase:
 
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:
-        """Identify the weights that ``--pretrained-checkpoint`` loads from ``root``.
-
-        ``average`` asks for its averaged weights, if it has any.
-        """
+        """Return the identity of the weights or averages that ``--pretrained-checkpoint`` loads."""
         found = find(CheckpointConfig(pretrained_checkpoint=root))
         assert found is not None
         return cls.at(found.path, average=average)
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
-        """Identify the weights under a checkpoint's adapters; None if the checkpoint holds them."""
+        """Return the identity of the weights under a checkpoint's adapters; None if it has them."""
         iteration = choose(root, step)
         assert iteration is not None
         return cls.recorded(common_state_of(standing_folder_of(root, iteration)))
 
     @classmethod
     def of_run(cls, lora: LoraConfig, seed: int) -> FrozenBase | None:
-        """Return a run's random weights under adapters; None if the run saves all its weights."""
+        """Return the identity of a run's random weights; None if the run saves all its weights."""
         return cls.drawn(seed) if lora.lora_rank is not None and lora.saves_adapters_only else None
 
     @classmethod
     def drawn(cls, seed: int) -> FrozenBase:
-        """Identify the random weights that a run draws from its seed."""
+        """Return the identity of the random weights that a run draws from its seed."""
         return cls(None, f"seed {seed}")
 
     @classmethod
     def recorded(cls, state: Mapping[str, Any]) -> FrozenBase | None:
-        """Return the record of frozen weights in a checkpoint's common state; None without one."""
+        """Return the identity of the frozen weights that a common state records; None without one."""
         record = state.get(BASE)
         return None if record is None else cls(**record)
 
@@ -167,7 +164,7 @@ class FrozenBase:
         return dataclasses.asdict(self)
 
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
-        """Raise a CheckpointError about ``flag`` if these are not the ``recorded`` weights.
+        """Raise a CheckpointError about ``flag`` if these weights are not the ``recorded`` ones.
 
         The adapters in the checkpoint ``path`` were trained on the ``recorded`` weights.
         """
@@ -189,7 +186,7 @@ def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
-    """Add to loaded adapters, in place, the values that the model's other weights have now."""
+    """Add the current values of the model's other weights to loaded adapters, in place."""
     for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True):
         loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
 

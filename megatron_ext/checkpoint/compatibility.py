@@ -53,7 +53,7 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Raise a CheckpointError if the checkpoint lacks a weight of this rank or has another shape.
+    """Raise a CheckpointError if a checkpoint lacks a weight of this rank or its shape differs.
 
     The padding of a vocabulary may differ.
 
@@ -85,7 +85,7 @@ def check_model(
 
 
 def tensors_in(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Return the sharded tensors of a state, including those that its factories make."""
+    """Return the sharded tensors of a state, including those that its tensor factories make."""
     expanded, _, _ = load_preprocess(state)
     return (value for value in nested_values(expanded) if isinstance(value, ShardedTensor))
 
@@ -235,7 +235,7 @@ def loads_random(
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether the run wants random states and the checkpoint's fit the run's layout."""
+    """Return whether to load random states: the run wants them, and they fit the run's layout."""
     if found.weights_only or config.no_load_rng:
         return False
     if getattr(arguments, "no_save_rng", False):

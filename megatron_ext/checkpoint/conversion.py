@@ -258,7 +258,7 @@ def export_adapters(
     """Write a checkpoint's adapters in the format of Hugging Face's peft; needs no process group.
 
     Args:
-        lora: the adapter settings of the run that saved.
+        lora: the adapter settings of the run that saved the checkpoint.
         section: `CRITIC` for the second network, None for the model of the run.
         base_model: name or path of the Hugging Face model that the adapters belong to.
 

@@ -40,7 +40,7 @@ def root_of(folder: Path) -> tuple[Path, int | None]:
 
 
 def published(root: Path) -> list[int]:
-    """Return, ascending, the iterations that have a folder, finished or ``.replaced``."""
+    """Return the iterations that have a finished or a ``.replaced`` folder, in ascending order."""
     if not root.is_dir():
         return []
     found = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())

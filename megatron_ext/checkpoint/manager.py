@@ -213,8 +213,8 @@ class CheckpointManager:
     def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
         """Load the frozen weights under a checkpoint's adapters from ``--pretrained-checkpoint``.
 
-        Without that flag the model keeps its random weights. If these weights are not ``recorded``,
-        on which the adapters were trained, raise a CheckpointError.
+        Without that flag the model keeps its random weights. The adapters were trained on the
+        ``recorded`` weights. If the model gets other weights, raise a CheckpointError.
         """
         given, average = self._config.pretrained_checkpoint, self._config.pretrained_average
         own = self._base or adapters.FrozenBase(None, "unknown seed")

@@ -115,14 +115,14 @@ def _mend_part(part: Any, param_state: dict[int, dict[str, Any]]) -> None:
 
 
 def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a list with the state of each optimizer in a chain; a single one is no chain."""
+    """Return the states of a chain's optimizers; a single optimizer gives a list of one."""
     return [state] if len(parts_of(optimizer)) == 1 else _numbered(state)
 
 
 # The shards of fp32 weights are views of parameters, into which values are copied.
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer or a chain, even if expert parallelism has changed since."""
+    """Load the state of an optimizer or a chain, even if expert parallelism was other at the save."""
     parts = parts_of(optimizer)
     # Several optimizers may read the state of one, or one the state of several.
     numbered = len(_numbered(state))
@@ -199,7 +199,7 @@ def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, 
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the saved parameter group whose settings in `KIND_OF_GROUP` are those of ``group``.
 
-    Only one of the two may hold experts. If there is no such group, raise a CheckpointError.
+    The two may differ in whether they hold experts. Without such a group, raise a CheckpointError.
     """
     kind = [group.get(key) for key in KIND_OF_GROUP]
     for found in (group for each in saved for group in each["optimizer"]["param_groups"]):

@@ -28,7 +28,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class TensorSource(Protocol):
-    """Tensors by name in a folder or file, read one at a time; ``dtypes`` returns torch's names."""
+    """Tensors by name in a folder or file, read one at a time; dtypes are named as in torch."""
 
     folder: Path
 
@@ -171,7 +171,7 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the other model's tensors ``names``; for safetensors, none shares memory."""
+        """Return copies of the other model's tensors ``names``, which share no memory."""
         asked, found = set(names), dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in asked})
         while ours:  # what was read makes place for what is written

@@ -91,7 +91,7 @@ def sharded_state(
 
 
 def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
-    """Return the values of all sections, and ``more``, in one namespace like Megatron-LM's."""
+    """Return all sections' values, and ``more``, in one namespace like Megatron-LM's ``args``."""
     sections = [section for section in run_config.values() if isinstance(section, dict)]
     flat = {name: value for section in sections for name, value in section.items()}
     return argparse.Namespace(**flat | more)
@@ -100,7 +100,7 @@ def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse
 def common_state(
     iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the unsharded state of all ranks: arguments, format version, iteration, operations."""
+    """Return the state that all ranks share: flags, format version, iteration, operation count."""
     return {
         "args": flat_arguments(run_config, progress),
         "checkpoint_version": 3.0,
@@ -224,7 +224,7 @@ class ExtraState(Protocol):
         """Check that a checkpoint fits; return a state like `state_to_save` to fill from it."""
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Apply the filled state of `state_to_load`; ``notes`` gets sentences on what is new."""
+        """Apply the filled state of `state_to_load`; ``notes`` gets sentences on what starts new."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
 def take_named(
     path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
 ) -> None:
-    """Prefix the name of each weight, in place, to a name that the checkpoint holds.
+    """Prefix the name of each weight, in place, so that the checkpoint holds the name.
 
     The first of ``prefixes`` that gives such a name is taken. If none does, the name stays.
     """
@@ -288,7 +288,7 @@ def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]
 
 
 def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
-    """Copy the filled state of `averages_to_load` to ``ema``."""
+    """Copy to ``ema`` the averages that were loaded into the state of `averages_to_load`."""
     ema.load([loaded[key] for key in sorted(loaded, key=int)])
 
 

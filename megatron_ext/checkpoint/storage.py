@@ -1,8 +1,8 @@
 """Writes, verifies and reads the sharded state of a checkpoint; no rank waits for a failed one.
 
-When a helper process of megatron-core's default writer dies (a full disk, no psutil), the job
-hangs. torch's own writer of the same format needs no helpers, and reports the failure of one rank
-on all ranks, where it becomes a CheckpointError. Each rank writes with one thread, since torch
+When a helper process of megatron-core's default writer dies, as on a full disk or without psutil,
+the job hangs. torch's own writer of the same format needs no helpers. It reports the failure of one
+rank on all ranks, where it becomes a CheckpointError. Each rank writes with one thread, since torch
 loses the errors of further threads.
 """
 
@@ -184,7 +184,7 @@ def one_line(error: BaseException) -> str:
 
 
 def verify(found: CheckpointRef, context: ParallelContext) -> None:
-    """Check a checkpoint's files against their checksums; ranks divide the files among them."""
+    """Check a checkpoint's files against their checksums; each rank reads some of the files."""
 
     def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))

@@ -78,10 +78,7 @@ def find(config: CheckpointConfig) -> CheckpointRef | None:
 
 
 def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Return the folders to try, in order, each with an iteration and whether to load only weights.
-
-    The iteration is None for the latest.
-    """
+    """Return in order what to try: folder, iteration (None: the latest), whether only weights."""
     found: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
         # The same command resumes from its own checkpoints, whatever weights it started from.
@@ -95,10 +92,7 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
 
 
 def check_weights(flag: str, folder: str | None) -> None:
-    """Raise a CheckpointError if the folder of ``flag`` holds no checkpoint that can be loaded.
-
-    This needs no process group.
-    """
+    """Raise a CheckpointError if the folder of ``flag`` holds no checkpoint that can be loaded."""
     if folder is None:
         return
     try:

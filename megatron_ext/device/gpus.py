@@ -56,7 +56,6 @@ class Gpu:
         memory, memory_bandwidth: bytes, and bytes a second.
         link: bytes a second in one direction to a GPU of the same node.
         network: bytes a second in one direction to a GPU of another node.
-        per_node: GPUs of a node.
         hopper: True for Hopper and newer, whose cuBLAS takes more memory.
     """
 
@@ -116,10 +115,7 @@ PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Return the dense bfloat16 operations a second of the GPU that torch calls ``device_name``.
-
-    Return None for an unknown GPU.
-    """
+    """Return the dense bfloat16 operations a second of a GPU by torch's device name, else None."""
     if device_name is None:
         return None
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]

@@ -26,10 +26,10 @@ _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of this name in `GPUS`, or the slowest in a ``.json`` of ``tools/doctor.py``.
+    """Return the GPU of this name in `GPUS`, or the slowest one in a ``.json`` file of the doctor.
 
-    The doctor does not measure links and networks. Their rates are the datasheet's if `GPUS` has
-    this kind of GPU, else `PCIE`.
+    The doctor (``tools/doctor.py``) does not measure links and networks. Their rates are the
+    datasheet's if `GPUS` has this kind of GPU, else `PCIE`.
 
     Raises:
         ConfigError: `GPUS` lacks the name, or the file has no readable rates.
@@ -102,7 +102,7 @@ def _assumed(value: float, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Assumed ratios of reached to possible rates; each field's metadata says of which, and why.
+    """Assumed ratios of reached to possible rates; each field's metadata says which rates, and why.
 
     Raises:
         ConfigError: a ratio is not in (0, 1], or ``hidden`` is not in [0, 1].
@@ -198,7 +198,7 @@ class Rates:
         return (copied if measured is None else measured.copy) * efficiency.kernels
 
     def link(self, span: int) -> float:
-        """Return the bytes a second that a rank sends in a group over a range of ``span`` ranks."""
+        """Return the bytes a second that a rank sends to others in a range of ``span`` ranks."""
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
 

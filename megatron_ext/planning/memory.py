@@ -66,7 +66,7 @@ def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
 
 
 def worst_case(cases: Sequence[Case]) -> tuple[Network, list[RankMemory]]:
-    """Return the network of the case with the highest memory peak, and its memory on each rank."""
+    """Return the network of the `Case` with the highest peak, and its memory on each rank."""
     found = [(case.network, memory(case.network)) for case in cases]
     return max(found, key=lambda entry: fullest(entry[1]).total)
 

@@ -118,7 +118,7 @@ def step_plan(parallel: ParallelConfig, training: TrainingConfig) -> Plan:
 
 
 class Network(ABC):
-    """The formulas of one model in a resolved run, for one rank and one micro-batch."""
+    """The cost formulas of one model in a run, for one rank and one micro-batch."""
 
     config: RunConfig
     sizes: Ranks
@@ -134,7 +134,7 @@ class Network(ABC):
         return step_plan(self.config.parallel, self.config.training)
 
     def stages_of(self, rank: int) -> list[Stage]:
-        """Return the stages of a pipeline rank, by chunk."""
+        """Return the stages of a pipeline rank, in the order of its chunks."""
         return sorted((x for x in self.stages() if x.rank == rank), key=lambda x: x.chunk)
 
     @abstractmethod
@@ -229,7 +229,7 @@ class TaskCost:
 
     Attributes:
         cases: returns the kinds of batches of a resolved run; may open its data.
-        modes: modes of recomputation that a plan compares, from no to full recomputation.
+        modes: modes of recomputation that a report compares, from no to full recomputation.
         recompute: returns the same run with one of the modes.
         from_flags: whether the cases depend only on the flags, not on the data. Only then layouts
             can be searched, and a run on CPUs is checked against the memory of its host.

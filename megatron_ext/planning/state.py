@@ -69,10 +69,7 @@ class Linear:
     expert: bool = False
 
     def weights(self, lora: LoraConfig) -> list[Weight]:
-        """Return a rank's parameters in the module's order: weight, bias and two adapter matrices.
-
-        The bias and the adapter are left out if the layer has none.
-        """
+        """Return a rank's weight, bias and two adapter matrices, if any, in the module's order."""
         height, width = self.outputs // self.rows, self.inputs // self.columns
         found = [self._weight("weight", height * width, self.rows * self.columns)]
         if self.bias:

@@ -194,10 +194,7 @@ MOST_CHUNKS = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout to try: parallel sizes, virtual chunks, micro-batch size and recomputation mode.
-
-    The modes are those of `TaskCost.modes`. The data-parallel size follows from the others.
-    """
+    """A layout to try: parallel sizes, virtual chunks, micro-batch and a mode of `TaskCost.modes`."""
 
     tp: int
     pp: int
