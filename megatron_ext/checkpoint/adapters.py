@@ -123,7 +123,10 @@ class FrozenBase:
 
     @classmethod
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
-        """Return the identity of a checkpoint's weights; ``average`` asks for its averages, if any."""
+        """Return the identity of the weights in the checkpoint folder ``path``.
+
+        With ``average`` these are its averaged weights, if it has any.
+        """
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"
@@ -156,7 +159,10 @@ class FrozenBase:
 
     @classmethod
     def recorded(cls, state: Mapping[str, Any]) -> FrozenBase | None:
-        """Return the identity of the frozen weights that a common state records; None without one."""
+        """Return the identity of the frozen weights that a checkpoint's common state records.
+
+        Return None if the checkpoint holds all weights.
+        """
         record = state.get(BASE)
         return None if record is None else cls(**record)
 

@@ -224,7 +224,10 @@ class ExtraState(Protocol):
         """Check that a checkpoint fits; return a state like `state_to_save` to fill from it."""
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Apply the filled state of `state_to_load`; ``notes`` gets sentences on what starts new."""
+        """Apply the state of `state_to_load` after it was filled from a checkpoint.
+
+        ``notes`` gets sentences on what was left out or starts anew.
+        """
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,10 @@ def find(config: CheckpointConfig) -> CheckpointRef | None:
 
 
 def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Return in order what to try: folder, iteration (None: the latest), whether only weights."""
+    """Return the folders to try, in order, each with an iteration and whether to load only weights.
+
+    The iteration is None for the latest.
+    """
     found: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
         # The same command resumes from its own checkpoints, whatever weights it started from.

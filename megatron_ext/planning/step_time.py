@@ -194,7 +194,10 @@ MOST_CHUNKS = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout to try: parallel sizes, virtual chunks, micro-batch and a mode of `TaskCost.modes`."""
+    """A layout to try: parallel sizes, virtual chunks, micro-batch size and recomputation mode.
+
+    The mode is one of `TaskCost.modes`.
+    """
 
     tp: int
     pp: int
