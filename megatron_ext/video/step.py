@@ -1,6 +1,6 @@
 """Flow matching common to all video networks: micro-batches from clips, forward step and loss.
 
-Each network subclasses `FlowNetwork`; `networks.network_of` returns the one of a run.
+Each kind of network subclasses `FlowNetwork`; `networks.network_of` returns a run's instance.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class FlowMicrobatch:
 
     @property
     def size(self) -> int:
-        """Return the number of clips b."""
+        """Return the number of clips, b."""
         first = next(iter(self.inputs.values()))
         assert first is not None
         return first.size(0)
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return the tokens' weights in the loss, ``[b, n]``; only on the last stage."""
+        """Return the tokens' weights in the loss, ``[b, n]``; fails before the last stage."""
         assert self.targets is not None
         return self.targets.weights
 
@@ -75,10 +75,10 @@ class FlowMicrobatch:
 
 
 class FlowBatchBuilder(ABC):
-    """A builder of a run's micro-batches.
+    """Builds a run's micro-batches: draws noise and times, and noises the clips.
 
     Every random draw depends only on the seed and the sample's number. All ranks that hold parts of
-    one sequence therefore draw the same, and so does a run with another parallel layout.
+    one sequence therefore draw the same values, and so does a run with another parallel layout.
 
     Args:
         null: the encoded empty caption: tokens ``[1, l, d]`` and pooled vector ``[1, e]``.
@@ -117,28 +117,28 @@ class FlowBatchBuilder(ABC):
         return FlowMicrobatch(inputs, num_text, num_image, targets)
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
-        """Return the normal draws behind the times, ``[b]``, or ``[b, t]`` for a time per frame."""
+        """Return the normal draws of the times, ``[b]``, or ``[b, t]`` for a time per frame."""
         return randomness.normals
 
     @abstractmethod
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return the targets that belong to the model's output on this rank."""
+        """Return the targets of this rank, given those of the whole sequence."""
 
     @abstractmethod
     def _inputs(
         self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
-        """Return the keyword arguments of the model's ``forward``."""
+        """Return the keyword arguments of ``forward``; ``masks`` are true at reference frames."""
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the captions' embeddings; those of dropped captions become the empty caption's."""
+        """Return the captions' embeddings; dropped captions get the empty caption's instead."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)
 
 
 class FlowNetwork(ABC):
-    """Interface of a run's network to flow matching."""
+    """Interface through which flow matching uses the network of a run."""
 
     builder: type[FlowBatchBuilder]
     chunk: type[VideoChunk]
@@ -190,7 +190,7 @@ class FlowNetwork(ABC):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return a divisor that the number of text and image tokens together must have."""
+        """Return a number that must divide the count of text and image tokens together."""
         return 1
 
     @abstractmethod
@@ -199,26 +199,29 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def planned(self, clip: Clip) -> ClipNetwork:
-        """Return the network's cost model for the clips of one bucket, used in planning."""
+        """Return the network's cost model for clips like ``clip``, from which runs are planned."""
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
-        """Return the configuration with all blocks recomputed (mode ``full``) or none."""
+        """Return the configuration with all blocks recomputed in mode "full", else with none."""
 
     @abstractmethod
     def sampled(
         self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
     ) -> ParallelVelocity:
-        """Return the velocity predictor of a trained model, for a sampler."""
+        """Return a predictor of velocities with the model ``chunks``, for a sampler."""
 
     def velocity(self, output: Tensor) -> Tensor:
-        """Return the velocity for the tokens of the targets, given the output of the last stage."""
+        """Return the predicted velocity of the targets' tokens from the last stage's output."""
         return output
 
     def forward_step(
         self, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
     ) -> tuple[Tensor, LossFunction]:
-        """Run one chunk on one micro-batch; see `Task.forward_step`."""
+        """Run one chunk on one micro-batch; return its output and the loss as a function of it.
+
+        ``counts`` are those of the step's targets, or None; see `Task.forward_step`.
+        """
         output: Tensor = model(**batch.inputs)
         return output, partial(self._loss, batch=batch, counts=counts)
 

@@ -31,8 +31,8 @@ _FRAGMENT = 2  # seconds
 class Mp4Writer:
     """An H.264 file of one clip, written frame by frame.
 
-    With ``growing`` it can be played while it is written. An odd height or width is padded to an
-    even one, which the format needs.
+    With ``growing`` the file can be played while it is written. An odd height or width is padded to
+    an even one, which the format needs.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -80,7 +80,7 @@ def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
 
 
 def _imported(package: str, *modules: str) -> list[Any]:
-    """Import modules of a package of the extra ``video``, or raise ConfigError."""
+    """Import modules of a package, or raise ConfigError if it is not installed."""
     try:
         return [importlib.import_module(name) for name in modules]
     except ImportError:
@@ -116,13 +116,13 @@ def write_clips(
     seed: int,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST` into a folder.
+    """Write P clips ``sample_000.mp4`` and so on, a contact sheet and a list into a folder.
 
-    They are written into a folder beside it, which is renamed at the end, so that the folder is
-    never incomplete. Samples that it already has are replaced.
+    All files are first written into a temporary folder, which then takes the folder's place. The
+    folder is thus never incomplete. Samples that it held before are lost.
 
     Args:
-        pixels: ``[P, 3, f, H, W]``, all finite; see `as_bytes`.
+        pixels: ``[P, 3, f, H, W]``, all finite; they are clamped to [-1, 1].
         seed: seed of the noise.
         facts: more fields of each clip's row in `LIST`, such as the iteration of the model.
 
@@ -145,7 +145,7 @@ def write_clips(
 
 
 def open_folder(target: Path) -> Path:
-    """Make and return an empty folder beside the target for its new samples; see `publish`.
+    """Make and return an empty temporary folder for samples, which `publish` renames to ``target``.
 
     Raises:
         DataError: the target holds files other than samples.
@@ -163,7 +163,7 @@ def open_folder(target: Path) -> Path:
 
 
 def publish(writing: Path, target: Path) -> None:
-    """Rename ``writing`` to ``target``, and then remove the older samples that were there."""
+    """Put the folder ``writing`` in the place of ``target``, whose older samples are removed."""
     older = target.with_name(f".{target.name}.older")
     if target.exists():
         shutil.rmtree(older, ignore_errors=True)
@@ -180,7 +180,7 @@ def describe(
     num_frames: int,
     facts: Mapping[str, Any],
 ) -> None:
-    """Write `CONTACT_SHEET` and `LIST` beside the clips of a folder.
+    """Write a contact sheet and a list of clips, `CONTACT_SHEET` and `LIST`, into a folder.
 
     Args:
         requests: request of each clip, a dataclass with a ``title``, in the order of the clips.
@@ -203,14 +203,14 @@ def describe(
 
 
 def shown_frames(num_frames: int) -> NDArray[np.int_]:
-    """Return the numbers of the frames, of ``num_frames``, that a contact sheet shows."""
+    """Return the indices of the frames that a contact sheet shows of ``num_frames`` frames."""
     shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES))
     numbers: NDArray[np.int_] = shown.round().astype(int)
     return numbers
 
 
 def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -> None:
-    """Draw a row for each clip of ``[P, f, H, W, 3]``: its title, and below it some frames."""
+    """Draw the title and some frames of each clip ``[P, f, H, W, 3]`` into an image file."""
     image, draw, font = _imported("pillow", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont")
     _, num_frames, height, width, _ = clips.shape
     shown = shown_frames(num_frames)
@@ -236,7 +236,7 @@ def _shortened(title: str, fits: Callable[[str], bool]) -> str:
 
 
 def _is_ours(target: Path) -> bool:
-    """Return whether a folder holds only files with the names of samples."""
+    """Return whether ``target`` is a folder that holds only files with the names of samples."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {path.name for path in target.iterdir()}

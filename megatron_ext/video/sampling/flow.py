@@ -36,8 +36,8 @@ def text_scale(sampling: SampleConfig, step: int) -> float:
 def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
     """Return the guidance scale of the references for each latent frame, ``[t]`` float32.
 
-    With ``--sample-scale-by-frame`` it rises over the frames from 1 to an end value. The end value
-    falls over the steps, counted from 0, from ``--sample-image-scale`` towards 1.
+    With ``--sample-scale-by-frame`` the scale rises over the frames from 1 to an end value. This
+    end value falls over the steps, counted from 0, from ``--sample-image-scale`` towards 1.
     """
     scale = 1.0 if _rests(sampling, step) else sampling.sample_image_scale
     # A scale below 1 weakens the references; there is nothing to spread over the frames.
@@ -48,10 +48,10 @@ def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
 
 
 def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float) -> Tensor:
-    """Return the guided velocity of the three predictions ``[b, n, d]``; see the module.
+    """Return the guided velocity v of the module's formula from c, u and u2, each ``[b, n, d]``.
 
-    ``text`` is the scale of the caption; ``image``, a number or ``[n, 1]``, that of the references.
-    The result is exactly ``c`` if both are 1.
+    ``text`` is the scale of the caption. ``image``, a number or ``[n, 1]``, is the scale of the
+    references. The result is exactly ``c`` if both are 1.
     """
     return c + (text - 1) * (c - u) + (image - 1) * (u - u2)
 
@@ -78,7 +78,7 @@ class References:
 
 
 def times(config: FlowConfig, num_steps: int, shape: LatentShape, patch_size: int) -> Tensor:
-    """Return falling times from 1 to 0 with the shift of training, ``[num_steps + 1]`` float32."""
+    """Return times from 1 down to 0, shifted as in training, ``[num_steps + 1]`` float32."""
     return shift(torch.linspace(1, 0, num_steps + 1), shift_factor(config, shape, patch_size))
 
 
@@ -94,10 +94,11 @@ def sample(
     sampling: SampleConfig,
     references: References | None = None,
 ) -> Tensor:
-    """Sample clips; return latents ``[b, c, t, h, w]`` float32, with the references as given.
+    """Sample clips; return latents ``[b, c, t, h, w]`` float32, with the reference frames as given.
 
     Args:
-        velocity: the model; called once a step, with 2 * b or 3 * b samples for the guidance.
+        velocity: the model; called once a step, with 3 * b samples for the guidance if there are
+            references, else with 2 * b.
         text: encoded captions, ``[b, l, d]`` and ``[b, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
         noise: start of sampling, ``[b, c, t, h, w]`` on the device of the model.
@@ -117,7 +118,7 @@ def sample(
     tokens, condition_tokens = tokens_per_frame((t, h, w), patch_size), torch.cat(conditions)
 
     def guide(x: Tensor, now: float, step: int) -> Tensor:
-        """Return the guided velocity of tokens ``[b, n, d]`` at a time, float32."""
+        """Return the guided velocity of tokens ``[b, n, d]`` at time ``now``, float32."""
         x = x.repeat(len(texts), 1, 1)
         predicted = velocity(x, x.new_full((x.size(0),), now), sequence, pooled, condition_tokens)
         parts = predicted.float().chunk(len(texts))

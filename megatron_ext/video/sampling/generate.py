@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def requests_of(sample: SampleConfig) -> list[ClipRequest]:
-    """Return the requests of ``--sample-prompts`` or ``--sample-texts``; see `read_requests`."""
+    """Return the requests in the file ``--sample-prompts``, or those of ``--sample-texts``."""
     if sample.sample_texts is not None:
         return [ClipRequest(text) for text in sample.sample_texts]
     assert sample.sample_prompts is not None
@@ -54,12 +54,12 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the data's codec, with a VAE from the folder ``--codec``; see `codec_from_manifest`."""
+    """Build the codec that a dataset's manifest names; ``--codec`` is the folder of a VAE."""
     return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
-    """Check before the run starts that its clips can be sampled.
+    """Check before a run starts that clips can be sampled with its flags.
 
     Raises:
         ConfigError, DataError: prompts cannot be read, codec or model do not take the size, or
@@ -90,9 +90,9 @@ def encode_on_reporting_rank(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode requests on the reporting rank and return them on all; see `encode_requests`.
+    """Encode requests with `encode_requests` on the reporting rank, and return the result on all.
 
-    All ranks call this together; the others need no codec and no encoder.
+    All ranks call this together. Only the reporting rank needs codec and encoder.
 
     Raises:
         ConfigError, DataError: encoding failed on the reporting rank; on all ranks.
@@ -120,8 +120,8 @@ def generate_latents(
     """Sample latents of P requests, divided among the replicas; all ranks call this together.
 
     A clip's noise depends only on the seed and the clip's number, so it is the same in any layout.
-    Replicas with one clip less than others also sample the last clip, and discard it. All replicas
-    thus make the same number of calls, which a model with experts on several replicas needs.
+    A replica with one clip less than others samples the last clip too, and discards it. Replicas
+    thus make equally many calls, which a model with experts on several replicas needs.
 
     Returns:
         ``[P, c, t, h, w]`` float32 on the model's device, on the reporting rank; None elsewhere.

@@ -98,7 +98,7 @@ class EncodedRequests:
 
 
 def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
-    """Read a file of prompts; see `read_prompts`.
+    """Read requests for clips from a text file of captions, or from a jsonl; see `read_prompts`.
 
     Rows of a jsonl have ``text``, and may have ``reference`` (a path relative to the file),
     ``mode`` (default: i2v_head with a reference, else t2v) and ``motion``.
@@ -115,8 +115,8 @@ def read_prompts(
 
     Args:
         kind: the dataclass of requests, which can be called with only a caption.
-        of_row: makes a request from a row of a jsonl (``text`` and optional fields of ``kind``) and
-            the path of the file; may raise ConfigError, ValueError or TypeError.
+        of_row: takes a row of a jsonl (``text`` and optional fields of ``kind``) and the path of
+            the file, and returns a request; may raise ConfigError, ValueError or TypeError.
 
     Raises:
         DataError: the file cannot be read, has an invalid row, or has no row.
@@ -176,7 +176,7 @@ def read_row(
 
 
 def bad_row(source: Path, line: int, what: str) -> DataError:
-    """Return the error about an invalid row of a jsonl; ``what`` completes the sentence."""
+    """Return the error about an invalid row; ``what`` follows its line number in the message."""
     return DataError(f"{source} line {line} {what}; mend the row or take it out.")
 
 
@@ -205,7 +205,7 @@ def encode_requests(
 
     Args:
         codec, text_encoder: encoders of the training data.
-        null: the encoded empty caption of the training data; None encodes it here.
+        null: the encoded empty caption of the training data; if None, it is encoded here.
         conditions: conditions of training, which give the lengths of v2v references.
 
     Raises:

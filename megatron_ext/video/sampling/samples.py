@@ -29,7 +29,7 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engin
 
 
 def velocity_of(run: Run) -> ParallelVelocity:
-    """Return the `ParallelVelocity` of a run's model; all ranks call this together."""
+    """Return the velocity predictor of a run's model; all ranks call this together."""
     runner = run.runner
     engine = runner.engine or forward_engine(run.chunks, runner.transformer_config, run.context)
     return network_of(run.config).sampled(engine, run.chunks, run.context)
@@ -100,9 +100,9 @@ class ClipSampler:
 
 
 class SampleWhileTraining(Callback):
-    """Samples every ``--sample-interval`` steps.
+    """A callback that samples clips every ``--sample-interval`` steps.
 
-    ``build`` returns the function that samples into a folder.
+    ``build(run)`` returns a function that samples into a folder; unused without an interval.
     """
 
     def __init__(self, run: Run, build: Callable[[Run], Callable[[Path], None]]) -> None:

@@ -35,7 +35,7 @@ _DATA = ("video_model", "video_data_path", "video_buckets", "online_encoding")
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a checkpoint gives to flags; see `DefaultsOf`.
+    """Return the defaults of flags, by name, that a checkpoint determines; see `DefaultsOf`.
 
     Raises:
         ConfigError: the checkpoint is of streaming long-tuning.
@@ -55,7 +55,7 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and size of the clips, and set the model's widths; see `Task.preflight`."""
+    """Check prompts and clip size; return the completed configuration and None."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
     return network_of(config).with_widths(manifest), None
@@ -69,7 +69,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
-    """Run the program on its command-line arguments, and return its exit code."""
+    """Sample clips as the command-line arguments ask; return the program's exit code."""
     sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
     return run_sampling(sampling, argv, defaults_of, sample_at_once)
 
@@ -85,7 +85,7 @@ def run_sampling(
     Args:
         program: task that builds the model.
         argv: command-line arguments after the program's name, which override all defaults.
-        defaults_of: see `DefaultsOf`.
+        defaults_of: returns the defaults that a checkpoint determines; see `DefaultsOf`.
         sample: called on all ranks instead of training.
     """
     try:
@@ -96,12 +96,12 @@ def run_sampling(
 
 
 def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
-    """Return the defaults of flags that follow from the checkpoint in ``--load``.
+    """Return the defaults of flags, by name, that follow from the checkpoint in ``--load``.
 
     Raises:
         ConfigError: ``--load``, captions or ``--sample-dir`` are missing, or the checkpoint is not
             of a video model.
-        CheckpointError: see `read_run_config`.
+        CheckpointError: the checkpoint or its configuration is missing.
     """
     asked = read_words(argv, VIDEO).values
     given, sample = asked.get("checkpoint", {}), asked.get("sample", {})

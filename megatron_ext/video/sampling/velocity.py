@@ -29,7 +29,7 @@ def forward_engine(
     transformer_config: TransformerConfig,
     context: ParallelContext,
 ) -> PipelineEngine:
-    """Build an engine for forward passes, for runs whose steps use megatron-core's schedules."""
+    """Build an engine for forward passes, for runs that train by megatron-core's schedules."""
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
     schedule = "zb-v" if placement.v_shape else schedule
@@ -39,10 +39,10 @@ def forward_engine(
 def collect_outputs(
     engine: PipelineEngine, inputs: Sequence[Mapping[str, Tensor]], shape: Sequence[int]
 ) -> list[Tensor]:
-    """Run forward passes; return the outputs of the micro-batches on the last stage.
+    """Run forward passes; return each micro-batch's output on the last stage, elsewhere nothing.
 
-    ``inputs`` holds the keywords of each micro-batch, which every chunk gets. ``shape`` is that of
-    the tensor passed between stages.
+    ``inputs`` holds the keyword arguments of each micro-batch, which every chunk gets. ``shape`` is
+    the shape of the tensor passed between stages.
     """
 
     def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -59,14 +59,14 @@ def collect_outputs(
 
 
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
-    """Broadcast ``x`` from the last stage; others pass any tensor of its shape and dtype."""
+    """Broadcast ``x`` from the last stage; other stages pass a buffer of its shape and dtype."""
     x = x.contiguous()
     torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
     return x
 
 
 class ParallelVelocity:
-    """Predicts by forward passes through the pipeline; all ranks of a replica call it together.
+    """Predicts velocities through the pipeline; all ranks of a replica call it together.
 
     A model is an `MMDiT`, or any module with
 
@@ -75,9 +75,9 @@ class ParallelVelocity:
     - ``set_input_tensor``, as megatron-core's schedules call it,
     - ``boundary_shape(num_text, num_image, micro_batch_size)``: shape of the tensor passed between
       stages,
-    - ``image_tokens(num_text, num_image)``: slice of the image tokens that its output on this rank
+    - ``image_tokens(num_text, num_image)``: slice of the image tokens that the output on this rank
       covers; needed with context parallelism,
-    - ``guidance_embed`` and ``cond_embed``, on itself or on its ``sizes``: true if it takes
+    - ``guidance_embed`` and ``cond_embed``, on the module or on its ``sizes``: true if it takes
       ``guidance`` and ``cond``; a model without them takes neither.
 
     All inputs are given to all stages. Parameters must be gathered: with ``--overlap-param-gather``
@@ -89,7 +89,7 @@ class ParallelVelocity:
         guidance: guidance strength, an input of models with ``guidance_embed``; None for others.
 
     Raises:
-        ConfigError: the model lacks one of these methods.
+        ConfigError: the model lacks ``boundary_shape``, or ``image_tokens`` where it is needed.
     """
 
     gives_parts = True
@@ -130,7 +130,7 @@ class ParallelVelocity:
     def of_shape(self, shape: LatentShape) -> Velocity:
         """Return a `Velocity` for latents of shape (t, h, w).
 
-        Raises DataError if patches do not divide it.
+        Raises DataError if patches do not divide the shape.
         """
         return partial(self.predict, position_ids(shape, self.patch_size, self.device))
 
@@ -174,14 +174,15 @@ class ParallelVelocity:
         return self._on_all_ranks(outputs, x, text.size(1))
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """Run the model in evaluation mode on one micro-batch; see `collect_outputs`."""
+        """Run one micro-batch in evaluation mode; return what `collect_outputs` returns."""
         with _evaluating(self.chunks):
             return collect_outputs(self.engine, [inputs], shape)
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
-        """Join the parts of the last stage's context-parallel ranks, and send them to all ranks.
+        """Join the outputs of the last stage's context-parallel ranks; return the whole everywhere.
 
-        The sum that joins them is exact, since each token is nonzero on one rank only.
+        The sum that joins them is exact, since each token is nonzero on one rank only. The result
+        has the shape of the input tokens ``x``. Raises DataError if an output does not fit it.
         """
         groups, context = self.context.pgs, self.context
         whole = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -201,7 +202,10 @@ class ParallelVelocity:
 
 
 def _model_of(chunk: torch.nn.Module) -> Any:
-    """Return the user's module inside the wrappers for data parallelism and 16-bit precision."""
+    """Return the module inside the wrappers for data parallelism and 16-bit precision.
+
+    Raises ConfigError if it has no ``boundary_shape``.
+    """
     try:
         return get_attr_wrapped_model(chunk, "boundary_shape", return_model_obj=True)
     except RuntimeError:

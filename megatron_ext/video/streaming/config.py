@@ -35,12 +35,13 @@ _named_size = partial(flag, choices=tuple(SIZES), if_changed="allow")
 class StreamingConfig(WanConfig):
     """The three networks of ``--task streaming``, and the data and losses that train them.
 
-    `video.streaming.rules` checks that they fit together.
+    `video.streaming.rules` checks that the values fit together.
 
     Attributes:
-        text_features: width of the text encoder's output, the text width of all networks.
-        switches: whether the files of prompts have prompts after a switch.
-        given_frames: number of latent frames that sequences are given at the start: a block or 0.
+        text_features: width of the text encoder's output, which is the text width of all networks.
+        switches: whether the files of prompts hold second prompts, to which sequences switch.
+        given_frames: number of latent frames that are given at the start of a sequence rather than
+            generated: a block or 0.
     """
 
     generator_size: str = _named_size("tiny", "named size of the generator")
@@ -194,14 +195,14 @@ class StreamingConfig(WanConfig):
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
     def sizes(self, role: Role = "generator") -> VideoDiTSizes:
-        """Return the sizes of a network; one without a named size has the generator's."""
+        """Return the sizes of a network; without a named size it has the generator's."""
         named = SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or SIZES[self.generator_size].channels
         width = self.text_features or named.text_width
         return dataclasses.replace(named, channels=channels, text_width=width)
 
     def described(self, model: ModelConfig, role: Role = "generator") -> ModelConfig:
-        """Return ``model`` changed to describe one of the networks."""
+        """Return ``model`` with the sizes of the network ``role`` put in."""
         return model_of(self.sizes(role).transformer_fields(), model)
 
 
@@ -234,7 +235,7 @@ class StreamingSampleConfig:
     only_samples: bool = derived(False)
 
     def num_frames(self, streaming: StreamingConfig) -> int:
-        """Return the number of latent frames of each video; the default is whole blocks."""
+        """Return the latent frames of each video; default: the longest sequence in whole blocks."""
         block = max(1, streaming.frame_block)
         longest = max(streaming.sequence_lengths, default=block)
         return self.sample_latent_frames or longest // block * block

@@ -1,6 +1,6 @@
 """Plan the memory of streaming long-tuning: three networks, the cache, the passes of a step.
 
-The report replaces the usual one of a plan; see `STREAMING_COST`.
+`STREAMING_COST` makes `report` take the place of the usual report of a plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 
 @dataclass(frozen=True)
 class NetworkMemory:
-    """The memory of a network on the rank that holds most of it.
+    """The memory of a network on the rank that holds most of the network.
 
     Attributes:
         weights: weights of the network on the rank.
@@ -47,9 +47,9 @@ class StreamingMemory:
 
     Attributes:
         networks: generator, critic, teacher.
-        cache: bytes of the generator's cache of keys and values of frames and text.
-        passes: largest number of bytes that each pass of a step holds besides state and cache,
-            keyed by the pass; passes run one at a time.
+        cache: bytes of the generator's cache: keys and values of frames and text.
+        passes: largest number of bytes that each kind of pass holds besides state and cache, keyed
+            by a description of the pass; passes run one at a time.
     """
 
     networks: tuple[NetworkMemory, ...]
@@ -68,19 +68,19 @@ class StreamingMemory:
 
     @property
     def total(self) -> int:
-        """Return the bytes at the peak of the largest pass."""
+        """Return the largest number of bytes in use at one time."""
         return self.state.total + self.cache + self.largest[1]
 
 
 def streaming_memory(config: RunConfig) -> StreamingMemory:
-    """Return the memory of a rank of a checked run, whose text width is set (`prepare.sized`)."""
+    """Return the memory of a rank; the configuration must be a result of `prepare.sized`."""
     formulas = _Formulas(config)
     networks = (formulas.trained("generator"), formulas.trained("critic"), formulas.teacher())
     return StreamingMemory(networks, formulas.cache(), formulas.passes())
 
 
 class _Formulas:
-    """Formulas for the bytes of each part of one run."""
+    """Formulas for the bytes of a run's networks, cache and passes on one rank."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._ranks = config, Ranks.of(config)
@@ -88,7 +88,7 @@ class _Formulas:
         self._window = window_of(self._streaming)
 
     def trained(self, name: Role) -> NetworkMemory:
-        """Return the memory of the generator, including its average, or of the critic."""
+        """Return the memory of generator or critic; only the generator may keep averages."""
         run, sizes = self._config, self._streaming.sizes(name)
         if name == "critic":
             run = replace(run, ema=replace(run.ema, ema_decay=None))
@@ -97,7 +97,7 @@ class _Formulas:
         return NetworkMemory(name, weights, state, distinct([weights]))
 
     def teacher(self) -> NetworkMemory:
-        """Return the memory of the teacher: frozen, without adapters, maybe with its own layout."""
+        """Return the memory of the teacher: frozen, without adapters, in the layout it has."""
         found = teacher_sizes(self._streaming, self._config.parallel)
         own = found or TeacherSizes(self._ranks.tp, 1)
         sizes = self._streaming.sizes("teacher")
@@ -110,7 +110,7 @@ class _Formulas:
         return NetworkMemory("teacher", frozen, state, distinct(weights))
 
     def cache(self) -> int:
-        """Return the bytes of keys and values of a clip's frames and one text, in all blocks."""
+        """Return the bytes of the generator's cache of keys, values and text, over all blocks."""
         x, sizes, frame = self._ranks, self._streaming.sizes(), self._clip(1)
         frames = self._window.capacity_for(self._streaming.chunk_frames)
         rows = frames * frame.num_image // x.cp + frame.num_text
@@ -119,7 +119,7 @@ class _Formulas:
         return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
     def passes(self) -> dict[str, int]:
-        """Return the bytes of each pass of a step that trains both networks, by its name."""
+        """Return the bytes that each kind of pass holds, keyed by a description of the pass."""
         streaming, stage = self._streaming, self._whole("generator")
         critic, block = self._on_clip(self._config, "critic"), self._on_block()
         learned, cost = critic.activations(self._whole("critic")), block.activations(stage)
@@ -145,11 +145,11 @@ class _Formulas:
         return found
 
     def _whole(self, role: Role) -> Stage:
-        """Return one stage that holds all blocks of a network."""
+        """Return a pipeline stage that holds all blocks of a network."""
         return Stage.of_layers(range(self._streaming.sizes(role).num_blocks), 0, 1)
 
     def _clip(self, frames: int, *, samples: int = 1) -> Clip:
-        """Return the run's latent frames as a `Clip`, for ``samples`` times the micro-batch."""
+        """Return the shape of ``frames`` latent frames; ``samples`` multiplies the micro-batch."""
         height, width = self._streaming.latent_size
         patch = self._streaming.sizes().patch_size
         length = self._config.section(TextEncoderConfig).text_length
@@ -157,14 +157,14 @@ class _Formulas:
         return Clip("", frames, height // patch, width // patch, length, micro)
 
     def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> DiTNetwork:
-        """Return the cost formulas of critic or teacher on a clip with bidirectional attention."""
+        """Return the cost formulas of critic or teacher, whose attention spans a whole clip."""
         clip = self._clip(self._streaming.chunk_frames, samples=samples)
         ranks = replace(self._ranks, b=clip.micro_batch_size)
         plan = AttentionPlan.bidirectional(clip.frames)
         return DiTNetwork(config, ranks, self._streaming.sizes(role), clip, plan)
 
     def _on_block(self) -> DiTNetwork:
-        """Return the cost formulas of the generator on a frame block with a full past window."""
+        """Return the cost formulas of the generator on a block with a full attention window."""
         window, clip = self._window, self._clip(self._streaming.frame_block)
         # The block is so far on that the window is full of cached frames.
         first = window.block * (1 + window.window // window.block)
@@ -175,7 +175,7 @@ class _Formulas:
 
 
 def not_estimated(config: RunConfig) -> list[str]:
-    """Return a sentence for each part of streaming that a plan leaves out."""
+    """Return sentences on what a plan of streaming leaves out."""
     streaming, encoder = config.section(StreamingConfig), config.section(TextEncoderConfig)
     found = [
         f"The text encoder ({encoder.text_encoder}), which lies on the first rank of each replica, "
@@ -196,7 +196,7 @@ def not_estimated(config: RunConfig) -> list[str]:
 
 
 def report(config: RunConfig, gpu: Gpu | None) -> Report:
-    """Return the plan of a checked run in tables, and whether it fits; see `TaskCost.report`."""
+    """Return the plan of a checked run as tables and sentences, and whether it fits the GPU."""
     ranks, found = Ranks.of(config), streaming_memory(config)
     networks = Table(
         "network", "parameters", "of a rank", "weights", "gradients", "optimizer", "EMA",

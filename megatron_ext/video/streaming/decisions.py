@@ -26,20 +26,21 @@ Pass = Literal["generator", "critic"]
 
 
 def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
-    """Return whether a sequence of ``current`` frames has room for a clip within ``length``."""
+    """Return whether ``length`` leaves room for another clip after ``current`` frames."""
     return current + streaming.min_new_frames <= length
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return the number of clips of a sequence if each after the first adds the fewest frames."""
+    """Return the number of clips in ``length`` frames if each adds the fewest new frames."""
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 
 
 def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...]:
-    """Return the frames at which a sequence may switch its prompt; empty if it is too short.
+    """Return the frames at which a sequence may switch its prompt.
 
     Without ``--switch-frames`` they are the starts of all clips but the first and the last, as if
-    every clip added ``min_new_frames``.
+    every clip added ``min_new_frames``. The result is empty if the sequence is too short or the run
+    has no second prompts.
     """
     if not streaming.switches:
         return ()
@@ -63,7 +64,7 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
     """Return the clips of a sequence that the generator is ever trained on, as indices.
 
-    All sequences must have ``trained_clips`` clips that are trained on; indices count these from 0.
+    Each sequence has ``trained_clips`` clips that train a network; indices count only these.
     """
     cycle = [
         kind
@@ -75,7 +76,7 @@ def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int
 
 
 def num_trained_clips(streaming: StreamingConfig) -> int | None:
-    """Return how many clips of each sequence are trained on; None if the number is random."""
+    """Return how many clips of each sequence train a network; None if it is random."""
     counts = {num_clips(streaming, length) for length in streaming.sequence_lengths}
     if len(counts) > 1 or streaming.min_new_frames < streaming.max_new_frames:
         return None
@@ -83,9 +84,9 @@ def num_trained_clips(streaming: StreamingConfig) -> int | None:
 
 
 def aliasing(streaming: StreamingConfig, accumulation: int = 1) -> str | None:
-    """Return a sentence on why the generator misses the same clips in every sequence, or None.
+    """Return a warning if the generator misses the same clips in every sequence, else None.
 
-    Where the length or growth of sequences is random, no clip is always missed.
+    The result is also None if the length or growth of sequences is random.
     """
     clips = num_trained_clips(streaming)
     if clips is None:
@@ -102,7 +103,7 @@ def aliasing(streaming: StreamingConfig, accumulation: int = 1) -> str | None:
 
 
 def warn_of_aliasing(streaming: StreamingConfig, accumulation: int = 1) -> None:
-    """Log `aliasing` as a warning."""
+    """Log a warning if the generator misses the same clips in every sequence."""
     problem = aliasing(streaming, accumulation)
     if problem:
         logger.warning("%s", problem)
@@ -122,7 +123,7 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return how many frames, at most ``remaining``, a clip after the first adds; whole blocks."""
+    """Return how many frames, at most ``remaining``, a later clip adds; always whole blocks."""
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
     return _choice(choices, seed, sequence, f"streaming growth {clip}")
@@ -131,7 +132,7 @@ def new_frames(
 def exit_steps(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, blocks: int, steps: int
 ) -> tuple[int, ...]:
-    """Return the denoising step, from 0 to ``steps - 1``, at which each block of a clip ends."""
+    """Return each block's last denoising step in a clip, from 0 to ``steps - 1``."""
     if streaming.last_step_only:
         return (steps - 1,) * blocks
     source = generator(seed, sequence, f"streaming exits {clip}")
@@ -159,7 +160,7 @@ def noise(
 
 
 def uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
-    """Draw a number in [0, 1) for each sample, ``[b]`` float64; see `noise`."""
+    """Draw a number in [0, 1) for each sample, ``[b]`` float64; arguments as in `noise`."""
     return draw_uniforms(seed, samples, f"streaming {purpose}")
 
 
@@ -168,8 +169,8 @@ def block_noise(
 ) -> Tensor:
     """Draw the noise of the block that begins at ``frame``, ``[b, *shape]``; see `noise`.
 
-    Step 0 is the noise from which the block is denoised. Steps from 1 on are those of the later
-    denoising steps. Step -1 is the context noise with which the block is written into the cache.
+    Step 0 is the noise from which the block is denoised. Steps from 1 on are the noise added before
+    later denoising steps. Step -1 is added to the block when it is written into the cache.
     """
     return noise(seed, samples, shape, f"frame {frame} step {step}", like=like)
 

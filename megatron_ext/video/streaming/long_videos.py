@@ -1,6 +1,7 @@
 """Sample long videos with a run's generator, block by block into mp4 files.
 
-All ranks work together. Frames are written as they are made, so memory does not grow with videos.
+All ranks work together. Frames are written to the files as they are made, so that the memory does
+not grow with the length of videos.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class NotFiniteError(DataError):
 
 @dataclass(frozen=True)
 class WrittenVideo:
-    """A video file for prompt ``number``; ``shown`` are stills from it, ``[k, H, W, 3]``."""
+    """The written video of prompt ``number``, and still frames of it, ``[k, H, W, 3]``."""
 
     number: int
     num_frames: int
@@ -157,7 +158,7 @@ Progress = Callable[[Throughput], None]
 class LongVideoSampler:
     """Samples the videos of a run's prompts; all ranks build and call it together.
 
-    It leaves the run's random states as they are; the networks of streaming runs have no dropout.
+    Sampling does not change the run's random states, since the networks have no dropout.
 
     Args:
         encode: encodes all captions; called once.
@@ -183,7 +184,7 @@ class LongVideoSampler:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of frame blocks of all videos of this replica."""
+        """Return the number of frame blocks that this replica samples, over all its videos."""
         per_video = self._num_frames // self._streaming.frame_block
         return per_video * sum(map(len, self._batches()))
 
@@ -239,7 +240,7 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield batches of this replica's prompt numbers; a batch has the same switch frames."""
+        """Yield batches of this replica's prompt numbers; a batch switches at the same frames."""
         context, size = self._run.context, self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 
@@ -251,7 +252,7 @@ class LongVideoSampler:
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
     def _sample_batch(self, numbers: list[int], writing: Path, timer: _Timer) -> list[WrittenVideo]:
-        """Sample a batch of videos; return them on the rank that writes, else an empty list."""
+        """Sample and write a batch of videos; return them on the rank that writes, else []."""
         context, what = self._run.context, f"Writing into {writing}"
         writer: LongVideoWriter | None = None
 
@@ -283,7 +284,7 @@ class LongVideoSampler:
         return videos
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the blocks of a batch, ``[b, block, c, h, w]`` float32, made with a new cache."""
+        """Yield the blocks of a batch of videos, ``[b, block, c, h, w]`` float32."""
         run, streaming = self._run, self._streaming
         height, width = streaming.latent_size
         (network,) = unwrap_model(run.chunks)
@@ -303,14 +304,14 @@ class LongVideoSampler:
 
 
 class _Timer:
-    """Measures the throughput of a replica and reports its progress."""
+    """Measures the throughput of a replica, and calls ``progress`` with it after each block."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress, self._start = progress, time.perf_counter()
         self.throughput = Throughput()
 
     def count(self, videos: int, frames: int) -> None:
-        """Count one block of each of ``videos`` videos, with ``frames`` decoded frames each."""
+        """Count one block of each of ``videos`` videos; it has ``frames`` decoded frames."""
         seen = self.throughput
         seen.blocks += videos
         seen.frames += videos * frames

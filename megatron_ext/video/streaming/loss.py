@@ -16,12 +16,12 @@ also goes through critic and teacher:
 
 M are the frames that count: those that are new in the clip. With guidance the teacher predicts
 ``r = u + w * (c - u)``, where c and u are its predictions under the prompt and the negative prompt;
-w = 1 is no guidance. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D is a function of
-whole clips. Given D, or dL_S / dX, losses are sums over frames, so that blocks of frames can be
-micro-batches. Latents and D are whole and equal on all model-parallel ranks of a replica.
+w = 1 is no guidance. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D and dL_S / dX are
+computed from whole clips. Given one of them, losses are sums over frames, so that blocks of frames
+can be micro-batches. Latents and D are whole and equal on all model-parallel ranks of a replica.
 
-A generator step: generate a clip, `noised_clip`, `generator_direction` or `sid_direction`, then
-`generator_losses` block by block. A critic step: generate, `noised_clip`, `critic_clip_loss`.
+A generator step generates a clip and calls `noised_clip`, `generator_direction` or `sid_direction`,
+and then `generator_losses`. A critic step calls `critic_clip_loss` after `noised_clip`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Loss = tuple[Tensor, Tensor, Report]
 
 @dataclass(frozen=True)
 class NoisedClip:
-    """A clip with noise for critic and teacher, at one noise level for all frames of a sample.
+    """A clip with noise for critic and teacher; all frames of a sample have one noise level.
 
     Attributes:
-        x: X_t, ``[b, t, c, h, w]``, without gradient.
+        x: X_t, the noised latents, ``[b, t, c, h, w]``, without gradient.
         noise: the noise in ``x``, in the same shape.
-        timesteps: ``[b]`` float32.
+        timesteps: timestep of each sample, ``[b]`` float32.
         sigma: noise level at the timesteps, ``[b]`` float64.
     """
 
@@ -66,8 +66,8 @@ def noised_clip(
 ) -> NoisedClip:
     """Add noise to a clip.
 
-    Noise and timesteps depend only on the seed, the clip's samples and number, its exit step, and
-    ``purpose``.
+    Noise and timesteps depend only on the seed, the number and samples of the clip, its exit step,
+    and the network that is trained on it, ``purpose``.
     """
     latents, name = clip.latents.detach(), f"{purpose} chunk {clip.number}"
     uniforms = decisions.uniforms(seed, clip.samples, f"{name} timestep")
@@ -82,8 +82,9 @@ class Scores:
     """Critic and teacher, and the parameters with which their predictions are compared.
 
     Attributes:
-        critic: predicts for the distribution of the generator's videos.
-        teacher: predicts for that of real videos; gets both prompts in one batch of 2 * b.
+        critic: predicts the flow for the distribution of the generator's videos.
+        teacher: predicts the flow for real videos. With guidance it gets both prompts in one batch
+            of 2 * b.
         negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, as long as the
             clip's prompts; unused without guidance.
         guidance_scale: w of the guidance; 1 is no guidance.
@@ -99,7 +100,9 @@ class Scores:
     def clean(
         self, clip: StreamClip, noised: NoisedClip, x: Tensor, entering: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the networks' clean latents, keyed by the arguments of `dmd_direction`.
+        """Return the clean latents that critic and teacher predict from noised ones.
+
+        The keys are ``fake``, ``conditional`` and ``unconditional``; see `dmd_direction`.
 
         Args:
             x: noised latents.
@@ -124,7 +127,7 @@ class Scores:
 
 @torch.no_grad()
 def generator_direction(clip: StreamClip, noised: NoisedClip, scores: Scores) -> Tensor:
-    """Return D of a clip, ``[b, t, c, h, w]`` float64."""
+    """Return D, the normalised difference of critic and teacher on a clip, in float64."""
     clean = scores.clean(clip, noised, noised.x)
     return dmd_direction(clip.latents.detach(), **clean, scale=scores.guidance_scale)
 
@@ -135,11 +138,11 @@ def sid_direction(
     scores: Scores,
     whole_gradient: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dL_S / dX times the number of elements of a frame, and the frames' losses ``[b, t]``.
+    """Return the gradient of the summed losses of a clip's frames, and the losses L_S, ``[b, t]``.
 
-    The gradient, ``[b, t, c, h, w]`` float64, goes through critic and teacher, whose weights get
-    none. If ranks divide the tokens, ``whole_gradient`` combines the ranks' gradients of the
-    networks' input into that of the whole loss.
+    The gradient, ``[b, t, c, h, w]`` float64, is multiplied by the number of elements of a frame.
+    It goes through critic and teacher, but their weights get none. If ranks divide the tokens,
+    ``whole_gradient`` maps a rank's gradient of the networks' input to that of the whole loss.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
@@ -175,8 +178,8 @@ def generator_losses(
 ) -> Iterator[Loss]:
     """Yield the loss of each trained block of the newest clip; their sum is the clip's loss.
 
-    The exit step of a block is run only when its loss is taken from the iterator. A backward pass
-    after each loss thus keeps the activations of one block at a time. ``direction`` is D of
+    A block's exit step is run only when its loss is taken from the iterator. A backward pass after
+    each loss thus keeps the activations of one block at a time. ``direction`` is the result of
     `generator_direction`, or ``direction`` and ``losses`` are the results of `sid_direction`.
     """
     for step in clip.blocks:
@@ -189,7 +192,7 @@ def generator_losses(
 def critic_clip_loss(
     clip: StreamClip, noised: NoisedClip, critic: Network, kind: str = "flow"
 ) -> Loss:
-    """Return the critic's loss on a clip; only the critic gets a gradient; see `critic_loss`."""
+    """Return `critic_loss` for a clip, as sum, count and report; only the critic is trained."""
     flow = critic(x=noised.x, timesteps=noised.timesteps, text=clip.text)
     given = {"latents": clip.latents, "noise": noised.noise, "mask": clip.mask}
     return critic_loss(flow, **given, kind=kind, sigma=noised.sigma)
@@ -208,7 +211,8 @@ def dmd_direction(
         latents: X, whole clips ``[b, t, c, h, w]``; the normaliser is a mean over all frames,
             also those that do not count.
         fake: clean latents that the critic predicts from the noised clip.
-        conditional, unconditional: those of the teacher under prompt and negative prompt.
+        conditional, unconditional: clean latents that the teacher predicts under the prompt and
+            under the negative prompt.
         scale: w of the guidance.
     """
     real = _guided(conditional, unconditional, scale)
@@ -224,9 +228,9 @@ def sid_losses(
     scale: float,
     alpha: float,
 ) -> Tensor:
-    """Return L_S of each frame, ``[b, t]`` float64, with gradient; see `dmd_direction`.
+    """Return L_S of each frame, ``[b, t]`` float64, with gradient; arguments as in `dmd_direction`.
 
-    The normaliser is a constant. The loss of a sample with r = X is 0.
+    The normaliser mean|X - r| gets no gradient. The loss of a sample with r = X is 0.
     """
     real = _guided(conditional, unconditional, scale)
     gap, x = real - fake.double(), latents.double()
@@ -234,14 +238,14 @@ def sid_losses(
 
 
 def _guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """Return r, the teacher's prediction with guidance."""
+    """Return r, the clean latents that the teacher predicts with guidance, in float64."""
     c, u = conditional.double(), unconditional.double()
     return c + (scale - 1) * (c - u)
 
 
 @torch.no_grad()
 def _distance(latents: Tensor, real: Tensor) -> Tensor:
-    """Return mean|X - r| of each sample, ``[b, 1, 1, 1, 1]``; infinite where it is 0."""
+    """Return mean|latents - real| of each sample, ``[b, 1, 1, 1, 1]``; infinite instead of 0."""
     distance = (latents.double() - real).abs().flatten(1).mean(dim=1)
     return torch.where(distance == 0, torch.inf, distance).view(-1, *[1] * (latents.dim() - 1))
 
@@ -249,7 +253,7 @@ def _distance(latents: Tensor, real: Tensor) -> Tensor:
 def dmd_loss(
     latents: Tensor, *, direction: Tensor, mask: Tensor, losses: Tensor | None = None
 ) -> Loss:
-    """Return the generator's loss on clips, or on blocks of them, as in `losses.contract`.
+    """Return sum, count and report of the generator's loss on clips, or on blocks of them.
 
     The float64 sum adds up one mean over the elements of each frame, so that sum / count is L_G.
     The value of L_G does not show convergence, but ``dmdtrain_gradient_norm`` does: the mean of |D|
@@ -259,8 +263,8 @@ def dmd_loss(
         latents: X with gradient, ``[b, t, c, h, w]``.
         direction: D of `dmd_direction` for these frames, in the shape of ``latents``.
         mask: frames that count, bool ``[b, t]``.
-        losses: loss of each frame, ``[b, t]``, if the loss is not L_G. They give its value, and
-            ``direction`` is its gradient times the number of elements of a frame.
+        losses: loss of each frame, ``[b, t]``, if the loss is not L_G. Then ``losses`` give its
+            value, and ``direction`` its gradient times the number of elements of a frame.
     """
     x, d = latents.double(), direction.double()
     counts = mask[..., None, None, None]
@@ -285,7 +289,7 @@ def critic_loss(
     kind: str = "flow",
     sigma: Tensor | None = None,
 ) -> Loss:
-    """Return the denoising loss of the critic on generated clips, as in `losses.contract`.
+    """Return sum, count and report of the critic's denoising loss on generated clips.
 
     ``kind`` is the quantity whose error is squared. The error of the ``flow`` is multiplied by
     sigma for the clean latents ``x0``, by 1 - sigma for the ``noise``, and by sqrt((1 - sigma)² +

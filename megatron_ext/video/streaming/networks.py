@@ -1,4 +1,4 @@
-"""Build and train generator and critic; `teacher` builds its network with functions of these."""
+"""Build the networks of a streaming run, load their weights, and update the trained ones."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TrainedNetwork:
 
     Attributes:
         chunks: list of one: the network, wrapped for data parallelism.
-        clip_grad: largest global norm of its gradient, 0 for no clipping.
-        base: frozen weights under its adapters if its checkpoints hold only adapters, else None.
+        clip_grad: largest global norm of the gradient, 0 for no clipping.
+        base: frozen weights under the adapters if checkpoints hold only adapters, else None.
     """
 
     chunks: list[DistributedDataParallel]
@@ -87,9 +87,9 @@ def build_network(
     vp_stage: int | None = None,
     **stage: bool,
 ) -> VideoDiT:
-    """Build one of the networks, of which only the generator is causal; see `Task.model_chunk`.
+    """Build generator, critic or teacher; only the generator has causal attention.
 
-    ``stage`` is unused, since the model takes its stage from ``context``.
+    ``stage`` is unused, since the model takes its stage from ``context``; see `Task.model_chunk`.
     """
     streaming = config.section(StreamingConfig)
     options = wan_options(streaming, config.parallel, causal=role == "generator")
@@ -123,7 +123,7 @@ def build_critic(
 
 
 def of_role(config: RunConfig, role: Role) -> RunConfig:
-    """Return the run's configuration with the network of a role as its model."""
+    """Return the run's configuration with generator, critic or teacher as its model."""
     model = config.section(StreamingConfig).described(config.model, role)
     return dataclasses.replace(config, model=model)
 
@@ -136,7 +136,7 @@ def load_weights(
     optimizer: MegatronOptimizer | None,
     section: str | None = None,
 ) -> None:
-    """Load the weights of a checkpoint, or do nothing if ``path`` is None.
+    """Load the weights of a checkpoint into ``chunks``, or do nothing if ``path`` is None.
 
     Args:
         section: network to take from the checkpoint of a streaming run; None for the generator.
@@ -158,7 +158,7 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return the `Network` that a conversion takes: the critic, or else the generator."""
+    """Return the critic, if ``name`` is that, or else the generator, for merging its adapters."""
     if name != CRITIC:
         return Network(build_network)
     return Network(

@@ -21,13 +21,13 @@ class NoiseSchedule:
     """A table of noise levels, and the levels that a streaming run uses for each purpose.
 
     Args:
-        streaming: ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s), with s the level
-            before the shift. With ``warp_denoising_steps``, ``denoising_steps`` are 1000 * s and
-            are shifted like the table; otherwise they are timesteps already.
+        streaming: ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s), where s is the
+            level before the shift. With ``warp_denoising_steps``, ``denoising_steps`` are 1000 * s
+            and are shifted like the table; otherwise they are timesteps already.
 
     Attributes:
         sigmas: the table, falling from 1, ``[1000]`` float64 on the CPU.
-        denoising_timesteps: timesteps of the generator's steps, falling.
+        denoising_timesteps: timesteps of the generator's denoising steps, falling.
     """
 
     def __init__(self, streaming: StreamingConfig) -> None:
@@ -42,9 +42,9 @@ class NoiseSchedule:
         self.denoising_timesteps: tuple[float, ...] = tuple(steps.tolist())
 
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """Return the sigma of the table's entry nearest to each timestep, float64.
+        """Return the noise level in the table's entry nearest to each timestep, float64.
 
-        It is never 0, since the last entry of the table is above 0.
+        The level is never 0, since the last entry of the table is above 0.
         """
         table = self._timesteps.to(timesteps.device)
         t = timesteps.double()
@@ -53,11 +53,11 @@ class NoiseSchedule:
         return torch.where(t - low < high - t, low, high) / NUM_TIMESTEPS
 
     def context_sigma(self, *, recached: bool = False) -> float:
-        """Return the sigma of the past frames that the generator sees.
+        """Return the noise level of the past frames that the generator sees.
 
         With ``context_noise_from_table`` it comes from the table, which with the default shift
-        gives 0.5% at timestep 0; frames ``recached`` at a prompt switch then have sigma 0, as in
-        LongLive. Otherwise sigma is 0 at timestep 0, and the same for all past frames.
+        gives 0.5% at timestep 0. Frames ``recached`` at a prompt switch then have level 0, as in
+        LongLive. Without the flag it is 0 at timestep 0, and the same for all past frames.
         """
         noise, from_table = self.streaming.context_noise, self.streaming.context_noise_from_table
         is_clean = recached if from_table else noise == 0
@@ -66,14 +66,14 @@ class NoiseSchedule:
     def score_timesteps(self, uniforms: Tensor, exit_step: int | None = None) -> Tensor:
         """Return the timesteps at which critic and teacher evaluate clips, ``[b]`` float32.
 
-        As in Self-Forcing (arXiv:2506.08009), ``ts_schedule`` bounds the noise from below by that
-        of the denoising step after the exit step, and ``ts_schedule_max`` from above by that of the
-        exit step.
+        All lie between ``min_timestep`` and ``max_timestep``. With ``ts_schedule`` the noise is at
+        least that of the denoising step after the exit step. With ``ts_schedule_max`` it is at most
+        that of the exit step. Self-Forcing (arXiv:2506.08009) has the same bounds.
 
         Args:
             uniforms: in [0, 1), ``[b]``; each picks one of the 1000 steps before the shift.
             exit_step: exit step of all blocks of the clip, counted from 0; None if blocks may
-                differ, which sets no bounds.
+                differ, which sets no bounds by exit steps.
         """
         streaming, exits = self.streaming, self.denoising_timesteps
         low, high = 0, NUM_TIMESTEPS
@@ -87,18 +87,18 @@ class NoiseSchedule:
         return timesteps.clamp(streaming.min_timestep, streaming.max_timestep).float()
 
     def _step(self, timestep: float) -> int:
-        """Return the step before the shift, 1 to 1000, whose shifted timestep is nearest."""
+        """Return the step before the shift, 1 to 1000, that is nearest to a shifted timestep."""
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Return x_t at timesteps given by sample ``[b]`` or by frame ``[b, t]``; see `mixed`."""
+        """Return noised latents x_t at timesteps of samples ``[b]`` or of frames ``[b, t]``."""
         return mixed(x0, noise, self.sigma(timesteps))
 
 
 def mixed(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Return x_t for latents and noise ``[b, t, c, h, w]``, in the dtype of ``x0``.
+    """Return x_t, the latents ``x0`` mixed with noise, ``[b, t, c, h, w]`` in the dtype of ``x0``.
 
-    ``sigma`` holds one value for each sample ``[b]``, for each frame ``[b, t]``, or for all ``[]``.
+    ``sigma`` holds one level for each sample ``[b]``, for each frame ``[b, t]``, or for all ``[]``.
     """
     s = spread(sigma, x0)
     return ((1 - s) * x0.double() + s * noise.double()).to(x0.dtype)

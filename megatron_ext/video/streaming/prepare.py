@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts, text, latents and lengths before any rank starts; see `Task.preflight`."""
+    """Check prompts and lengths of a run; return the completed configuration and None."""
     streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
     check_weights("--critic-checkpoint", streaming.critic_checkpoint)
     check_weights("--teacher-checkpoint", streaming.teacher_checkpoint)
@@ -54,7 +54,7 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def sized(config: RunConfig) -> RunConfig:
-    """Return the configuration with text width and sequence length set; check codec and layout."""
+    """Check codec and layout; return the configuration with text width and sequence length set."""
     streaming = dataclasses.replace(
         config.section(StreamingConfig), text_features=width_of(config.section(TextEncoderConfig))
     )
@@ -72,7 +72,7 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def coverage(streaming: StreamingConfig, accumulation: int) -> str:
-    """Return a clause on how many clips of a sequence the generator is trained on."""
+    """Return words for the log on how many clips of a sequence train the generator."""
     start = f"the generator is trained in one of {streaming.generator_interval} steps"
     trained = num_trained_clips(streaming)
     if trained is None:
@@ -92,7 +92,7 @@ def _frame_tokens(streaming: StreamingConfig) -> int:
 
 
 def _check_sequences(streaming: StreamingConfig) -> None:
-    """Check that switches and their flags fit the prompts, and that clips exceed given frames."""
+    """Raise ConfigError if switches do not fit the prompts, or given frames fill a clip."""
     found, block = [], streaming.frame_block
     switches = [
         -(-frame // block) * block < length
@@ -128,7 +128,7 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
-    """Check that patches divide the latents, and that the codec is needed and its channels fit."""
+    """Raise ConfigError if patches or codec do not fit the latents, or a codec has no use."""
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError(
@@ -153,10 +153,10 @@ def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: b
 
 
 def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
-    """Check that ranks can divide heads, feed-forward layers and the tokens of a frame.
+    """Raise ConfigError if ranks cannot divide heads, feed-forward layers or tokens of a frame.
 
-    `teacher_errors` checks the teacher, except for the heads that ``--cp-comm-type a2a`` exchanges
-    if the teacher has the layout of the run.
+    `teacher_errors` checks the teacher, with one exception. The heads that ``--cp-comm-type a2a``
+    exchanges are checked here if the teacher has the layout of the run.
     """
     found = list[str]()
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size

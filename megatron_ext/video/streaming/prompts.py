@@ -1,4 +1,4 @@
-"""Prompts of training and of long videos: read from files, checked and encoded."""
+"""Read, check and encode the prompts of training and of long videos."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PromptRow:
     """A row of a file of prompts, from which a sequence is made.
 
     Attributes:
-        second_text: prompt after the switch, None for no switch.
+        second_text: prompt to which the sequence switches; None for no switch.
         start: path of an image, video or folder of images that gives the first frames, or None.
     """
 
@@ -45,15 +45,15 @@ class PromptRow:
 
 
 def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
-    """Read the prompts of a run.
+    """Read the prompts of a training run from ``--prompts-path`` and ``--second-prompts-path``.
 
     Rows of a jsonl have ``text``, and may have ``second_text`` and ``image`` or ``video``, a path
     relative to the file. Either all rows or none have a second text, and likewise given frames,
     since sequences switch and begin in the same way on all replicas.
 
     Raises:
-        DataError: a file cannot be read or is empty, a row is invalid, or the two files have
-            different numbers of prompts.
+        DataError: a file cannot be read or is empty, a row is invalid, or the two files do not fit
+            together.
     """
     assert config.prompts_path is not None
     first = _rows("--prompts-path", config.prompts_path)
@@ -82,7 +82,7 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
 
 
 def _rows(flag: str, path: str) -> list[PromptRow]:
-    """Return a row for each line of a text file or jsonl that is not blank."""
+    """Return a row for each line of a text file or jsonl; skip blank lines."""
     source = Path(path)
     lines = read_lines(source, f"`{flag}` ({path})")
     if source.suffix != ".jsonl":
@@ -109,7 +109,7 @@ def _row(line: str, source: Path, number: int) -> PromptRow:
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch to another caption, and the first latent frame that is generated under it."""
+    """The latent frame at which a video switches to another caption, ``text``."""
 
     frame: int
     text: str
@@ -117,7 +117,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class VideoPrompt:
-    """The first caption of a long video, and its switches to other captions.
+    """The first caption of a long video, and the switches to later captions.
 
     Raises:
         ConfigError: the frames of the switches are not above 0 and rising.
@@ -136,7 +136,7 @@ class VideoPrompt:
 
     @property
     def frames(self) -> tuple[int, ...]:
-        """Return the latent frames of the switches."""
+        """Return the latent frames at which the video switches."""
         return tuple(switch.frame for switch in self.switches)
 
     @property
@@ -146,7 +146,7 @@ class VideoPrompt:
 
 
 def read_video_prompts(path: str | os.PathLike[str]) -> list[VideoPrompt]:
-    """Read a file of prompts; see `read_prompts`.
+    """Read prompts of long videos from a text file of captions or a jsonl; see `read_prompts`.
 
     Rows of a jsonl have ``text``, and may have ``switches``, a list of ``{"frame": latent frame,
     "text": caption}``.
@@ -173,10 +173,10 @@ def _switch(entry: Any) -> Switch:
 def at_block_starts(
     prompts: Sequence[VideoPrompt], *, block: int, num_frames: int
 ) -> list[VideoPrompt]:
-    """Return the prompts with each switch moved to the next start of a block.
+    """Return the prompts with each switch inside a block moved to the start of the next block.
 
     Raises:
-        DataError: a switch lies behind the start of the last block, or two would coincide.
+        DataError: a switch lies after the start of the last block, or two switches coincide then.
     """
     moved = []
     for prompt in prompts:
@@ -203,7 +203,7 @@ def at_block_starts(
 def video_prompts(
     sample: SampleConfig, own: StreamingSampleConfig, streaming: StreamingConfig
 ) -> list[VideoPrompt]:
-    """Return the prompts from the flags of sampling, with switches moved to starts of blocks."""
+    """Return the prompts that the flags of sampling give, switching at starts of blocks."""
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
         prompts = read_video_prompts(sample.sample_prompts)
@@ -224,7 +224,7 @@ def encode_captions(
     context: ParallelContext,
     device: torch.device,
 ) -> Tensor:
-    """Return embeddings ``[n, l, d]`` float32 of n captions on all ranks, which call this together.
+    """Return embeddings ``[n, l, d]`` float32 of n captions; all ranks call this together.
 
     Args:
         encoder: returns the encoder; called on the first rank of each replica only.
@@ -244,9 +244,9 @@ def encode_captions(
 
 
 class FilePrompts:
-    """Prompts of samples, shuffled anew in each epoch; a `video.streaming.sequence.PromptSource`.
+    """A source of prompts from the run's files, shuffled anew in each epoch and encoded.
 
-    Only the first rank of each replica holds the encoders. It encodes text and given frames when a
+    Only the first rank of each replica holds the encoders. They encode text and given frames when a
     sequence begins. All ranks of the run call each method together.
 
     Attributes:
@@ -273,7 +273,7 @@ class FilePrompts:
             self.codec = on_first_of_replica(codec, "Loading the codec", context)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
-        """Return the prompts of samples, which depend only on their numbers in the run.
+        """Return the encoded prompts of samples, which are given by their numbers in the run.
 
         Raises DataError on all ranks if given frames cannot be read.
         """
@@ -290,7 +290,7 @@ class FilePrompts:
         return Prompts(text[: len(rows)], after, start)
 
     def encode(self, captions: Sequence[str]) -> Tensor:
-        """Encode n captions, ``[n, l, d]`` float32; see `encode_captions`."""
+        """Encode n captions with the run's text encoder, ``[n, l, d]`` float32 on all ranks."""
 
         def encoder() -> TextEncoder:
             assert self._encoder is not None
@@ -299,7 +299,7 @@ class FilePrompts:
         return encode_captions(captions, encoder, self._text, self._context, self._device)
 
     def first_frame(self, latents: Tensor) -> Tensor:
-        """Encode the newest frame as an image, on all ranks of a replica; see `FirstFrame`."""
+        """Encode the last frame of latents as an image, ``[b, 1, c, h, w]`` on all ranks."""
 
         def image() -> Tensor:
             assert self.codec is not None
@@ -310,9 +310,10 @@ class FilePrompts:
 
     @torch.no_grad()
     def _given(self, row: PromptRow) -> Tensor:
-        """Return the given first frame block of a sequence, ``[1, block, c, h, w]``.
+        """Return a row's image or video, encoded as the first block ``[1, block, c, h, w]``.
 
-        An image is repeated to fill a block, since a cache holds whole blocks.
+        An image is repeated to fill a block, since a cache holds whole blocks. Raises DataError if
+        a video is shorter than a block.
         """
         assert row.start is not None and self.codec is not None
         codec = self.codec
@@ -337,9 +338,9 @@ class FilePrompts:
 
 @torch.no_grad()
 def first_frame_latent(codec: VideoCodec, latents: Tensor) -> Tensor:
-    """Decode latents ``[b, t, c, h, w]`` and encode their last frame as an image.
+    """Decode latents ``[b, t, c, h, w]``, and encode their last frame as an image.
 
-    Returns ``[b, 1, c, h, w]``. The codec is causal in time.
+    Returns ``[b, 1, c, h, w]``. The codec must be causal in time.
     """
     pixels = codec.decode(latents.float().transpose(1, 2))
     return codec.encode(pixels[:, :, -1:]).transpose(1, 2).to(latents)

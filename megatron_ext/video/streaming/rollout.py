@@ -40,12 +40,12 @@ WRITE_BACK = -1
 
 @dataclass(frozen=True)
 class ExitStep:
-    """The inputs of a block's exit step.
+    """The inputs of the denoising step at which a block is finished.
 
     Attributes:
-        x: noised latents, ``[b, block, c, h, w]``, with one timestep for all its frames.
-        text: ``[b, l, d]``.
-        first_frame: absolute number of the block's first frame.
+        x: noised latents, ``[b, block, c, h, w]``, with one timestep for all frames.
+        text: embeddings of the prompt, ``[b, l, d]``.
+        first_frame: number of the block's first frame in the video.
     """
 
     x: Tensor
@@ -61,7 +61,8 @@ class History:
     Attributes:
         newest: last frames, ``[b, t, c, h, w]``.
         length: number of frames so far, the last of which are ``newest``.
-        sinks: first frames: at least `num_sinks`, or all of a shorter video.
+        sinks: first frames, to which all later ones attend: at least `num_sinks`, or all frames of
+            a shorter video.
     """
 
     newest: Tensor
@@ -71,7 +72,7 @@ class History:
 
 @dataclass(frozen=True)
 class Generator:
-    """The trained network with its cache and its noise schedule.
+    """The generator network with its cache and its noise schedule.
 
     Attributes:
         recache: refills the cache; see `video.model.wan.model.recache`.
@@ -83,7 +84,7 @@ class Generator:
     recache: Callable[..., None] = recache
 
     def clean(self, step: ExitStep) -> Tensor:
-        """Return the clean latents that a step predicts, ``[b, block, c, h, w]``.
+        """Return the clean latents that a denoising step predicts, ``[b, block, c, h, w]``.
 
         The cache is only read, since later blocks must not see keys of noised frames. The second
         phase of training calls this again with gradient.
@@ -105,7 +106,7 @@ class Generator:
             graph: run the exit step with gradient.
 
         Returns:
-            Clean latents ``[b, block, c, h, w]``, and the exit step.
+            Clean latents ``[b, block, c, h, w]``, and the inputs of the exit step.
         """
         timesteps = self.schedule.denoising_timesteps
         x = noise(first_frame, 0)
@@ -121,7 +122,7 @@ class Generator:
         return x0, last
 
     def write_back(self, x0: Tensor, first_frame: int, text: Tensor, noise: BlockNoise) -> None:
-        """Write clean frames into the cache, with the context noise; see `generate`."""
+        """Add the context noise to a block of clean frames, and write it into the cache."""
         sigma = self.schedule.context_sigma()
         if sigma:
             x0 = mixed(x0, noise(first_frame, WRITE_BACK), torch.tensor(sigma))
@@ -136,8 +137,8 @@ class Generator:
 
         Args:
             history: holds at least the last ``frames`` frames, or all of a shorter video.
-            text: the prompt, ``[b, l, d]``.
-            noise: the noise source with which the frames were first written.
+            text: embeddings of the prompt, ``[b, l, d]``.
+            noise: source of the context noise with which the frames were first written.
             frames: largest number of newest frames to encode.
             keep_sink: keep the sinks of the cache as they are, instead of encoding them too.
         """
@@ -161,7 +162,7 @@ class Generator:
         )
 
     def _as_context(self, latents: Tensor, first_frame: int, noise: BlockNoise) -> Tensor:
-        """Return past frames with the context noise that they get when they are encoded anew."""
+        """Return past frames with the context noise that encoding anew adds to them."""
         sigma = self.schedule.context_sigma(recached=True)
         if not sigma:
             return latents
@@ -171,12 +172,12 @@ class Generator:
 
 
 def num_sinks(window: FrameWindow) -> int:
-    """Return how many first frames must be kept: the sinks, rounded up to whole blocks."""
+    """Return the number of sinks, the first frames that all later ones see, in whole blocks."""
     return -(-window.sink // window.block) * window.block
 
 
 def _timesteps(value: float, x: Tensor) -> Tensor:
-    """Return one timestep for all frames of ``x``, as ``[b, t]`` float32."""
+    """Return ``value`` as the timestep of all frames of ``x``, ``[b, t]`` float32."""
     return torch.full(x.shape[:2], value, dtype=torch.float32, device=x.device)
 
 
@@ -189,10 +190,11 @@ class StreamClip:
         mask: True for frames that count in the losses, ``[b, t]``: new, and made under ``text``.
         text: current prompt, ``[b, l, d]``; the losses use it for the whole clip.
         blocks: exit steps to run again with gradient; empty for the critic or without two phases.
-        samples: numbers in the run of the clip's samples.
-        sequence: number of its sequence in the run.
+        samples: numbers of the clip's samples in the run.
+        sequence: number of the clip's sequence in the run.
         number: number of the clip in the sequence, from 0.
-        first_new, end: absolute numbers of the first new frame and of the frame after the newest.
+        first_new: number of the first new frame in the sequence.
+        end: number of the frame after the newest in the sequence.
         exit_step: denoising step, from 0, at which all new blocks end; None if blocks may differ.
     """
 
@@ -208,7 +210,7 @@ class StreamClip:
     exit_step: int | None = None
 
     def frames_of(self, step: ExitStep) -> slice:
-        """Return the slice of the clip's frames that a block covers."""
+        """Return the slice of the clip's frames that the block of an exit step covers."""
         place = step.first_frame - (self.end - self.latents.size(1))
         return slice(place, place + step.x.size(1))
 
@@ -225,16 +227,16 @@ def generate_blocks(
 
     Memory does not grow with the length of the videos. It holds a cache of one window
     (``network.new_cache(b, h, w)``), the latent frames of one window, and the sinks. Where the
-    prompt changes, as many last frames as the window holds are encoded anew, as in LongLive's
-    sampling (arXiv:2509.22622).
+    prompt changes, the last frames, as many as the window holds, are encoded anew, as in
+    LongLive's sampling (arXiv:2509.22622).
 
     Args:
         generator: its cache is emptied first.
         texts: embeddings ``[b, l, d]``, keyed by the latent frame at which each takes effect, the
             start of a block; must have the key 0.
-        noise: gives the latents their shape, dtype and device.
+        noise: source of noise, from which latents get their shape, dtype and device.
         num_frames: latent frames of each video, a multiple of the block.
-        keep_sink: keep the cached sinks as the first prompt made them when the prompt changes.
+        keep_sink: when the prompt changes, keep the cached sinks as the first prompt made them.
 
     Yields:
         Clean latents of the next block, ``[b, block, c, h, w]``.

@@ -54,7 +54,7 @@ def streaming_errors(streaming: StreamingConfig) -> list[str]:
 
 
 def check_options(streaming: StreamingConfig) -> None:
-    """Check that lengths, window and noise levels fit together; `StreamingConfig` has their ranges.
+    """Check that lengths, window and noise levels fit together, each in its own range already.
 
     Raises:
         ConfigError: a rule is broken; names only the first, which may have caused others.
@@ -137,7 +137,7 @@ class TeacherSizes:
 
 
 def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> TeacherSizes | None:
-    """Return the teacher's own layout, or None if it has that of the trained networks."""
+    """Return the teacher's own layout, or None if it has the layout of the other networks."""
     tensor = streaming.teacher_tensor_model_parallel_size
     stages = streaming.teacher_pipeline_model_parallel_size
     run = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -147,7 +147,7 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[str]:
-    """Return a sentence for each reason why the teacher cannot have its layout."""
+    """Return a sentence for each reason why the teacher's layout does not work."""
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if min(tensor, context) < 1 or parallel.world_size % (tensor * context):
         return []
@@ -179,7 +179,7 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
 
 
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
-    """Return an error if teacher groups do not divide the ranks, or cut across replicas."""
+    """Return an error, in a list, if the teacher's copies do not fit the ranks and replicas."""
     world = parallel.world_size
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     replica, counts = tensor * context, range(1, world + 1)

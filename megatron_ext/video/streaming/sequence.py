@@ -1,4 +1,4 @@
-"""The long sequence of a replica, which grows clip by clip, and its state in checkpoints."""
+"""The long video that a replica generates clip by clip, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prompts:
     """The inputs from which the samples of a sequence are generated.
 
     Attributes:
-        text, text_after: embeddings before and after the switch, ``[b, l, d]``.
+        text, text_after: embeddings of the prompts before and after the switch, ``[b, l, d]``.
         start: clean latents of given first frames, ``[b, t, c, h, w]``, in whole blocks; fewer
             frames than a clip has.
     """
@@ -51,11 +51,11 @@ FirstFrame = Callable[[Tensor], Tensor]
 
 @dataclass
 class SequenceState:
-    """The sequence of one replica. Random generators have no state: these numbers seed them.
+    """The state of one replica's sequence. It needs no random states: its numbers seed every draw.
 
     Attributes:
         sequence: number of the sequence in the run.
-        consumed_samples: number in the run of the first sample of the sequence on replica 0.
+        consumed_samples: number of the sequence's first sample on replica 0, counted over the run.
         chunk: number of clips generated so far; checkpoints call clips chunks.
         current_length: number of frames so far, including given ones.
         max_length: number of frames that the sequence may not exceed.
@@ -63,8 +63,8 @@ class SequenceState:
         has_switched: 1 if the second prompt is the current one, else 0.
         previous: last frames as generated, at most as many as a clip has, ``[b, t, c, h, w]``.
         sink: first frames as generated, ``[b, t, c, h, w]``.
-        text: current prompt, ``[b, l, d]``.
-        text_after: second prompt; empty if there is none.
+        text: embeddings of the current prompt, ``[b, l, d]``.
+        text_after: embeddings of the second prompt; empty if there is none.
     """
 
     sequence: int
@@ -80,20 +80,20 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Return whether the switch has not been made yet and its frame is before ``frame``."""
+        """Return whether a switch is still to come at a frame before ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, known: Tensor, length: int, sinks: int) -> Tensor:
-        """Return the first ``sinks`` frames of the sequence, or all if it is shorter.
+        """Return the first ``sinks`` frames of the sequence, or all if the sequence is shorter.
 
-        ``known``, ``[b, t, c, h, w]``, are the newest of the ``length`` frames so far.
+        ``known``, ``[b, t, c, h, w]``, are the last of the ``length`` frames so far.
         """
         return known[:, :sinks] if known.size(1) == length else self.sink
 
 
 @dataclass(frozen=True)
 class Replica:
-    """Data-parallel replica ``dp_rank`` of ``dp_size``; generates ``batch`` sequences at a time."""
+    """Data-parallel replica ``dp_rank`` of ``dp_size``; it makes ``batch`` sequences at a time."""
 
     seed: int
     batch: int = 1
@@ -102,7 +102,7 @@ class Replica:
 
 
 class StreamingSequence:
-    """The sequence that generator and critic steps advance together.
+    """The sequence of a replica, which grows by one clip whenever generator or critic is trained.
 
     All model-parallel ranks of a replica make the same calls and draw the same random numbers.
     Sequences begin and end together on all replicas.
@@ -114,8 +114,8 @@ class StreamingSequence:
 
     Attributes:
         state: None before the first sequence.
-        first: number of the first sequence, and number in the run of its first sample. A resumed
-            run that cannot load the old sequence begins after it.
+        first: numbers in the run of the sequence that begins if ``state`` is None, and of its first
+            sample. A resumed run that cannot load the old sequence begins after it.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StreamingSequence:
 
     @property
     def coming(self) -> tuple[int, int]:
-        """Return the number of the next sequence, and the number in the run of its first sample."""
+        """Return the numbers of the next sequence and of its first sample in the run."""
         s, replica = self.state, self.replica
         if s is None:
             return self.first
@@ -154,8 +154,8 @@ class StreamingSequence:
     def next_clip(self, *, trains_generator: bool) -> StreamClip:
         """Generate the next clip to train on; begin a new sequence if the current one has ended.
 
-        With ``trains_generator`` in two phases, the exit steps `StreamClip.blocks` must be run
-        again before the next call, since they read the cache.
+        With ``trains_generator`` and ``two_phase``, run the exit steps `StreamClip.blocks` again
+        before the next call, since they read the cache.
         """
         if not self.can_generate_more:
             self.begin()
@@ -169,7 +169,7 @@ class StreamingSequence:
         return self.state
 
     def begin(self) -> None:
-        """Begin the next sequence of the run with an empty cache, and write given frames to it."""
+        """Begin the next sequence of the run: empty the cache, and write given frames into it."""
         replica, streaming = self.replica, self.streaming
         block = streaming.frame_block
         sequence, consumed = self.coming
@@ -248,11 +248,11 @@ class StreamingSequence:
         )
 
     def _with_first_frame(self, known: Tensor) -> tuple[Tensor, bool]:
-        """Return the clip at the end of known frames, and whether its first is encoded anew.
+        """Return the clip at the end of known frames, and whether its first frame is encoded anew.
 
         Teacher and critic expect clips whose first latent frame encodes an image. If known frames
         come before the clip, its first frame is therefore encoded anew as an image, without
-        gradient. With ``decode_history`` the frame is decoded together with the known ones before.
+        gradient. With ``decode_history`` that frame is decoded together with the ones before it.
         """
         size = self.streaming.chunk_frames
         clip = known[:, -size:]
@@ -266,7 +266,7 @@ class StreamingSequence:
     def _roll_out(
         self, start: int, end: int, first_trained: int
     ) -> tuple[Tensor, tuple[ExitStep, ...], tuple[int, ...]]:
-        """Generate the frames from ``start`` to ``end``.
+        """Generate frames ``start`` to ``end``; those from ``first_trained`` on are to be trained.
 
         Returns their latents, the exit steps to run again with gradient, and the exit step number
         of each block.
@@ -321,7 +321,7 @@ class StreamingSequence:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sequence with its cache; empty before the first sequence."""
+        """Return the sequence's state with its cache; empty before the first sequence."""
         if self.state is None:
             return {}
         return {**vars(self.state), "cache": self.generator.cache.state_dict()}
@@ -329,7 +329,7 @@ class StreamingSequence:
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Restore the sequence from the `state_dict` of a run with the same sizes.
 
-        Without a stored ``cache`` it is rebuilt; see `rebuild_cache`.
+        If ``stored`` has no ``cache``, `rebuild_cache` makes one from past frames.
         """
         if not stored:
             self.state = None

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 class WorkCounter:
     """Counts the floating-point operations of each `VideoDiT` in some networks, pass by pass.
 
-    They cannot be computed in advance, since the number of passes is random. A forward pass counts
-    three times if weights get a gradient, and twice if only its input gets one, which includes the
-    backward pass. Recomputation to save memory does not count.
+    The count cannot be computed in advance, since the number of passes is random. Operations of a
+    forward pass count three times if weights get a gradient, and twice if only its input gets one,
+    which includes the backward pass. Recomputation to save memory does not count.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -77,7 +77,7 @@ class WorkCounter:
             self._flops = flops
 
     def take(self) -> float:
-        """Return this rank's operations since the last call; the number is equal on all ranks."""
+        """Return this rank's operations since the last call, equally many on all ranks."""
         flops, self._flops = self._flops, 0.0
         return flops
 
@@ -86,7 +86,7 @@ class StreamingRunner(StepRunner):
     """Trains the generator in some steps and the critic in all, on one long sequence.
 
     The generator is the model of the run. The runner holds the critic, the teacher and the sequence
-    of this replica. Checkpoints get critic and sequence as its ``extra_state``.
+    of this replica. Critic and sequence are saved in checkpoints as ``extra_state``.
     """
 
     extra_state: StreamingState
@@ -118,11 +118,11 @@ class StreamingRunner(StepRunner):
 
     @property
     def _networks(self) -> dict[Pass, TrainedNetwork]:
-        """Return the trained networks, keyed by the kind of pass that trains each."""
+        """Return critic and generator, keyed by their names."""
         return {"critic": self.critic, "generator": self.generator}
 
     def model_steps(self, steps: int) -> int:
-        """Return how many of the first ``steps`` train the generator; see `decisions.passes`."""
+        """Return how many of the first ``steps`` steps train the generator, the run's model."""
         return -(-steps // self.streaming.generator_interval)
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
@@ -148,7 +148,7 @@ class StreamingRunner(StepRunner):
         consumed_samples: int,
         num_samples: int,
     ) -> StepResult:
-        """Train one step on ``num_microbatches`` clips for each network; see `StepRunner.train`.
+        """Train one step, on ``num_microbatches`` clips for each network that the step trains.
 
         ``batches`` is None, since the sequence holds the prompts and counts its own samples.
         """
@@ -178,7 +178,7 @@ class StreamingRunner(StepRunner):
         return self._result(reports, updates)
 
     def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
-        """Count the step, and advance both learning rates, also that of a network not updated."""
+        """Count the step and advance the learning rates, also of a network without update."""
         self.extra_state.steps += 1
         for kind, network in self._networks.items():
             if kind in updates:
@@ -190,7 +190,7 @@ class StreamingRunner(StepRunner):
             self.sequence.generator.cache.memo.clear()
 
     def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
-        """Add up gradients on the next clip; return reports and the number of counted frames."""
+        """Add up one network's gradients on the next clip; return reports and counted frames."""
         clip = self.sequence.next_clip(trains_generator=kind == "generator")
         noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
         num_frames = clip.mask.sum()
@@ -206,7 +206,7 @@ class StreamingRunner(StepRunner):
         return reports, num_frames
 
     def _generator_losses(self, clip: StreamClip, noised: NoisedClip) -> Iterator[Loss]:
-        """Yield a loss for each block, or one for a whole clip that was generated with gradient."""
+        """Yield the generator's loss on a clip: one for each block with ``two_phase``, else one."""
         if self.streaming.distribution_loss == "sid":
             direction, losses = sid_direction(clip, noised, self.scores, self._whole_gradient)
         else:
@@ -217,7 +217,7 @@ class StreamingRunner(StepRunner):
             yield dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
 
     def _whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Combine the ranks' gradients of a network's input; see `VideoDiT.forward`."""
+        """Combine the ranks' gradients of a network's input into that of the whole loss."""
         groups, whole = self.context.pgs, gradient.contiguous().clone()
         if self.transformer_config.sequence_parallel:
             torch.distributed.all_reduce(whole, group=groups.tp)

@@ -30,7 +30,7 @@ SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the flags that must not change to resume a sequence, and those for its cache."""
+    """Return flags, by name, that must not change to resume a sequence, or to load its cache."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -54,7 +54,7 @@ class StreamingState:
     change and is not saved. Each data-parallel replica has its own sequence, whose cache is sharded
     over tensor- and context-parallel ranks. A run with another model-parallel layout rebuilds the
     cache from the stored frames. A run with another number of replicas begins new sequences, which
-    follow the stored ones in number, so that no prompt is seen twice.
+    are numbered after the stored ones, so that no prompt is seen twice.
 
     Attributes:
         steps: number of training steps done.
@@ -73,7 +73,7 @@ class StreamingState:
         self.steps = 0
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
-        """Return critic, sequence and progress; see `ExtraState`."""
+        """Return critic, sequence, cache and progress for a checkpoint; see `ExtraState`."""
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
         # Copy to the CPU: later passes change the originals, and a load may have other devices.
         stands: dict[str, Any] = tree_map_only(
@@ -90,7 +90,7 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Return the state to load, without objects that the checkpoint lacks; see `ExtraState`."""
+        """Check that a checkpoint fits; return the state to load, without objects that it lacks."""
 
         def names() -> set[str]:
             found = set(stored_entries(path))
@@ -119,7 +119,7 @@ class StreamingState:
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Restore critic, sequence and progress from ``loaded``; see `ExtraState`."""
+        """Restore critic, sequence and progress; ``notes`` gets sentences on what begins anew."""
         critic, progress = self._critic, loaded[PROGRESS]
         notes += self._left_out
         if critic.base is not None:
@@ -162,7 +162,7 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return the sequence, written by a replica's first rank, and the cache, written by all."""
+        """Return sharded objects: the sequence ``stands``, once a replica, and every rank's cache."""
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()
         ranks = groups.dp.rank(), groups.cp.rank(), groups.tp.rank()
@@ -174,7 +174,7 @@ class StreamingState:
 
 
 def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a clause for each flag whose value differs from that in the checkpoint."""
+    """Return a clause for each flag whose value differs from the one in the checkpoint."""
     return [
         f"`{name}` was {stored.get(name)} and is {value}"
         for name, value in now.items()

@@ -56,12 +56,12 @@ def sampler_of(run: Run) -> Callable[[Path], None]:
 def no_batches(
     run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return an empty source, since the sequence holds the prompts; see `Task.source`."""
+    """Return a source without batches, since the sequence holds the prompts."""
     return BatchSource(None, None)
 
 
 def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Count the samples and tokens of a step; see `Task.step_stats`.
+    """Return the numbers of samples and tokens of the next step.
 
     The operations are 0 here, since the runner counts them.
     """

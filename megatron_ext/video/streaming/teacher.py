@@ -1,8 +1,8 @@
 """The frozen teacher, which may have another parallel layout than the trained networks.
 
 Every rank of a replica has whole latents, timesteps, texts and predictions. A copy of the teacher
-can therefore span any group of consecutive ranks. A group that covers several replicas predicts for
-the samples of all of them. Several groups in one replica divide its samples among themselves.
+can therefore span any group of consecutive ranks. If a group covers several replicas, it predicts
+for the samples of all of them. If a replica has several groups, they divide its samples.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 def build_teacher(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> torch.nn.Module:
-    """Build this rank's part of the teacher, a `video.streaming.rollout.Network`.
+    """Build this rank's stage of the teacher, a `video.streaming.rollout.Network`.
 
-    It is frozen: it has no gradient buffers and no optimizer. All ranks call this together. The
-    random state of the run does not change. Without a checkpoint the teacher's random weights are
-    the same in any layout, and their seed differs from that of generator and critic.
+    The teacher is frozen: it has no gradient buffers and no optimizer. All ranks call this at the
+    same time. The random state of the run does not change. Without a checkpoint the teacher's
+    random weights are the same in any layout, and their seed differs from that of generator and
+    critic.
 
     Raises:
         CheckpointError: ``--teacher-checkpoint`` does not exist, or holds another model.
@@ -68,7 +69,7 @@ def build_teacher(
 
 
 def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
-    """Return the configuration of a run whose model is the teacher."""
+    """Return the run's configuration with the teacher as its model, in its own layout if any."""
     parallel = config.parallel
     if sizes is not None:
         own = dataclasses.replace(
@@ -103,12 +104,13 @@ def _network(
 class ParallelTeacher(torch.nn.Module):
     """A teacher with its own parallel layout; a `video.streaming.rollout.Network`.
 
+    Ranks that hold one copy of the teacher are a teacher group.
+
     Args:
         network: this rank's stage.
-        context: parallel groups of the teacher; each group of ranks that holds a copy is one of
-            its data-parallel replicas.
-        peers: ranks with this rank's position in the replicas of the run that its teacher group
-            covers, or in the teacher groups of its replica if there are several.
+        context: parallel groups of the teacher; each teacher group is a data-parallel replica.
+        peers: ranks with this rank's position in the replicas that its teacher group covers, or in
+            the teacher groups of its replica if there are several.
         num_replicas: number of replicas of the run that a teacher group covers; 1 also for a part
             of a replica.
     """
@@ -134,7 +136,7 @@ class ParallelTeacher(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Return the flow of noised latents, float32; see `VideoDiT.forward`.
+        """Return the flow that the teacher predicts for noised latents, in their shape, float32.
 
         All ranks of the run call this together, with equally many samples. The samples are equal on
         all ranks of a replica.
@@ -157,7 +159,7 @@ class ParallelTeacher(torch.nn.Module):
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow on all ranks; rows: latents, timesteps, texts, each ``[n, ...]``."""
+        """Return the flow for ``rows``: latents, timesteps and texts, each ``[n, ...]``."""
         x, staged = rows[0], self._context.layout.pipeline_model_parallel_size > 1
         # With pipeline stages each sample is a micro-batch.
         parts = [part.chunk(x.size(0) if staged else num_microbatches) for part in rows]
@@ -169,7 +171,7 @@ class ParallelTeacher(torch.nn.Module):
 
 
 def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the parts of all ranks of a group, joined along the first dimension."""
+    """Return the tensors of all ranks of a group, joined along the first dimension."""
     if group.size() == 1:
         return part
     whole = part.new_empty(group.size() * part.size(0), *part.shape[1:])

@@ -37,7 +37,7 @@ PROGRESS_INTERVAL = 5.0
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a checkpoint gives to flags; see `DefaultsOf`.
+    """Return the defaults of flags, by name, that a checkpoint determines; see `DefaultsOf`.
 
     Raises:
         ConfigError: the checkpoint is of another task.
@@ -57,7 +57,10 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that load the frozen weights under a checkpoint's adapters, or redraw them.
+    """Return flags that give a run the frozen weights under a checkpoint's adapters.
+
+    The flags name another checkpoint, or the seed of random weights. They are empty for a
+    checkpoint without adapters.
 
     Raises:
         CheckpointError: the weights are gone, or are given for a checkpoint without adapters.
@@ -84,7 +87,7 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check options and prompts of the videos, and set the model's sizes; see `Task.preflight`."""
+    """Check options and prompts; return the completed configuration and None."""
     streaming = config.section(StreamingConfig)
     check_options(streaming)
     video_prompts(config.section(SampleConfig), config.section(StreamingSampleConfig), streaming)
@@ -122,7 +125,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def summary(seen: Throughput, block: int) -> str:
-    """Return a line that describes a throughput; a block has ``block`` latent frames."""
+    """Return a line of text on a throughput; a block has ``block`` latent frames."""
     rate = seen.blocks / seen.seconds
     return (
         f"made {seen.videos} videos of {seen.blocks} frame blocks ({seen.blocks * block} latent "
@@ -133,7 +136,7 @@ def summary(seen: Throughput, block: int) -> str:
 
 
 def sample_streaming(argv: Sequence[str]) -> int:
-    """Run the program on its arguments, without ``--streaming``, and return its exit code."""
+    """Sample videos as the command-line arguments ask; return the program's exit code."""
     task = dataclasses.replace(
         STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
     )
