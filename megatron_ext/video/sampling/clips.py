@@ -1,4 +1,4 @@
-"""Write sampled clips as mp4 files, with a contact sheet and a list."""
+"""Write sampled clips as mp4 files, with a contact sheet and a jsonl list of them."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def write_clips(
     seed: int,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write P clips ``sample_000.mp4`` and so on, a contact sheet and a list into a folder.
+    """Write P clips ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST` into a folder.
 
     All files are first written into a temporary folder, which then takes the folder's place. The
-    folder is thus never incomplete. Samples that it held before are lost.
+    folder is thus never incomplete. The folder's earlier samples are lost.
 
     Args:
         pixels: ``[P, 3, f, H, W]``, all finite; they are clamped to [-1, 1].
@@ -145,7 +145,7 @@ def write_clips(
 
 
 def open_folder(target: Path) -> Path:
-    """Make and return an empty temporary folder for samples, which `publish` renames to ``target``.
+    """Make and return an empty temporary folder, which `publish` later renames to ``target``.
 
     Raises:
         DataError: the target holds files other than samples.
@@ -203,7 +203,7 @@ def describe(
 
 
 def shown_frames(num_frames: int) -> NDArray[np.int_]:
-    """Return the indices of the frames that a contact sheet shows of ``num_frames`` frames."""
+    """Return which of ``num_frames`` frames a contact sheet shows, as indices."""
     shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES))
     numbers: NDArray[np.int_] = shown.round().astype(int)
     return numbers
@@ -229,7 +229,7 @@ def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -
 
 
 def _shortened(title: str, fits: Callable[[str], bool]) -> str:
-    """Return the title in one line, cut off with "..." if the whole does not fit."""
+    """Return the title in one line, cut off with "..." if ``fits`` is false for the whole."""
     line = " ".join(title.split())
     ends = [line, *(f"{line[:end]}..." for end in range(len(line), 0, -1))]
     return next(filter(fits, ends), "...")

@@ -43,7 +43,7 @@ def requests_of(sample: SampleConfig) -> list[ClipRequest]:
 
 
 def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
-    """Return the size of the clips from the flags, with the data's largest bucket as default."""
+    """Return the size of the clips from the flags; default: the dataset's largest bucket."""
     buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
     largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
     height, width = sample.sample_size or (largest.height, largest.width)
@@ -139,7 +139,7 @@ def generate_latents(
     null = Text(null.sequence.to(device), null.pooled.to(device))
 
     def sampled(numbers: list[int]) -> Tensor:
-        """Sample the latents of the requests with these numbers."""
+        """Sample the latents of the requests with the indices ``numbers``."""
         given = encoded.references
         if given is not None:
             given = References(given.latents[numbers], given.masks[numbers])

@@ -29,7 +29,7 @@ def forward_engine(
     transformer_config: TransformerConfig,
     context: ParallelContext,
 ) -> PipelineEngine:
-    """Build an engine for forward passes, for runs that train by megatron-core's schedules."""
+    """Build an engine for forward passes, for runs that train with megatron-core's schedules."""
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
     schedule = "zb-v" if placement.v_shape else schedule
@@ -39,7 +39,7 @@ def forward_engine(
 def collect_outputs(
     engine: PipelineEngine, inputs: Sequence[Mapping[str, Tensor]], shape: Sequence[int]
 ) -> list[Tensor]:
-    """Run forward passes; return each micro-batch's output on the last stage, elsewhere nothing.
+    """Run forward passes; return each micro-batch's output on the last stage, elsewhere [].
 
     ``inputs`` holds the keyword arguments of each micro-batch, which every chunk gets. ``shape`` is
     the shape of the tensor passed between stages.
@@ -59,7 +59,7 @@ def collect_outputs(
 
 
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
-    """Broadcast ``x`` from the last stage; other stages pass a buffer of its shape and dtype."""
+    """Return ``x`` of the last stage; other stages pass a buffer of its shape and dtype."""
     x = x.contiguous()
     torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
     return x

@@ -202,7 +202,7 @@ class StreamingConfig(WanConfig):
         return dataclasses.replace(named, channels=channels, text_width=width)
 
     def described(self, model: ModelConfig, role: Role = "generator") -> ModelConfig:
-        """Return ``model`` with the sizes of the network ``role`` put in."""
+        """Return ``model`` changed to the sizes of the network ``role``."""
         return model_of(self.sizes(role).transformer_fields(), model)
 
 

@@ -88,7 +88,7 @@ class _Formulas:
         self._window = window_of(self._streaming)
 
     def trained(self, name: Role) -> NetworkMemory:
-        """Return the memory of generator or critic; only the generator may keep averages."""
+        """Return the memory of generator or critic; only the first may have averaged weights."""
         run, sizes = self._config, self._streaming.sizes(name)
         if name == "critic":
             run = replace(run, ema=replace(run.ema, ema_decay=None))
@@ -97,7 +97,7 @@ class _Formulas:
         return NetworkMemory(name, weights, state, distinct([weights]))
 
     def teacher(self) -> NetworkMemory:
-        """Return the memory of the teacher: frozen, without adapters, in the layout it has."""
+        """Return the memory of the teacher: frozen, without adapters, maybe in another layout."""
         found = teacher_sizes(self._streaming, self._config.parallel)
         own = found or TeacherSizes(self._ranks.tp, 1)
         sizes = self._streaming.sizes("teacher")
@@ -149,7 +149,7 @@ class _Formulas:
         return Stage.of_layers(range(self._streaming.sizes(role).num_blocks), 0, 1)
 
     def _clip(self, frames: int, *, samples: int = 1) -> Clip:
-        """Return the shape of ``frames`` latent frames; ``samples`` multiplies the micro-batch."""
+        """Return a `Clip` of ``frames`` latent frames; ``samples`` multiplies the micro-batch."""
         height, width = self._streaming.latent_size
         patch = self._streaming.sizes().patch_size
         length = self._config.section(TextEncoderConfig).text_length
@@ -196,7 +196,7 @@ def not_estimated(config: RunConfig) -> list[str]:
 
 
 def report(config: RunConfig, gpu: Gpu | None) -> Report:
-    """Return the plan of a checked run as tables and sentences, and whether it fits the GPU."""
+    """Return the plan of a run as tables and text, and whether it fits; True if ``gpu`` is None."""
     ranks, found = Ranks.of(config), streaming_memory(config)
     networks = Table(
         "network", "parameters", "of a rank", "weights", "gradients", "optimizer", "EMA",

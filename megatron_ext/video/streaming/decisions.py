@@ -1,9 +1,9 @@
 """Decide how streaming sequences grow, when prompts switch, and which network each step trains.
 
-Every random decision is a function of the seed and of numbers, as in `video.data.randomness`.
-Control flow (lengths, growth, switches, exit steps) depends on the numbers of sequence and clip.
-It must be the same on all ranks, or their collectives would not match. Noise depends on the numbers
-of the samples in the run. It differs between replicas, but does not depend on the layout.
+Every random decision is a function of the seed and of numbers that count sequences, clips or
+samples. Control flow (lengths, growth, switches, exit steps) depends on the numbers of sequence and
+clip. It must be the same on all ranks, or their collectives would not match. Noise depends on the
+numbers of the samples in the run. It differs between replicas, but does not depend on the layout.
 
 A clip is the input of critic and teacher: the newest ``--chunk-frames`` latent frames of a
 sequence. Each pass of a step takes the next clip.
@@ -31,7 +31,7 @@ def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return the number of clips in ``length`` frames if each adds the fewest new frames."""
+    """Return the number of clips in ``length`` frames if later ones add the fewest frames."""
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 
 
@@ -76,7 +76,7 @@ def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int
 
 
 def num_trained_clips(streaming: StreamingConfig) -> int | None:
-    """Return how many clips of each sequence train a network; None if it is random."""
+    """Return how many clips of each sequence train a network; None if the number is random."""
     counts = {num_clips(streaming, length) for length in streaming.sequence_lengths}
     if len(counts) > 1 or streaming.min_new_frames < streaming.max_new_frames:
         return None
@@ -123,7 +123,7 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return how many frames, at most ``remaining``, a later clip adds; always whole blocks."""
+    """Return how many frames, at most ``remaining``, a clip after the first adds: whole blocks."""
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
     return _choice(choices, seed, sequence, f"streaming growth {clip}")
@@ -132,7 +132,7 @@ def new_frames(
 def exit_steps(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, blocks: int, steps: int
 ) -> tuple[int, ...]:
-    """Return each block's last denoising step in a clip, from 0 to ``steps - 1``."""
+    """Return the last denoising step, counted from 0, of each block of a clip."""
     if streaming.last_step_only:
         return (steps - 1,) * blocks
     source = generator(seed, sequence, f"streaming exits {clip}")

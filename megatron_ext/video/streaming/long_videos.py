@@ -158,7 +158,7 @@ Progress = Callable[[Throughput], None]
 class LongVideoSampler:
     """Samples the videos of a run's prompts; all ranks build and call it together.
 
-    Sampling does not change the run's random states, since the networks have no dropout.
+    The run's random states do not change: networks have no dropout, and noise has its own seed.
 
     Args:
         encode: encodes all captions; called once.
@@ -240,7 +240,7 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield batches of this replica's prompt numbers; a batch switches at the same frames."""
+        """Yield batches of this replica's prompt numbers; all of a batch switch at equal frames."""
         context, size = self._run.context, self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 
@@ -311,7 +311,7 @@ class _Timer:
         self.throughput = Throughput()
 
     def count(self, videos: int, frames: int) -> None:
-        """Count one block of each of ``videos`` videos; it has ``frames`` decoded frames."""
+        """Count one block of ``frames`` decoded frames for each of ``videos`` videos."""
         seen = self.throughput
         seen.blocks += videos
         seen.frames += videos * frames

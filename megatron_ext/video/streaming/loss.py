@@ -64,10 +64,10 @@ class NoisedClip:
 def noised_clip(
     clip: StreamClip, schedule: NoiseSchedule, seed: int, purpose: decisions.Pass
 ) -> NoisedClip:
-    """Add noise to a clip.
+    """Return a clip with noise added, for critic and teacher.
 
-    Noise and timesteps depend only on the seed, the number and samples of the clip, its exit step,
-    and the network that is trained on it, ``purpose``.
+    Noise and timesteps depend only on the seed, on the clip's samples, number and exit step, and on
+    ``purpose``, the network that is trained.
     """
     latents, name = clip.latents.detach(), f"{purpose} chunk {clip.number}"
     uniforms = decisions.uniforms(seed, clip.samples, f"{name} timestep")
@@ -82,9 +82,9 @@ class Scores:
     """Critic and teacher, and the parameters with which their predictions are compared.
 
     Attributes:
-        critic: predicts the flow for the distribution of the generator's videos.
-        teacher: predicts the flow for real videos. With guidance it gets both prompts in one batch
-            of 2 * b.
+        critic: predicts the flow as for videos of the generator.
+        teacher: predicts the flow as for real videos. With guidance it gets both prompts in one
+            batch of 2 * b.
         negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, as long as the
             clip's prompts; unused without guidance.
         guidance_scale: w of the guidance; 1 is no guidance.
@@ -138,11 +138,11 @@ def sid_direction(
     scores: Scores,
     whole_gradient: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the summed losses of a clip's frames, and the losses L_S, ``[b, t]``.
+    """Return the gradient of L_S, summed over a clip's frames, and L_S of each frame ``[b, t]``.
 
-    The gradient, ``[b, t, c, h, w]`` float64, is multiplied by the number of elements of a frame.
-    It goes through critic and teacher, but their weights get none. If ranks divide the tokens,
-    ``whole_gradient`` maps a rank's gradient of the networks' input to that of the whole loss.
+    The gradient for the clip, ``[b, t, c, h, w]`` float64, is multiplied by the number of elements
+    of a frame. It goes through critic and teacher, but their weights get none. If ranks divide the
+    tokens, ``whole_gradient`` maps a rank's gradient of the networks' input to the whole one.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):

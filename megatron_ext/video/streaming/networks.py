@@ -158,7 +158,7 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return the critic, if ``name`` is that, or else the generator, for merging its adapters."""
+    """Return the critic of a checkpoint, if ``name`` is "critic", or else its generator."""
     if name != CRITIC:
         return Network(build_network)
     return Network(

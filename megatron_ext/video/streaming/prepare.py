@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and lengths of a run; return the completed configuration and None."""
+    """Check prompts and lengths; return the completed configuration, and None for no assets."""
     streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
     check_weights("--critic-checkpoint", streaming.critic_checkpoint)
     check_weights("--teacher-checkpoint", streaming.teacher_checkpoint)
@@ -82,7 +82,7 @@ def coverage(streaming: StreamingConfig, accumulation: int) -> str:
 
 
 def clip_tokens(streaming: StreamingConfig) -> int:
-    """Return the number of tokens of a clip of one sample."""
+    """Return the number of tokens in one sample's clip."""
     return streaming.chunk_frames * _frame_tokens(streaming)
 
 
@@ -128,7 +128,7 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
-    """Raise ConfigError if patches or codec do not fit the latents, or a codec has no use."""
+    """Raise ConfigError if patches or codec do not fit the latents, or a codec is set in vain."""
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError(

@@ -48,8 +48,8 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
     """Read the prompts of a training run from ``--prompts-path`` and ``--second-prompts-path``.
 
     Rows of a jsonl have ``text``, and may have ``second_text`` and ``image`` or ``video``, a path
-    relative to the file. Either all rows or none have a second text, and likewise given frames,
-    since sequences switch and begin in the same way on all replicas.
+    relative to the file. Either all rows or none have a second text, and likewise an image or
+    video, since sequences switch and begin in the same way on all replicas.
 
     Raises:
         DataError: a file cannot be read or is empty, a row is invalid, or the two files do not fit

@@ -122,7 +122,7 @@ class Generator:
         return x0, last
 
     def write_back(self, x0: Tensor, first_frame: int, text: Tensor, noise: BlockNoise) -> None:
-        """Add the context noise to a block of clean frames, and write it into the cache."""
+        """Write clean frames into the cache, with the noise that ``--context-noise`` asks for."""
         sigma = self.schedule.context_sigma()
         if sigma:
             x0 = mixed(x0, noise(first_frame, WRITE_BACK), torch.tensor(sigma))
@@ -138,9 +138,9 @@ class Generator:
         Args:
             history: holds at least the last ``frames`` frames, or all of a shorter video.
             text: embeddings of the prompt, ``[b, l, d]``.
-            noise: source of the context noise with which the frames were first written.
+            noise: source of the noise with which the frames were first written into the cache.
             frames: largest number of newest frames to encode.
-            keep_sink: keep the sinks of the cache as they are, instead of encoding them too.
+            keep_sink: keep the cached sinks (see `History`), instead of encoding them too.
         """
         sinks = num_sinks(self.cache.window)
         if keep_sink and history.length <= sinks:
@@ -162,7 +162,7 @@ class Generator:
         )
 
     def _as_context(self, latents: Tensor, first_frame: int, noise: BlockNoise) -> Tensor:
-        """Return past frames with the context noise that encoding anew adds to them."""
+        """Return past frames with the noise that they get when they are encoded anew."""
         sigma = self.schedule.context_sigma(recached=True)
         if not sigma:
             return latents
@@ -172,7 +172,7 @@ class Generator:
 
 
 def num_sinks(window: FrameWindow) -> int:
-    """Return the number of sinks, the first frames that all later ones see, in whole blocks."""
+    """Return how many first frames all later ones see, rounded up to whole blocks."""
     return -(-window.sink // window.block) * window.block
 
 
@@ -186,10 +186,10 @@ class StreamClip:
     """The newest frames of a sequence, as critic and teacher see them.
 
     Attributes:
-        latents: X, ``[b, t, c, h, w]``; with gradient only for the generator without two phases.
+        latents: X, ``[b, t, c, h, w]``; with gradient only for the generator without ``two_phase``.
         mask: True for frames that count in the losses, ``[b, t]``: new, and made under ``text``.
         text: current prompt, ``[b, l, d]``; the losses use it for the whole clip.
-        blocks: exit steps to run again with gradient; empty for the critic or without two phases.
+        blocks: exit steps to run again with gradient; none for the critic or without ``two_phase``.
         samples: numbers of the clip's samples in the run.
         sequence: number of the clip's sequence in the run.
         number: number of the clip in the sequence, from 0.

@@ -54,7 +54,7 @@ def streaming_errors(streaming: StreamingConfig) -> list[str]:
 
 
 def check_options(streaming: StreamingConfig) -> None:
-    """Check that lengths, window and noise levels fit together, each in its own range already.
+    """Check that lengths, window and noise levels, each within its range, fit together.
 
     Raises:
         ConfigError: a rule is broken; names only the first, which may have caused others.

@@ -190,7 +190,7 @@ class StreamingRunner(StepRunner):
             self.sequence.generator.cache.memo.clear()
 
     def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
-        """Add up one network's gradients on the next clip; return reports and counted frames."""
+        """Add up a network's gradients on the next clip; return reports and a count of frames."""
         clip = self.sequence.next_clip(trains_generator=kind == "generator")
         noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
         num_frames = clip.mask.sum()

@@ -30,7 +30,7 @@ SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return flags, by name, that must not change to resume a sequence, or to load its cache."""
+    """Return flags that must not change: those of a sequence, and those of its cache."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -162,7 +162,7 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return sharded objects: the sequence ``stands``, once a replica, and every rank's cache."""
+        """Return sharded objects of the sequence's state ``stands`` and of this rank's cache."""
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()
         ranks = groups.dp.rank(), groups.cp.rank(), groups.tp.rank()

@@ -63,7 +63,7 @@ def no_batches(
 def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Return the numbers of samples and tokens of the next step.
 
-    The operations are 0 here, since the runner counts them.
+    The floating-point operations are 0 here, since the runner counts them.
     """
     runner = run.runner
     assert isinstance(runner, StreamingRunner)

@@ -41,10 +41,9 @@ def build_teacher(
 ) -> torch.nn.Module:
     """Build this rank's stage of the teacher, a `video.streaming.rollout.Network`.
 
-    The teacher is frozen: it has no gradient buffers and no optimizer. All ranks call this at the
-    same time. The random state of the run does not change. Without a checkpoint the teacher's
-    random weights are the same in any layout, and their seed differs from that of generator and
-    critic.
+    The teacher is frozen, without gradient buffers and optimizer. All ranks call this together.
+    The random state of the run does not change. Without a checkpoint the teacher's random weights
+    are the same in any layout, and their seed differs from that of generator and critic.
 
     Raises:
         CheckpointError: ``--teacher-checkpoint`` does not exist, or holds another model.
@@ -111,8 +110,8 @@ class ParallelTeacher(torch.nn.Module):
         context: parallel groups of the teacher; each teacher group is a data-parallel replica.
         peers: ranks with this rank's position in the replicas that its teacher group covers, or in
             the teacher groups of its replica if there are several.
-        num_replicas: number of replicas of the run that a teacher group covers; 1 also for a part
-            of a replica.
+        num_replicas: number of replicas of the run that a teacher group covers; 1 if the group lies
+            within a replica.
     """
 
     def __init__(
