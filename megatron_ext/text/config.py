@@ -27,7 +27,7 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Datasets and loaders; names and defaults are Megatron-LM's."""
+    """The flags of datasets and data loaders; names and defaults are Megatron-LM's."""
 
     data_path: list[str] | None = flag(
         None, "dataset prefixes, or weights and prefixes in turn", nargs="+"
@@ -71,7 +71,7 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
     def resolved(self) -> "DataConfig":
-        """Return the section with quotes removed from ``--split``, or with its default if unset."""
+        """Return the section with ``split`` unquoted, or with its default if splits share data."""
         if self.split is not None and self.split != self.split.strip("'\""):
             return dataclasses.replace(self, split=self.split.strip("'\""))
         blended = self.data_path is not None or self.data_args_path is not None or self.mock_data
@@ -187,9 +187,9 @@ _NOT_WITH_SFT = {
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Supervised fine-tuning on conversations.
+    """The flags of supervised fine-tuning on conversations.
 
-    A conversation of n tokens takes n - 1 positions of a row, since its labels are its tokens
+    A conversation of n tokens takes n - 1 positions of a batch row, since its labels are its tokens
     shifted by one. ``sft_max_length`` counts tokens; ``--seq-length`` counts positions.
     """
 
@@ -233,7 +233,7 @@ class SftConfig:
     )
 
     def resolved(self, seq_length: int | None) -> "SftConfig":
-        """Return the section with ``sft_max_length`` set; it defaults to ``seq_length``."""
+        """Return the section; under ``--sft``, ``sft_max_length`` defaults to ``seq_length``."""
         if self.sft_max_length is not None or not self.sft:
             return self
         return dataclasses.replace(self, sft_max_length=seq_length)
@@ -243,7 +243,7 @@ class SftConfig:
         return dict(json.loads(self.sft_template_kwargs or "{}"))
 
     def row_errors(self) -> list[str]:
-        """Return an error for each bad flag that both tools/preprocess_data.py and a run refuse."""
+        """Return an error for a bad ``--sft-row-format`` and for bad ``--sft-template-kwargs``."""
         found = []
         if self.sft_row_format not in _ROW_FORMATS:
             found.append(
@@ -263,7 +263,7 @@ class SftConfig:
 
 
 def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
-    """Return an error for each flag that is not allowed with ``--sft``, or not without it."""
+    """Return an error for each flag that does not go with ``--sft``, or that needs ``--sft``."""
     training, seq_length = run.training, run.model.seq_length
     if not sft.sft:
         found = [
@@ -311,7 +311,7 @@ NEEDS = {"--dataloader-type cyclic": "data_sharding"}
 
 
 def resolve_text(config: RunConfig) -> RunConfig:
-    """Fill in the values that the flags of text runs determine; see `TaskFlags.resolve`."""
+    """Return the configuration with ``document_masks``, ``split`` and ``sft_max_length`` set."""
     data, sft = config.section(DataConfig), config.section(SftConfig)
     packs = sft.sft and sft.sft_batching != "padded"
     model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
@@ -349,7 +349,7 @@ def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> lis
 
 
 def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
-    """Return the part of a stored configuration that describes the weights of its GPT.
+    """Return the sections of a checkpoint's configuration that describe the weights of its GPT.
 
     Raise a ConfigError if the checkpoint is of another kind of model.
     """

@@ -33,10 +33,12 @@ LLAMA3_CONSTANTS = {
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A Hugging Face model: the content of its config.json, and the same as `ModelConfig` fields.
+    """The config.json of a Hugging Face model, as read and as our flags.
 
     Attributes:
-        family: a key of `FAMILIES`.
+        family: a key of `FAMILIES`, such as "llama".
+        raw: the content of the file.
+        fields: the corresponding values of `ModelConfig`, by field.
     """
 
     family: str
@@ -46,7 +48,7 @@ class HuggingFaceModel:
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
-    """Read the config.json of a folder; see `understand` for the errors."""
+    """Return the model of a folder's config.json; raise a CheckpointError for an unusable file."""
     path = folder / "config.json"
     return understand(read_settings(path, "give a folder of a Hugging Face model."), path)
 
@@ -69,7 +71,7 @@ def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 
 
 def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that transformers would use, with defaults for what the file lacks."""
+    """Return the entries ``raw`` of config.json, with transformers' defaults for missing ones."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
@@ -86,7 +88,7 @@ def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, Any]) -> None:
-    """Raise a CheckpointError for a part that would be lost or computed differently."""
+    """Raise a CheckpointError for a feature that conversion would lose, such as quantization."""
     family = raw["model_type"]
     architectures = raw.get("architectures") or [FAMILIES[family]]
     unusual = {
@@ -106,7 +108,7 @@ def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, 
 
 
 def _window(values: Mapping[str, Any]) -> int | None:
-    """Return the size of a sliding window in tokens; None without one that hides any token."""
+    """Return the tokens in the sliding attention window; None if no window hides a token."""
     if not values.get("use_sliding_window", True):
         return None
     window = values.get("sliding_window")

@@ -140,7 +140,7 @@ def build_bare(config: RunConfig, context: ParallelContext) -> Any:
 def converted(
     weights: dict[str, Tensor], shape: RowShape, *, vocab_size: int, dtype: torch.dtype
 ) -> safetensors_files.Converted:
-    """Convert our whole parameters to transformers' tensors, without vocabulary padding."""
+    """Return our unsharded ``weights`` as transformers' tensors, without vocabulary padding."""
 
     def convert(name: str, parameter: Tensor) -> dict[str, Tensor]:
         parts = to_hf(name, parameter, shape)
@@ -180,7 +180,7 @@ def _vocab_size(order: Export, padded: int, like: HuggingFaceModel | None) -> tu
 
 
 def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
-    """Raise a CheckpointError if a checkpoint has weights that the exported model would lack."""
+    """Raise a CheckpointError if weights would be lost, or the averages to export are missing."""
     iteration = choose(order.load, order.step)
     assert iteration is not None
     path = standing_folder_of(order.load, iteration)
@@ -201,11 +201,11 @@ def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
 
 @dataclass(frozen=True)
 class Import:
-    """The options of an import.
+    """The options of an import from the Hugging Face folder ``source`` to the new folder ``save``.
 
     Attributes:
         dtype: dtype of the checkpoint; None keeps the source's.
-        tensor_parallel_size: number of ranks by which the padded vocabulary is divisible.
+        tensor_parallel_size: tensor-parallel ranks among which the padded vocabulary is divisible.
         make_vocab_size_divisible_by: divisor of the vocabulary size on each tensor-parallel rank.
         seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores
             max_position_embeddings.
@@ -265,7 +265,7 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
 def fill(
     chunk: Any, tensors: safetensors_files.TensorFolder, shape: RowShape, *, vocab_size: int
 ) -> None:
-    """Copy a Hugging Face model's tensors into our whole model; zero the vocabulary padding.
+    """Copy a Hugging Face model's tensors into our unsharded model; zero the vocabulary padding.
 
     Raise a CheckpointError if a tensor is missing, left over, or of another shape.
     """

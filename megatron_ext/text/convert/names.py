@@ -1,6 +1,6 @@
 """Maps our parameters, and their adapters, to those of transformers' llama-like models.
 
-Two of our weights are fused. ``linear_qkv`` holds, for each query group, the rows of the group's
+Two of our weights are fused. ``linear_qkv`` holds, for each of g query groups, the rows of its
 query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]``, flattened to ``[rows, h]``
 (Megatron's order). ``linear_fc1`` of a gated MLP holds the rows of gate_proj, then those of
 up_proj: ``[2 * ffn, h]``.
@@ -45,7 +45,7 @@ _BY_LAST_PART = {ours.rsplit(".", 1)[-1]: theirs for ours, theirs in LAYER_MODUL
 
 @dataclass(frozen=True)
 class RowShape:
-    """The heads n, query groups g and head size d, which determine the order of fused rows."""
+    """The heads n, query groups g and head size d, which fix the order of ``linear_qkv``'s rows."""
 
     num_attention_heads: int
     num_query_groups: int
@@ -58,9 +58,9 @@ class RowShape:
 
 
 def modules_of(name: str) -> tuple[str, ...]:
-    """Return the modules of transformers that are fused in one of our modules.
+    """Return the names of the transformers modules that correspond to one of our modules.
 
-    ``name`` may be a path or its last part, such as ``linear_qkv``. Raise a CheckpointError if
+    ``name`` may be a path or only its end, such as ``linear_qkv``. Raise a CheckpointError if
     llama-like models have no such module.
     """
     for part in name.split("."):
@@ -73,10 +73,10 @@ def modules_of(name: str) -> tuple[str, ...]:
 
 
 def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
-    """Split the rows of one of our tensors among the modules of transformers; see `modules_of`.
+    """Return the rows of one of our tensors by transformers module; see `modules_of`.
 
-    The tensor is a weight ``[rows, h]``, a bias ``[rows]``, or the matrix B of a low-rank adapter
-    ``[rows, r]``. It may be the shard of one tensor-parallel rank if ``shape`` counts its heads.
+    The tensor is a weight ``[rows, h]``, a bias ``[rows]``, or the matrix B ``[rows, r]`` of an
+    adapter of rank r. It may be one tensor-parallel shard if ``shape`` has the heads of a shard.
 
     Raise a CheckpointError if the number of rows does not agree with ``shape``.
     """
@@ -94,7 +94,7 @@ def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def join_rows(name: str, parts: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """Join tensors ``[rows, ...]`` by module to one of ours; the inverse of `split_rows`."""
+    """Join the tensors of transformers' modules to one of ours; the inverse of `split_rows`."""
     modules = modules_of(name)
     if modules == QKV:
         g, n, d = shape.num_query_groups, shape.heads_per_group, shape.kv_channels
@@ -136,7 +136,7 @@ def hf_names(name: str) -> dict[str, str]:
 
 
 def to_hf(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
-    """Convert one of our whole parameters to tensors of transformers, by full name."""
+    """Convert one of our unsharded parameters to tensors of transformers, by full name."""
     names = hf_names(name)
     if name in OUTER:
         return {OUTER[name]: tensor}
@@ -144,7 +144,7 @@ def to_hf(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """Convert tensors of transformers to one of our whole parameters; the inverse of `to_hf`."""
+    """Convert tensors of transformers to our unsharded parameter; the inverse of `to_hf`."""
     names = hf_names(name)
     if name in OUTER:
         return theirs[OUTER[name]]
@@ -165,7 +165,7 @@ _ADAPTER = re.compile(
 
 
 def llama_adapters(model: ModelConfig, root: Path) -> PeftLayers:
-    """Map a run's adapters to layers of transformers' Llama; errors name the folder ``root``."""
+    """Return the Llama layers that match a run's adapters; errors name the folder ``root``."""
 
     def parts(name: str, matrix: Tensor) -> Iterator[Part]:
         match = _ADAPTER.match(name)

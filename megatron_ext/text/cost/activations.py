@@ -30,7 +30,7 @@ from megatron_ext.text.cost.flops import Sizes
 
 @dataclass(frozen=True)
 class Activations:
-    """The formulas of one run; all results are bytes of one micro-batch on one rank."""
+    """Formulas for the activation memory of a run, in bytes of one micro-batch on one rank."""
 
     config: RunConfig
     sizes: Sizes
@@ -48,11 +48,11 @@ class Activations:
         return rms_norm(self.sizes, tokens, size, frozen=self.config.lora.lora_rank is not None)
 
     def dropout(self, elements: int, probability: float) -> int:
-        """Return the bytes of a dropout mask: one byte per element on a GPU."""
+        """Return the bytes of a dropout mask: 1 per element on a GPU, an activation's on a CPU."""
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
     def qk(self) -> int:
-        """Return the bytes of the queries, keys and values of attention, and of what they view."""
+        """Return the bytes kept for queries, keys and values, their norms and rotary tables."""
         model, sizes = self.config.model, self.sizes
         of_head = sizes.tokens * sizes.d * sizes.width
         queries, keys = of_head * sizes.n // sizes.tp, of_head * sizes.g // sizes.tp
@@ -77,9 +77,9 @@ class Activations:
 
     @property
     def _exchange(self) -> str | None:
-        """Return how context parallelism moves keys: "gather", "trade" (all-to-all) or None.
+        """Return how context parallelism exchanges keys: "gather", "trade" (all-to-all) or None.
 
-        None means that attention keeps no moved keys, since they do not move or are recomputed.
+        None means that autograd keeps no exchanged keys: cp is 1, or attention is recomputed.
         """
         if self.sizes.cp == 1 or self._recomputes("core_attn"):
             return None
@@ -87,7 +87,7 @@ class Activations:
 
     @property
     def attends_eagerly(self) -> bool:
-        """Return whether attention keeps scores; see `layers.attention.DotProductAttention`."""
+        """Return whether attention keeps its matrix of scores, for want of a fused kernel."""
         model = self.config.model
         drops = model.attention_dropout > 0
         if self.sizes.gpu:
@@ -167,7 +167,7 @@ class Activations:
         return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
 
     def _experts(self) -> LayerBytes:
-        """Return the bytes of router, dispatch and local experts, if the load is balanced."""
+        """Return the bytes of router, dispatch and local experts, assuming a balanced load."""
         sizes, moe = self.sizes, self.config.moe
         count, width = moe.num_experts or 1, sizes.width
         seen = sizes.residual_tokens
@@ -204,9 +204,9 @@ class Activations:
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
     def _linear_inputs(self, number: int) -> int:
-        """Return the change of the bytes that layer ``number`` keeps by 8-bit or frozen weights.
+        """Return how many bytes more layer ``number`` keeps because of 8-bit or frozen weights.
 
-        The reference is a layer trained in 16 or 32 bits; the result is often negative.
+        The layer is compared with one trained in 16 or 32 bits; the result is often negative.
         """
         fp8, width, inputs = self.config.fp8, self.sizes.width, self._inputs(number)
         # Attention keeps its output, which is the input of linear_proj, unless it is run again.
@@ -219,7 +219,7 @@ class Activations:
         return (proj if attended else -proj * (width - 1)) - sum(inputs.values()) * (width - 1)
 
     def _inputs(self, number: int) -> dict[str, int]:
-        """Return how many numbers a rank keeps as input of each linear layer in a layer."""
+        """Return the number of input elements that a rank keeps for each linear layer, by name."""
         sizes, moe, experts = self.sizes, self.config.moe, self.sizes.experts[number]
         qkv, proj = sizes.residual_tokens * sizes.h, sizes.tokens * sizes.n // sizes.tp * sizes.d
         fc1, fc2 = qkv, sizes.tokens * sizes.f // sizes.tp
@@ -232,7 +232,7 @@ class Activations:
         return {"linear_qkv": qkv, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
 
     def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
-        """Return the bytes that adapters keep, less the inputs of layers without an adapter."""
+        """Return the bytes that adapters keep, less the inputs of layers that have no adapter."""
         lora, sizes = self.config.lora, self.sizes
         rank, targets = lora.lora_rank or 0, lora.lora_target_modules or []
         total = len(targets) * sizes.tokens * rank * sizes.width

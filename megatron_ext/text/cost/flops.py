@@ -44,12 +44,12 @@ class Sizes(Ranks):
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a micro-batch on a rank, ``s/c * b``."""
+        """Return the tokens of a micro-batch on a rank, ``s/cp * b``."""
         return self.s // self.cp * self.b
 
     @property
     def residual_tokens(self) -> int:
-        """Return the tokens of a rank in norms, dropout and the residual stream."""
+        """Return a rank's tokens in the residual stream, where sequence parallelism splits them."""
         return self.tokens // self.sequence_size
 
     def in_8_bits(self, fp8: Fp8Config, number: int) -> bool:
@@ -98,7 +98,7 @@ def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
 
 @dataclass(frozen=True)
 class GptFlops:
-    """The operations of one micro-batch on one rank, layer by layer."""
+    """Formulas for the operations of one micro-batch on one rank, layer by layer."""
 
     config: RunConfig
     sizes: Sizes
@@ -128,11 +128,11 @@ class GptFlops:
         return self._on_rank("projections") + self._on_rank("experts" if experts else "dense")
 
     def _trained(self, linear: float) -> float:
-        """Return the operations for weight gradients, given the forward ones; ignore adapters."""
+        """Return the operations for weight gradients: as many as forward, or 0 if frozen."""
         return linear if self.config.lora.lora_rank is None else 0.0
 
     def _depth_flops(self) -> Flops:
-        """Return the operations of one MTP depth without its logits, in 16 or 32 bits."""
+        """Return the operations of one MTP depth without its logits; none of them is in 8 bits."""
         linear = self._linear(self.sizes.experts[-1]) + self._on_rank("depth")
         scores = self._on_rank("scores")
         return Flops(linear, scores=scores, weights=self._trained(linear))
@@ -163,7 +163,7 @@ class GptFlops:
         return total
 
     def _again(self, number: int) -> tuple[float, float]:
-        """Return the recomputed operations of layer ``number``: with weights, and without."""
+        """Return the recomputed operations of layer ``number``: of linear layers, and of scores."""
         model, experts = self.config.model, self.sizes.experts[number]
         scores = self._on_rank("scores")
         if model.recompute_granularity == "full":
@@ -176,5 +176,5 @@ class GptFlops:
         return mlp, scores if "core_attn" in modules else 0.0
 
     def _on_rank(self, part: str) -> float:
-        """Return the forward operations of one rank in a part named by `token_products`."""
+        """Return one rank's forward operations in ``part``, a key of `token_products`."""
         return MULTIPLY_AND_ADD * self._products[part] * self.sizes.tokens / self.sizes.tp

@@ -1,4 +1,4 @@
-"""The cost of a GPT for `planning`: `GPT_COST`, which the text tasks hand over.
+"""The cost model of a GPT, `GPT_COST`, by which `planning` estimates memory and time.
 
 This file has the layers of each stage, their parameters and the bytes that ranks send. flops.py has
 the sizes of a run and its operations, activations.py the bytes kept for the backward pass.
@@ -64,7 +64,7 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a run in the order in which its modules register them."""
+    """Formulas for the parameters of a run, in the order in which its modules register them."""
 
     config: RunConfig
     sizes: Sizes
@@ -163,11 +163,11 @@ class Parameters:
 
 @dataclass(frozen=True)
 class GptNetwork(Parameters, Activations, GptFlops, Network):
-    """The formulas of a GPT; see `Network`."""
+    """Formulas for the weights, memory, traffic and operations of a GPT in one run."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "GptNetwork":
-        """Return the network of a resolved run; raise a ConfigError without a vocabulary."""
+        """Return the formulas of a resolved run; raise a ConfigError without a vocabulary size."""
         model = config.model
         if not model.padded_vocab_size:
             raise ConfigError("`--padded-vocab-size` is missing; give it, or a tokenizer.")
@@ -211,7 +211,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return found
 
     def fp8_weights(self, stage: Stage) -> int:
-        """Return the bytes of the 8-bit matrices of a stage; some layers may stay in bf16."""
+        """Return the bytes of a stage's 8-bit weights, without the layers that stay in bf16."""
         fp8 = self.config.fp8
         eight = [n for n, layer in enumerate(stage.layers) if self.sizes.in_8_bits(fp8, layer)]
         names = tuple(f"decoder.layers.{n}." for n in eight)
@@ -264,7 +264,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return ring(x.tp) * x.tokens * x.h * x.width
 
     def _context(self) -> float:
-        """Return the bytes that attention in one layer sends to other context ranks, forward."""
+        """Return the bytes of context parallelism that a rank sends in one layer's forward pass."""
         x = self.sizes
         tokens, size = x.tokens, x.d * x.width // x.tp
         if self.config.parallel.cp_comm_type[0] == "a2a":
@@ -272,7 +272,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return (x.cp - 1) * tokens * 2 * x.g * size
 
     def _dispatch(self) -> float:
-        """Return the bytes of tokens that one layer sends to its experts and back, forward."""
+        """Return the bytes that a rank sends to experts and back in one layer's forward pass."""
         x, moe = self.sizes, self.config.moe
         ranks = x.ep * x.etp
         tokens = x.residual_tokens * x.h * x.width

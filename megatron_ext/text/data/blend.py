@@ -21,7 +21,10 @@ Blend = tuple[list[str], list[float] | None]
 
 @dataclass(frozen=True)
 class BlendSpec:
-    """The data of a run: one blend that ``--split`` divides, or one blend for each split."""
+    """The data of a run: one blend that ``--split`` divides, or one blend for each split.
+
+    A blend is a list of dataset prefixes and a list of their weights, or None without weights.
+    """
 
     blend: Blend | None
     per_split: list[Blend | None] | None
@@ -32,7 +35,10 @@ class BlendSpec:
 
 
 def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
-    """Parse a list of prefixes, or of weights and prefixes in turn, as Megatron-LM does."""
+    """Parse a list of prefixes, or of weights and prefixes in turn, as Megatron-LM does.
+
+    Return None without words; raise a DataError if they mix both forms, or for bad weights.
+    """
     if not words:
         return None
     try:
@@ -89,7 +95,7 @@ def read_blend(data: DataConfig) -> BlendSpec:
 
 
 def training_blend(data: DataConfig) -> BlendSpec:
-    """Collect the dataset prefixes of a run by `read_blend`; raise a DataError if it has none."""
+    """Collect the dataset prefixes of a run from its flags; raise a DataError if there are none."""
     spec = read_blend(data)
     if not spec.prefixes():
         raise DataError(
@@ -108,9 +114,10 @@ def _words_of(entry: Any) -> list[str] | None:
 
 
 def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | None:
-    """Return ``[sequences, document boundaries]`` of each prefix, or None if they are not given.
+    """Return the counts that ``--per-dataset-sequences-path`` gives by prefix; None without it.
 
-    Raise a DataError if ``--per-dataset-sequences-path`` cannot be read, or lacks a prefix.
+    The counts are ``[sequences, document boundaries]``. Raise a DataError if the file cannot be
+    read, or lacks a prefix.
     """
     path = data.per_dataset_sequences_path
     if path is None:
@@ -134,7 +141,7 @@ def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | N
 
 
 def source_options(data: DataConfig, eod: int) -> dict[str, Any]:
-    """Return the keywords of `build_source` set by the data flags; ``eod`` is a token id."""
+    """Return the options of `build_source`, the reader of batches, that the data flags set."""
     return {
         "mask_documents_at": eod if data.reset_attention_mask else None,
         "cyclic": data.dataloader_type == "cyclic",

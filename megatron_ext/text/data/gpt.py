@@ -88,7 +88,7 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
     def _query_document_sample_shuffle_indices(
         self, idx: int
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return token ids and document numbers of a sample; check that all ids are known."""
+        """Return a sample's token ids and document numbers; raise a DataError for unknown ids."""
         # An embedding that is shared over ranks takes any id, and only a dataset's first were seen.
         text, documents = super()._query_document_sample_shuffle_indices(idx)
         if text.min() < 0 or text.max() >= self.config.vocab_size:
@@ -144,10 +144,10 @@ def check_inputs(
 
 
 def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | None]) -> None:
-    """Check that the indices of samples fit into the memory of the machine.
+    """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
     megatron-core builds them whole in one process, with an entry for each sample of the run and
-    for each reading of a document. A split of size None (one epoch) is not counted.
+    for each document that a sample reads. A split of size None (one epoch) is not counted.
     """
     lengths = [read_index(prefix).lengths for prefix in spec.prefixes()]
     tokens = sum(int(each.sum(dtype=np.int64)) for each in lengths)
@@ -166,10 +166,10 @@ def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | 
 
 
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check indexed datasets before training starts; cheap, with the same result on every rank.
+    """Check indexed datasets before training starts; this is cheap, and equal on every rank.
 
-    See `check_inputs`, `given_lengths` and `check_cached_indices` for the errors; a DataError is
-    also raised if the indices of samples would not fit into memory.
+    Raise a DataError if files, splits, token ids, given lengths or cached indices are bad, or if
+    the indices of samples would not fit into memory.
     """
     data, training, length = config.section(DataConfig), config.training, config.model.seq_length
     iterations = number_of_iterations(training, length, config.parallel.data_parallel_size)
@@ -198,9 +198,9 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
 def _check_splits(
     data: DataConfig, length: int, spec: BlendSpec, sizes: Sequence[int | None]
 ) -> None:
-    """Raise a DataError for an empty dataset of one split, or too few samples without weights.
+    """Raise a DataError for an empty dataset, or for too few samples in datasets without weights.
 
-    Datasets without weights are read only once.
+    Datasets without weights are read only once, so they must hold all samples of their split.
     """
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)

@@ -74,7 +74,7 @@ def _opened(path: Path, what: str) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 class Inspection(NamedTuple):
-    """The report on a dataset: lines to print, and warnings about a readable dataset."""
+    """The report on a readable dataset: lines to print, and warnings about its content."""
 
     lines: list[str]
     warnings: list[str]
@@ -103,7 +103,7 @@ def inspect_dataset(
 
 
 def document_lengths(index: Index) -> Iterator[Any]:
-    """Yield the tokens of each document, int64, in arrays of up to `SCAN_ITEMS` documents."""
+    """Yield the token counts of documents, in int64 arrays of up to `SCAN_ITEMS` documents."""
     documents = index.documents
     for start in range(0, len(documents) - 1, SCAN_ITEMS):
         edges = documents[start : start + SCAN_ITEMS + 1]
@@ -113,7 +113,7 @@ def document_lengths(index: Index) -> Iterator[Any]:
 
 
 def _histogram(index: Index) -> list[str]:
-    """Return a printed histogram of document lengths with bins 0, 1, 2-3, 4-7, ..."""
+    """Return the lines of a histogram of document lengths with bins 0, 1, 2-3, 4-7, ..."""
     counts = np.zeros(64, np.int64)
     for lengths in document_lengths(index):
         # frexp's exponent is the number of bits: exact where log2 would round.
@@ -177,7 +177,7 @@ def digest_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the SHA-256 of both files by name; raise a DataError if one cannot be read."""
+    """Return the SHA-256 of the .bin and .idx file by name; raise a DataError if unreadable."""
     return {path.name: _digest(path) for path in (bin_path(prefix), idx_path(prefix))}
 
 
@@ -193,7 +193,7 @@ def _digest(path: Path) -> str:
 def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
     """Return the checksums in `PREFIX.sha256` by file name; None if it does not exist.
 
-    Raise a DataError if it lacks one of the two files.
+    Raise a DataError if the checksum of the .bin or the .idx file is missing.
     """
     path = digest_path(prefix)
     if not path.exists():
