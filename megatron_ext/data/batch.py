@@ -12,7 +12,7 @@ token t (1 at a target, 0 elsewhere), and n_i the sum of w_t over the sample i t
     square     w_t / sqrt n_i every sample weighs the square root of its number of targets
 
 The loss of a step is the weighted mean over all micro-batches, data- and context-parallel ranks.
-A sample is a document of a packed row, else the row. A sample without targets weighs nothing.
+In packed rows each document is a sample, else each row. Samples without targets weigh nothing.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
 
 
 def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
-    """Keep this context-parallel rank's part of the sequence."""
+    """Return the batch with this context-parallel rank's slice of each sequence."""
     if cp_group.size() == 1:
         return batch
     plain = ("tokens", "labels", "loss_weights", "position_ids", "attention_mask", "sample_ids")
@@ -124,12 +124,12 @@ EXPONENTS = {"token": 0.0, "sample": 1.0, "square": 0.5}
 
 
 def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -> Tensor:
-    """Return the weights of the tokens under a reduction, ``[b, s]`` float32.
+    """Return the weights of tokens under a reduction (token, sample, square), ``[b, s]`` float32.
 
     Args:
-        weights: w_t of whole rows, ``[b, s]`` float32, not negative.
-        documents: index within its row of each position's sample, -1 in padding, ``[b, s]`` or
-            ``[1, s]``; None means that a row is one sample.
+        weights: weights that the data gives the tokens of whole rows, ``[b, s]`` float32, >= 0.
+        documents: for each position, the index of its sample within the row, -1 in padding,
+            ``[b, s]`` or ``[1, s]``; None means that a row is one sample.
     """
     exponent = EXPONENTS[reduction]
     if not exponent:
@@ -212,7 +212,7 @@ class StepLoader:
         return batches
 
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Broadcast m micro-batches; return ids ``[m, keys, b, s]`` and masks ``[m, b, s]``."""
+        """Return the ids ``[m, keys, b, s]`` and loss masks ``[m, b, s]`` of m micro-batches."""
         if self.samples is not None:
             parts, own = list[Tensor](), list[Tensor]()
             for _ in range(num_microbatches):
@@ -234,7 +234,7 @@ class StepLoader:
 
 
 class Sample(dict[str, Any]):
-    """A micro-batch with its dataset's own keys, not sliced for context parallelism."""
+    """A micro-batch as a dict with the dataset's own keys, not sliced for context parallelism."""
 
     mtp_loss_weights: tuple[Tensor, ...] = ()
 
@@ -244,7 +244,7 @@ class Sample(dict[str, Any]):
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return this rank's slice of ``loss_mask``, ``[b, s/c]``; without a mask, ones ``[b]``."""
+        """Return this context-parallel rank's slice of ``loss_mask``; ones ``[b]`` without one."""
         mask = self.get("loss_mask")
         if not isinstance(mask, Tensor):
             first = next(x for x in self.values() if isinstance(x, Tensor))
@@ -256,14 +256,14 @@ class Sample(dict[str, Any]):
 
 @dataclass
 class MappingLoader:
-    """A loader that yields micro-batches as `Sample`, with the dataset's keys; see `StepLoader`."""
+    """A loader like `StepLoader` whose micro-batches are `Sample` dicts with the dataset's keys."""
 
     samples: Iterator[dict[str, Any]] | None
     context: ParallelContext
     device: torch.device
 
     def next_step(self, num_microbatches: int) -> list[Sample]:
-        """Return the micro-batches of the next step; see `StepLoader.next_step`."""
+        """Return the micro-batches of the next step; raise StopIteration if the data has ended."""
         drawn: list[Any] = [None] * num_microbatches
         if self.samples is not None:
             drawn = [next(self.samples) for _ in range(num_microbatches)]

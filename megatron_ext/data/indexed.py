@@ -67,13 +67,13 @@ class IndexInfo:
 
 @dataclass(frozen=True)
 class Index:
-    """The arrays of one `.idx`, memory-mapped.
+    """The arrays of one `.idx` with Q sequences in D documents, memory-mapped.
 
     Attributes:
         lengths: i32 [Q], tokens of each sequence.
         offsets: i64 [Q], first byte of each sequence in `.bin`.
-        documents: i64 [D + 1], boundaries of documents in sequences.
-        modes: i8 [Q], or None.
+        documents: i64 [D + 1], index of each document's first sequence, then Q.
+        modes: i8 [Q], mode of each sequence; None in a dataset that is not multimodal.
     """
 
     dtype: np.dtype[Any]
@@ -264,7 +264,7 @@ def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, n
     not an array, which can run code of an untrusted dataset. Rank 0 fails if it cannot write there.
 
     Raises:
-        DataError: a `.npy` file is not an array, or a folder without any cannot be written to.
+        DataError: a `.npy` file is no array, or a folder without `.npy` files is not writable.
     """
     folders = [Path(prefix) / "cache" / f"{name}_indices" for prefix in prefixes]
     for folder in sorted(set(folders)) if data_cache_path is None else [Path(data_cache_path)]:

@@ -29,11 +29,11 @@ def write_index(
     document_lengths: ArrayPieces,
     modes: ArrayPieces | None = None,
 ) -> None:
-    """Write one `.idx` a piece at a time, so that memory does not grow with the dataset.
+    """Write one `.idx` in chunks, so that memory does not grow with the dataset.
 
-    Each function returns all of its pieces anew at every call: the ``lengths`` of the sequences in
-    tokens, the number of sequences in each document, and the ``modes`` of the sequences
-    (multimodal datasets only).
+    The last three arguments are functions, each of which is called more than once and returns all
+    chunks of an array: the tokens of each sequence, the sequences of each document, and the mode of
+    each sequence (multimodal datasets only).
     """
     code = indexed.CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())
@@ -56,9 +56,9 @@ def write_index(
 
 
 def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterator[Array]:
-    """Yield the running sums of the scaled values across pieces, i64.
+    """Yield running sums of the values times ``scale``, continued from array to array, i64.
 
-    With ``inclusive`` a sum includes its own value, else only the values before it.
+    With ``inclusive`` a sum includes the value at its own index, else only earlier values.
     """
     total = 0
     for piece in pieces:
@@ -111,7 +111,7 @@ def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
 
 
 def publish(pairs: Sequence[tuple[Path, Path]]) -> None:
-    """Rename finished temporary files into place, each `.idx` last.
+    """Rename finished temporary files to their final names, all `.idx` files last.
 
     An old `.idx` is removed before its `.bin` is replaced, so that old and new are never paired.
 
@@ -191,7 +191,7 @@ def merge_indexed(
 
 
 def _pieces(arrays: Iterable[Array], shared: int = 0) -> Iterator[Array]:
-    """Yield each array in pieces; neighbours in an array overlap by ``shared`` numbers."""
+    """Yield each array in chunks; successive chunks of an array share ``shared`` elements."""
     for array in arrays:
         for start in range(0, len(array) - shared, indexed.SCAN_ITEMS):
             yield array[start : start + indexed.SCAN_ITEMS + shared]

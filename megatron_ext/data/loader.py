@@ -41,7 +41,7 @@ class BatchSource:
     Args:
         loader: None on stages that read no data.
         num_samples: length of the split, None on ranks that do not open it.
-        plan: the dataset's plan of the micro-batches of each step; None without a plan.
+        plan: which samples form the micro-batches of each step, if the dataset decides it.
         first_step: index in the plan of the next step.
         whole_epochs: the steps repeat the whole split in order without end; the last step of each
             pass is padded with samples that have no targets.
@@ -61,7 +61,7 @@ class BatchSource:
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
-        """Return the next step's number of micro-batches, which is ``usual`` without a plan."""
+        """Return the next step's number of micro-batches: the plan's, or ``usual`` without one."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
     def next_step(self, num_microbatches: int) -> list[Any] | None:
@@ -170,7 +170,7 @@ def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
 
 
 class FilledUp(Dataset[dict[str, Any]]):
-    """A dataset padded to whole global batches with copies of its first sample without targets."""
+    """A dataset padded to whole global batches by copies of its first sample with loss mask 0."""
 
     def __init__(self, dataset: Dataset[Any], global_batch_size: int) -> None:
         self._dataset = dataset

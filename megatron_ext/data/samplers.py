@@ -60,7 +60,7 @@ class SequentialSampler(Sampler[list[int]]):
 
 @dataclass(eq=False)
 class RandomSampler(Sampler[list[int]]):
-    """A new permutation for every epoch, ``--dataloader-type cyclic``; never ends.
+    """Micro-batches in a new random order every epoch, without end; ``--dataloader-type cyclic``.
 
     With ``data_sharding`` each rank shuffles its own contiguous shard; otherwise the ranks share
     one permutation and each takes every ``dp_size``-th sample. The seed of a permutation is the
@@ -115,7 +115,7 @@ def shuffled(length: int, *seeds: int) -> Ints:
 
 
 class Epochs(Protocol):
-    """The rows of each rank in each step of each epoch, computed on every rank alike."""
+    """An object that tells the rows of every data-parallel rank in each step of each epoch."""
 
     steps_per_epoch: int
 
@@ -125,7 +125,7 @@ class Epochs(Protocol):
 
 
 class StepPlan:
-    """The micro-batches of a run, step by step through its epochs.
+    """The samples that form the micro-batches of each step of a run, epoch after epoch.
 
     Args:
         micro_batch_size: rows of one micro-batch.
@@ -162,7 +162,7 @@ class StepPlan:
         return len(self._rows(step)[0]) // self._micro_batch_size
 
     def microbatches(self, step: int, rank: int) -> list[list[tuple[int, ...]]]:
-        """Return one data-parallel rank's rows ``[micro-batch][row]``, each of sample indices."""
+        """Return a data-parallel rank's micro-batches of a step, as rows of sample indices."""
         rows = [tuple(row) for row in self._rows(step)[rank]]
         size = self._micro_batch_size
         return [rows[i : i + size] for i in range(0, len(rows), size)]

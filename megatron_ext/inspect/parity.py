@@ -1,4 +1,4 @@
-"""Compares the training in a parallel layout with that in a reference layout.
+"""Compares training in parallel layouts with training in a reference layout.
 
 Layouts have short names, such as ``tp2sp``, ``pp2vpp2`` or ``pp4zbh1``. Each trains a few steps on
 forked ranks and keeps its losses, norms and gradients.
@@ -63,12 +63,12 @@ class NamedLayout:
 
 
 def split_layouts(text: str) -> list[NamedLayout]:
-    """Read comma-separated layouts; a comma in brackets belongs to the flags there."""
+    """Parse comma-separated layouts; a comma in brackets belongs to the flags inside them."""
     return [parse_layout(name) for name in re.split(r",(?![^\[]*\])", text) if name]
 
 
 def parse_layout(name: str) -> NamedLayout:
-    """Read a layout's name, which may end with more flags in brackets.
+    """Parse a layout's name, such as ``tp2sp``, which may end with more flags in brackets.
 
     Experts share the ranks of the other dimensions, so ``ep2`` alone takes two data-parallel ranks.
     """
@@ -95,7 +95,7 @@ def parse_layout(name: str) -> NamedLayout:
 
 
 class GradientRecorder:
-    """Writes each step's gradients of the parameters whose main copy this rank holds."""
+    """Writes the gradients of each step; of equal copies on several ranks, only one is written."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         self.folder, self.run = folder, run
@@ -112,7 +112,7 @@ class GradientRecorder:
 
 
 def read_gradients(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return the full gradients of one step by name, joined from all ranks' parts."""
+    """Return the full gradients of one step by parameter name, joined from all ranks' shards."""
     full: dict[str, Tensor] = {}
     for path in sorted(folder.glob(f"gradients_{step:04d}_*.pt")):
         for name, shape, offset, part in torch.load(path, weights_only=True):
@@ -124,11 +124,12 @@ def read_gradients(folder: Path, step: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Recording:
-    """The record of a layout's run.
+    """The results of training in one layout.
 
     Attributes:
         folder: folder with the gradients of each step.
         rows: one for each step, with ``grad_norm`` and every loss by name.
+        failure: why the run failed; None if it succeeded.
     """
 
     layout: NamedLayout
@@ -146,7 +147,10 @@ def record(
     folder: Path,
     device: Device,
 ) -> Recording:
-    """Train ``steps`` steps in a layout, whose flags follow ``words``, into a new folder."""
+    """Train ``steps`` steps in a layout with the flags ``words``, and record them in a new folder.
+
+    The layout's own flags are added last. An error is returned as the recording's ``failure``.
+    """
     folder.mkdir(parents=True)
     fixed = f"--train-iters {steps} --log-interval 1 --eval-iters 0 --nproc-per-node {layout.ranks}"
     try:
@@ -183,7 +187,7 @@ NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative differences of losses, and of gradients by L2 norms, that pass."""
+    """The largest relative differences that pass: ``loss`` is for losses and gradient norms."""
 
     loss: float = 1e-6
     gradient: float = 1e-5
@@ -198,7 +202,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result for one layout.
+    """The result of comparing one layout with the reference.
 
     Attributes:
         loss, grad_norm, gradient: the largest difference of each kind, None where none was seen.
@@ -219,7 +223,10 @@ class Parity:
 
 
 def relative(mine: float, truth: float) -> float:
-    """Return the relative difference; 0 if both are zero, or the same non-finite value."""
+    """Return ``abs(mine - truth) / abs(truth)``, infinite where that is undefined.
+
+    If both are zero or the same non-finite value, return 0.
+    """
     if not math.isfinite(truth) or not math.isfinite(mine):
         return 0.0 if str(mine) == str(truth) else math.inf
     if truth == 0:
@@ -228,7 +235,7 @@ def relative(mine: float, truth: float) -> float:
 
 
 def gradient_difference(mine: Tensor, truth: Tensor) -> float:
-    """Return the L2 norm of the difference over the L2 norm of the truth."""
+    """Return the difference's L2 norm over the truth's; infinite if that is undefined."""
     if mine.shape != truth.shape:
         return math.inf
     difference = float((mine.double() - truth.double()).norm())

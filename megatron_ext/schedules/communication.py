@@ -96,9 +96,9 @@ class Channels:
 class GradientSync:
     """Starts the data-parallel communication of each chunk when its gradients are complete.
 
-    It acts with ``--overlap-grad-reduce`` only. Until the last backward pass of a chunk the chunk's
-    gradients are only accumulated. Their reduction starts during that pass or, with
-    ``--align-grad-reduce`` or deferred weight gradients, after it. As in megatron-core,
+    Without ``--overlap-grad-reduce`` it starts no reduction. Until the last backward pass of a
+    chunk, the chunk's gradients are only accumulated. Their reduction starts during that pass or,
+    with ``--align-grad-reduce`` or deferred weight gradients, after it. As in megatron-core,
     ``--align-grad-reduce`` has no effect on the first stage if its rank has one chunk.
 
     A bucket that is incomplete after the pass, because a parameter was not used, is reduced then.

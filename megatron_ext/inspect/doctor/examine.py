@@ -62,7 +62,10 @@ print(json.dumps({"seconds": seconds}))
 
 @dataclass(frozen=True)
 class Probe:
-    """Python code that fails if a feature does not work, and otherwise prints its seconds."""
+    """Python code that tries a feature; it fails, or prints as JSON the seconds that it took.
+
+    ``works`` is the sentence for success; ``cost`` tells what a run loses without the feature.
+    """
 
     name: str
     code: str

@@ -50,7 +50,7 @@ class Driver:
 
 
 def ask_driver(here: ThisMachine) -> Driver:
-    """Query ``nvidia-smi``; without it, the driver's status is "unknown"."""
+    """Ask ``nvidia-smi`` about the driver; without that program the status is "unknown"."""
     path = here.program("nvidia-smi")
     if path is None:
         detail = "`nvidia-smi` was not found, so the driver cannot be asked."
@@ -98,7 +98,7 @@ class TorchFacts:
 
 
 def ask_torch(here: ThisMachine) -> TorchFacts | Outcome:
-    """Return the facts of torch from a separate process, or the outcome of its failure."""
+    """Return the facts that torch tells in a separate process, or how that process failed."""
     found = ask_python(here, QUESTIONS)
     if isinstance(found, Outcome):
         return found
@@ -179,7 +179,10 @@ def arch_findings(facts: TorchFacts | Outcome) -> list[Finding]:
 
 
 def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
-    """Return whether kernels fit: binaries the same major from their minor on, PTX all newer."""
+    """Return whether kernels compiled for ``archs`` run on a GPU of this compute capability.
+
+    A binary (``sm``) needs the same major and at least its minor; PTX (``compute``) any newer one.
+    """
     major, minor = capability
     for arch in archs:
         kind, _, number = arch.partition("_")
@@ -224,7 +227,7 @@ def link_findings(here: ThisMachine, num_gpus: int) -> list[Finding]:
 
 
 def parse_topology(table: str) -> dict[tuple[int, int], str]:
-    """Return kinds of links by pairs of GPUs, such as NV18 or PIX, from ``nvidia-smi topo -m``."""
+    """Return the link of each GPU pair, such as NV18, from the text of ``nvidia-smi topo -m``."""
     lines = [_ESCAPES.sub("", line).split() for line in table.splitlines()]
     head = next((line for line in lines if line[:1] == ["GPU0"]), [])
     columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]

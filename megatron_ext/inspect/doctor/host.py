@@ -33,9 +33,10 @@ class Finding:
     Attributes:
         status: ``low`` is present but too little; ``broken`` is present but cannot be used;
             ``unknown`` could not be looked at here.
-        detail, cost: a sentence on what was seen, and on what a run loses by its absence.
-        install: the command that mends it.
-        required: no run starts without it.
+        detail: what was seen.
+        cost: what a run loses if the status is not ``found``.
+        install: the command that installs or repairs what was checked.
+        required: no run starts without what was checked.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Gpu:
 
     @property
     def has_fp8(self) -> bool:
-        """Return whether its tensor cores support fp8: Ada (8.9) and newer."""
+        """Return whether the GPU's tensor cores support fp8: Ada (8.9) and newer."""
         return self.capability >= FP8
 
     @property
@@ -185,7 +186,7 @@ class ThisMachine:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Find a top-level module; a name that something shadows oddly counts as absent."""
+    """Return the import spec of a top-level module; None if it is absent or its lookup fails."""
     try:
         return importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -199,7 +200,7 @@ def run_python(here: ThisMachine, code: str, seconds: float = IMPORT_SECONDS) ->
 def ask_python(
     here: ThisMachine, code: str, seconds: float = IMPORT_SECONDS
 ) -> dict[str, Any] | Outcome:
-    """Run ``code``; return the JSON of its last output line, or the outcome of its failure."""
+    """Run Python code; return the JSON of its last output line, or how the code failed."""
     outcome = run_python(here, code, seconds)
     if outcome.code != 0:
         return outcome

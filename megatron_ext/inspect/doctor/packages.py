@@ -41,7 +41,7 @@ _ONLY_ON_GPU = "Whether it works can be told only where torch can use a GPU."
 
 
 def requirement_of(here: ThisMachine, name: str) -> Requirement | None:
-    """Return this project's requirement on a package; None if there is none or no install."""
+    """Return this project's requirement on a package; None if it has none or is not installed."""
     for line in here.requirements(OURS) or ():
         requirement = Requirement(line)
         if requirement.name.lower().replace("_", "-") == name:
@@ -78,7 +78,7 @@ class Extra:
     Attributes:
         distributions: names under which it is installed, the usual one first.
         module: the module whose import proves that the package works.
-        minimum: its name in this project's requirements, which give the supported versions.
+        minimum: the package's name in this project's requirements, if they limit its versions.
     """
 
     name: str

@@ -41,7 +41,7 @@ from megatron_ext.train.task import Task
 
 @contextmanager
 def one_process(layout: Layout) -> Iterator[ParallelContext]:
-    """Make groups of this process alone, placed as the last pipeline stage of a layout."""
+    """Yield a context in which this process alone stands for a layout's last pipeline stage."""
     device = select()
     if device.kind == "cpu":
         device.activate(0)
@@ -58,7 +58,13 @@ def one_process(layout: Layout) -> Iterator[ParallelContext]:
 def collect(
     config: RunConfig, task: Task, tokenizer: Tokenizer, *, first: int, count: int
 ) -> list[Step]:
-    """Draw the batches of some steps, counted from 1; the task's preflight must have run."""
+    """Return the batches of ``count`` steps from step ``first`` on, counted from 1.
+
+    The task's preflight must have run.
+
+    Raises:
+        ConfigError: the run has no such steps.
+    """
     layout = Layout.from_config(config.parallel)
     replicas, length = layout.data_parallel_size, config.model.seq_length
     iterations = number_of_iterations(config.training, length, replicas)
@@ -89,7 +95,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Start:
-    """The beginning of a step, with the micro-batches that the batch size alone gives it."""
+    """The state before a step; its ``num_microbatches`` holds for datasets without a plan."""
 
     iteration: int
     consumed: int
@@ -159,7 +165,7 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Return a step's rows, and its N, D and weight of each of K MTP depths, ``[2 + K]``."""
+        """Return a step's rows, and its number of targets, their weight and the K MTP weights."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
             # One at a time: the attention masks of a whole step would not fit many a machine.

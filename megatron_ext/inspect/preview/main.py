@@ -1,8 +1,8 @@
 """Shows the batches of a run: parses its flags, checks them, draws the batches and prints them.
 
 The HTML page needs no script and no other file, and has a light and a dark style. Each token is a
-``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``; its ``title`` says more when it
-is pointed at.
+``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``. Its ``title`` says more when
+the pointer is on the token.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: 
 
 
 class Page:
-    """Writes previewed steps as HTML; for the arguments see `Terminal`."""
+    """Writes previewed steps as HTML; ``heaviest`` is the weight shown in the strongest green."""
 
     def __init__(self, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
         self._splitter, self._eod, self._heaviest = splitter, eod, heaviest
@@ -95,7 +95,7 @@ class Page:
         notes: Sequence[str],
         warnings: Sequence[str],
     ) -> str:
-        """Return the whole page: totals, notes and warnings, and of each step the rows to show."""
+        """Return the whole page: totals, notes, warnings, and the given rows of each step."""
         body = [self._legend(), *(f'<p class="warning">⚠ {escape(w)}</p>' for w in warnings)]
         body.append(_table(summary))
         lines = [*sentences(summary, [step for step, _ in steps]), *notes]
@@ -201,9 +201,10 @@ def _table(summary: Summary) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """The steps, counted from 1, and rows of each to show of a data-parallel rank.
+    """Which batches to show: ``steps`` steps from ``step`` on, counted from 1.
 
-    A ``world_size`` of 0 takes ``WORLD_SIZE``, else ``--nproc-per-node``.
+    Of each step at most ``max_rows`` rows of the data-parallel rank ``rank`` are shown. A
+    ``world_size`` of 0 takes ``WORLD_SIZE``, else ``--nproc-per-node``.
     """
 
     step: int = 1
@@ -217,7 +218,7 @@ class Options:
 def preview(
     program: Task | TaskChoice, words: Sequence[str], options: Options, console: Console
 ) -> list[str]:
-    """Show the batches of a run by its flags, and return sentences on what looks wrong."""
+    """Print batches of the run whose flags are ``words``; return sentences on what looks wrong."""
     kind = select().kind
     parsed = parse_args(
         words,

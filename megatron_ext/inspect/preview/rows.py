@@ -28,7 +28,7 @@ class Provenance:
     Attributes:
         sample: its number in the split, from 0.
         source: its file, or the prefix of its dataset.
-        number: number of the conversation in its file, from 1, refused lines left out.
+        number: number of the conversation in its file, from 1, not counting refused lines.
         cut: tokens that truncation took away.
     """
 
@@ -43,14 +43,15 @@ class Row:
     """One row of a micro-batch; s positions, K multi-token-prediction depths.
 
     Attributes:
-        microbatch, number: the micro-batch in the rank's step, and the place in it, from 0.
+        microbatch, number: index of the micro-batch in the step, and of the row in it, from 0.
         tokens, labels, positions: ``[s]``.
         weights: weights of the labels in the loss, after the reduction, ``[s]``.
         samples: number of the sample at each position, -1 in padding, ``[s]``; None where a row is
             cut from a stream of documents.
         reaches: a position's attention reaches the position before it, ``[s]``; False at 0.
         mtp_labels, mtp_weights: ``[K, s]``.
-        provenance, sample_provenance: of the row, if it has one, and of its samples by number.
+        provenance: origin of a row without ``samples``, if it is known.
+        sample_provenance: origin of each sample, by its number.
     """
 
     dp_rank: int
@@ -73,7 +74,7 @@ class Row:
 
     @property
     def is_padding(self) -> NDArray[np.bool_]:
-        """Return which positions hold nothing, ``[s]``."""
+        """Return which positions are padding, ``[s]``."""
         return np.zeros(self.size, np.bool_) if self.samples is None else self.samples < 0
 
 
@@ -82,10 +83,10 @@ class Step:
     """One training step on all data-parallel ranks.
 
     Attributes:
-        iteration: its number, from 1, as the log counts.
-        consumed: samples before it.
+        iteration: number of the step, from 1, as the log counts.
+        consumed: samples consumed before the step.
         num_microbatches: micro-batches of each rank.
-        rows: by rank, micro-batch and place in it.
+        rows: sorted by rank, micro-batch and place in the micro-batch.
         targets: N, the number of labels with a weight.
         weight: D, the sum of their weights; ``mtp_weights`` has it for each prediction depth.
         cp_columns: columns of every row that each context-parallel rank keeps.
@@ -107,8 +108,8 @@ class Document:
 
     Attributes:
         number: its place in the row, from 1.
-        start, end: columns from the first to past the last. They are equal where the row ends just
-            before the document, so that only its first token is predicted.
+        start, end: its first column, and the one past its last. They are equal where the row ends
+            just before the document, so that only its first token is predicted.
         is_given: the first token is read only, not predicted.
         is_last: the row predicts one more token of it than it reads.
     """
@@ -123,7 +124,7 @@ class Document:
 
     @cached_property
     def columns(self) -> Ints:
-        """Return its columns, ``[n]``; a token that is only predicted follows the last."""
+        """Return each token's column, ``[n]``; a token only predicted has column ``end``."""
         return np.arange(self.start, self.end + self.is_last)
 
     @cached_property
@@ -156,7 +157,7 @@ class Document:
         return int(np.count_nonzero(self.targets))
 
     def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
-        """Return ids ``[n]`` of tokens ``depth + 1`` further on, or -1, and weights ``[n]``."""
+        """Return ids and weights, ``[n]``, of tokens ``depth + 1`` further on; id -1 if none."""
         inside = self.columns < self.end
         columns = np.minimum(self.columns, self.row.size - 1)
         exists = inside & target_exists(self.row, depth)[columns]
@@ -179,7 +180,7 @@ def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
 def documents_of(row: Row, eod: int) -> list[Document]:
     """Return the documents of a row in order, without padding.
 
-    ``eod`` ends a document in a stream, whose last label may begin one by itself.
+    In a row cut from a stream ``eod`` ends a document, and the last label may begin another one.
     """
     if row.samples is None:
         tokens = torch.from_numpy(np.append(row.tokens, row.labels[-1])).unsqueeze(0)

@@ -18,7 +18,7 @@ NEAR = 3
 
 @dataclass
 class Share:
-    """Documents, as rows cut them, and tokens predicted with and without a weight."""
+    """Counts of documents, as rows cut them, and of tokens predicted with and without a weight."""
 
     documents: int = 0
     trained: int = 0
@@ -43,7 +43,7 @@ class Summary:
 
     Attributes:
         empty_rows: rows that hold only padding.
-        by_source: shares in the order in which sources appear; ``whole`` is all of them together.
+        by_source: counts in the order in which sources appear; ``whole`` is their total.
         lengths: tokens of the shortest and longest document; None without documents.
         heaviest: the largest weight of a token, at least 0.
     """

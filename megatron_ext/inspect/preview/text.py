@@ -1,8 +1,8 @@
 """Rows as coloured terminal text.
 
 A token is green by the weight with which it is predicted, dim where it has none, and underlined
-where it is only read. Without colours, what is trained stands between ⟦ and ⟧, a weight other than
-1 before it. The number before a line is the position id of its first token.
+where it is only read. Without colours, trained tokens stand between ⟦ and ⟧, after their weight if
+it is not 1. The number before a line is the position id of its first token.
 
 A span is one token, or the few whose bytes make one character together. Its text is found by
 decoding it with the tokens before it, since decoders treat the beginning of a text specially.
@@ -36,12 +36,12 @@ _HIDDEN = frozenset("Cc Cf Co Cs Cn Zl Zp".split())
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Neighbouring tokens that are shown as one, and weigh alike.
+    """Neighbouring tokens of equal weight that are shown as one.
 
     Attributes:
         text: the text, with every character visible; a newline is ↵.
         first: index of the first token.
-        weight: NaN where it is only read, not predicted.
+        weight: weight of each of the tokens as a target; NaN if they are only read, not predicted.
         is_special: a token of the tokenizer's own, such as the end of a turn.
     """
 
@@ -95,7 +95,10 @@ class SpanSplitter:
     def _added(
         self, before: tuple[int, ...], ids: Sequence[int], first: int
     ) -> tuple[str | None, int]:
-        """Return the text that tokens from ``first`` on add, or None, and their number."""
+        """Return the next whole text from ``first`` on and its number of tokens.
+
+        ``before`` has the tokens before it. Tokens that make no whole text give ``(None, 1)``.
+        """
         start = self._decode(before)
         for count in range(1, min(LONGEST, len(ids) - first) + 1):
             group = tuple(int(i) for i in ids[first : first + count])
@@ -146,7 +149,7 @@ _LIGHTEST, _FULL = (200, 180, 60), (40, 200, 90)  # a small weight is yellow, a 
 
 
 def grade(weight: float, heaviest: float) -> int:
-    """Return the shade of a weight among `GRADES`, 0 only for a weight of 0."""
+    """Return the shade of a weight, 1 to `GRADES` (``heaviest``); 0 if the weight is 0 or NaN."""
     if not weight > 0:
         return 0
     return min(GRADES, max(1, math.ceil(GRADES * weight / max(heaviest, 1e-30) - 1e-6)))
@@ -191,7 +194,7 @@ def describe_row(row: Row) -> str:
 
 
 class Terminal:
-    """Prints rows; ``eod`` ends a document in a stream, and ``heaviest`` is the strongest green."""
+    """Prints rows; ``eod`` ends a document in a stream, ``heaviest`` has the strongest green."""
 
     def __init__(self, console: Console, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
         self._console, self._splitter, self._eod = console, splitter, eod
@@ -212,7 +215,7 @@ class Terminal:
                 self._tokens(f"MTP {depth}", document.positions, self._of(ids, weights))
 
     def _of(self, ids: Ints, weights: Floats) -> list[TokenSpan]:
-        """Return spans, with `NOTHING` for each id of -1."""
+        """Return the spans of tokens, with `NOTHING` for each id of -1."""
         places = np.flatnonzero(ids >= 0).tolist()
         spans = self._splitter.split(ids[places].tolist(), weights[places].tolist())
         shown = [replace(span, first=places[span.first]) for span in spans]
@@ -227,7 +230,7 @@ class Terminal:
             self._console.print(Text.assemble(gutter, line), soft_wrap=True)
 
     def _lines(self, spans: Sequence[TokenSpan]) -> Iterator[tuple[int, Text]]:
-        """Yield lines, broken at newlines and the width, with the index of their first token."""
+        """Yield lines, each after the index of its first token; newlines and the width end them."""
         room = max(20, self._console.width - GUTTER)
         line, first, used, ends, weight = Text(), 0, 0, False, 0.0
         for span in spans:
