@@ -1,8 +1,8 @@
 """Sample latent videos by Euler's method along the learned flow, from noise to data.
 
 Captions and reference images guide the flow (classifier-free guidance, arXiv:2207.12598 and
-2211.09800). Let c be the prediction for caption and references, u that for the empty caption and
-references, and u2 that for the empty caption without references. Open-Sora 2.0 uses
+2211.09800). Let c be the prediction for caption and references, u the prediction for the empty
+caption and references, and u2 the one for the empty caption without references. Open-Sora 2.0 uses
 
     v = u2 + image_scale * (u - u2) + text_scale * (c - u).
 """

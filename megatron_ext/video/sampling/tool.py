@@ -38,7 +38,7 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     """Return the defaults of flags, by name, that a checkpoint determines; see `DefaultsOf`.
 
     Raises:
-        ConfigError: the checkpoint is of streaming long-tuning.
+        ConfigError: the checkpoint is of ``--task streaming``.
     """
     if stored["video"].get("task") == "streaming":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Flags of streaming long-tuning: its networks, sequences, noise levels, losses and samples."""
+"""Flags of streaming long-tuning (arXiv:2509.22622): networks, sequences, losses, samples."""
 
 from __future__ import annotations
 

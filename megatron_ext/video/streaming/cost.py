@@ -1,4 +1,4 @@
-"""Plan the memory of streaming long-tuning: three networks, the cache, the passes of a step.
+"""Plan the memory of ``--task streaming``: three networks, the cache, the passes of a step.
 
 `STREAMING_COST` makes `report` take the place of the usual report of a plan.
 """

@@ -142,7 +142,7 @@ def sid_direction(
 
     The gradient for the clip, ``[b, t, c, h, w]`` float64, is multiplied by the number of elements
     of a frame. It goes through critic and teacher, but their weights get none. If ranks divide the
-    tokens, ``whole_gradient`` maps a rank's gradient of the networks' input to the whole one.
+    tokens, ``whole_gradient`` maps a rank's gradient of the networks' input to the full one.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
@@ -178,9 +178,10 @@ def generator_losses(
 ) -> Iterator[Loss]:
     """Yield the loss of each trained block of the newest clip; their sum is the clip's loss.
 
-    A block's exit step is run only when its loss is taken from the iterator. A backward pass after
-    each loss thus keeps the activations of one block at a time. ``direction`` is the result of
-    `generator_direction`, or ``direction`` and ``losses`` are the results of `sid_direction`.
+    A block's last denoising step is run again only when its loss is taken from the iterator. A
+    backward pass after each loss thus keeps the activations of one block at a time. ``direction``
+    is the result of `generator_direction`, or ``direction`` and ``losses`` are the results of
+    `sid_direction`.
     """
     for step in clip.blocks:
         frames, latents = clip.frames_of(step), generator.clean(step)
@@ -228,9 +229,10 @@ def sid_losses(
     scale: float,
     alpha: float,
 ) -> Tensor:
-    """Return L_S of each frame, ``[b, t]`` float64, with gradient; arguments as in `dmd_direction`.
+    """Return the score identity loss L_S of each frame, ``[b, t]`` float64, with gradient.
 
-    The normaliser mean|X - r| gets no gradient. The loss of a sample with r = X is 0.
+    The arguments are those of `dmd_direction`, and alpha. The normaliser mean|X - r| gets no
+    gradient. The loss of a sample with r = X is 0.
     """
     real = _guided(conditional, unconditional, scale)
     gap, x = real - fake.double(), latents.double()

@@ -67,8 +67,8 @@ class TrainedNetwork:
         """Sum or average the gradients over the replicas; all ranks call this together.
 
         Args:
-            num_frames: number of counted frames on this rank; gradients are divided by its sum over
-                the replicas. None if the losses were means already.
+            num_frames: number of this rank's frames that count in the loss. Gradients are divided
+                by the sum of it over the replicas. None if the losses were means already.
             everywhere: leave whole gradients on every rank, also with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
@@ -158,7 +158,7 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return the critic of a checkpoint, if ``name`` is "critic", or else its generator."""
+    """Return the critic in a checkpoint, if so named, or else the generator, as a `Network`."""
     if name != CRITIC:
         return Network(build_network)
     return Network(

@@ -67,13 +67,13 @@ class NoiseSchedule:
         """Return the timesteps at which critic and teacher evaluate clips, ``[b]`` float32.
 
         All lie between ``min_timestep`` and ``max_timestep``. With ``ts_schedule`` the noise is at
-        least that of the denoising step after the exit step. With ``ts_schedule_max`` it is at most
-        that of the exit step. Self-Forcing (arXiv:2506.08009) has the same bounds.
+        least that of the denoising step after ``exit_step``. With ``ts_schedule_max`` it is at most
+        that of ``exit_step``. Self-Forcing (arXiv:2506.08009) has the same bounds.
 
         Args:
             uniforms: in [0, 1), ``[b]``; each picks one of the 1000 steps before the shift.
-            exit_step: exit step of all blocks of the clip, counted from 0; None if blocks may
-                differ, which sets no bounds by exit steps.
+            exit_step: denoising step, counted from 0, at which all blocks of the clip end; None if
+                blocks may differ, which sets no bounds by it.
         """
         streaming, exits = self.streaming, self.denoising_timesteps
         low, high = 0, NUM_TIMESTEPS

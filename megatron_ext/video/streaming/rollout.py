@@ -1,4 +1,4 @@
-"""Generate frame blocks without gradient, then run their exit steps again with gradient.
+"""Generate frame blocks without gradient, then run the last step of each again with gradient.
 
 A block is denoised from noise up to its exit step. The clean latents that this step predicts are
 the block (arXiv:2506.08009), and are written into the cache for later blocks. Only the exit step
@@ -226,8 +226,8 @@ def generate_blocks(
     """Generate a batch of videos with all denoising steps, and yield each block once it is made.
 
     Memory does not grow with the length of the videos. It holds a cache of one window
-    (``network.new_cache(b, h, w)``), the latent frames of one window, and the sinks. Where the
-    prompt changes, the last frames, as many as the window holds, are encoded anew, as in
+    (``network.new_cache(b, h, w)``), the latent frames of one window, and the first frames (sinks).
+    Where the prompt changes, the last frames, as many as the window holds, are encoded anew, as in
     LongLive's sampling (arXiv:2509.22622).
 
     Args:

@@ -268,8 +268,8 @@ class StreamingSequence:
     ) -> tuple[Tensor, tuple[ExitStep, ...], tuple[int, ...]]:
         """Generate frames ``start`` to ``end``; those from ``first_trained`` on are to be trained.
 
-        Returns their latents, the exit steps to run again with gradient, and the exit step number
-        of each block.
+        Returns their latents, the exit steps to run again with gradient, and the last denoising
+        step of each block.
         """
         streaming = self.streaming
         frames = range(start, end, streaming.frame_block)

@@ -1,4 +1,4 @@
-"""A step of streaming long-tuning: clips for generator and critic, and their updates."""
+"""A step of streaming long-tuning (arXiv:2509.22622): clips, losses and updates."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class WorkCounter:
             self._flops = flops
 
     def take(self) -> float:
-        """Return this rank's operations since the last call, equally many on all ranks."""
+        """Return the operations counted since the last call; all ranks get the same number."""
         flops, self._flops = self._flops, 0.0
         return flops
 
@@ -190,7 +190,7 @@ class StreamingRunner(StepRunner):
             self.sequence.generator.cache.memo.clear()
 
     def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
-        """Add up a network's gradients on the next clip; return reports and a count of frames."""
+        """Add up a network's gradients on a clip; return reports and how many frames count."""
         clip = self.sequence.next_clip(trains_generator=kind == "generator")
         noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
         num_frames = clip.mask.sum()

@@ -30,7 +30,7 @@ SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return flags that must not change: those of a sequence, and those of its cache."""
+    """Return flags that must not change to resume a sequence, and those to keep its cache."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],

@@ -68,7 +68,7 @@ def build_teacher(
 
 
 def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
-    """Return the run's configuration with the teacher as its model, in its own layout if any."""
+    """Return the run's configuration with the teacher as model; ``sizes`` may set its layout."""
     parallel = config.parallel
     if sizes is not None:
         own = dataclasses.replace(
