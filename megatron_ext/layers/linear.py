@@ -37,17 +37,17 @@ def enter(x: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
 
 
 def leave(partial_sums: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """Sum the tensor-parallel ranks' partial results; shapes are those of `enter`, reversed."""
+    """Sum ``[s, b, h]`` over the ranks; with sequence parallelism return ``[s/tp, b, h]``."""
     if sequence_parallel:
         return mappings.reduce_scatter_to_sequence_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
     return mappings.reduce_from_tensor_model_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
 
 
 def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tensor | None:
-    """Compute the weight's gradient; accumulate it or return it, as ``call`` says.
+    """Compute the weight's gradient; add it to the weight's buffer or return it, as ``call`` says.
 
-    ``gradient`` is that of the output ``[s, b, out]``, ``total`` the whole input ``[s, b, in]``.
-    Returns the value for autograd.
+    ``gradient`` is the output's gradient ``[s, b, out]``; ``total`` is the input ``[s, b, in]`` of
+    all tokens. Return what autograd gets: the gradient, a placeholder, or None for a deferred one.
     """
     gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
     weight = call.parameter
@@ -109,7 +109,7 @@ class _Sent(NamedTuple):
 
 
 def _gathered(part: Tensor, call: LinearCall) -> _Sent:
-    """Start to gather all tokens of the input."""
+    """Start to gather the input of all tokens, if this rank's ``part`` is not all of it."""
     if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
         return _Sent(part)
     whole = part.new_empty(part.size(0) * call.tp_group.size(), *part.shape[1:])
@@ -118,7 +118,7 @@ def _gathered(part: Tensor, call: LinearCall) -> _Sent:
 
 
 def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
-    """Start to sum the input's gradient over the ranks, for this rank's part of the input."""
+    """Start to sum the input's gradient over the ranks; the result covers this rank's input."""
     group = call.tp_group
     if group is None or group.size() == 1:
         return _Sent(whole)
@@ -130,7 +130,7 @@ def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
 
 
 class _ParallelLinear:
-    """Mixin that adds deferral, adapters and 8 bits to megatron-core's parallel linear layers."""
+    """Mixin for parallel linear layers: deferred weight gradients, adapters and 8-bit products."""
 
     config: Any
     alone = True
@@ -144,7 +144,7 @@ class _ParallelLinear:
         """Scaling for 8-bit products, set by `layers.fp8`; None without them."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the output, adapter included, and a bias for the caller to add or None."""
+        """Return the output with the adapter's, and the bias that the caller must add, or None."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return (output if self.lora is None else output + self.lora(input_)), bias
 
@@ -182,7 +182,8 @@ class ColumnParallelLinear(_ParallelLinear, tensor_parallel.ColumnParallelLinear
 class OutputLayer(ColumnParallelLinear):
     """The output head, which also gives its weight to losses that compute the logits themselves.
 
-    They call the module for it, since data parallelism waits for the gathered weight in that call.
+    Such a loss calls the module to get the weight. In this call data parallelism waits until the
+    weight is gathered.
     """
 
     alone = False

@@ -43,7 +43,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
 
 
 class Adapter(torch.nn.Module):
-    """The adapter of a layer with weight ``[out/tp, in]`` or ``[out, in/tp]``; see the module.
+    """The matrices A and B that adapt a layer with weight ``[out/tp, in]`` or ``[out, in/tp]``.
 
     B starts at zero. The two halves of a gated layer's output are split over the ranks separately.
     """
@@ -105,7 +105,7 @@ class Adapter(torch.nn.Module):
 def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
     """Freeze the model chunks of this rank and attach adapters to their target layers.
 
-    A is drawn by name (see `layers.initialization`), kaiming-uniform as in the authors' code.
+    The initial A is kaiming-uniform, as in the authors' code, and the same on every layout.
 
     Raises:
         ConfigError: a chunk has layers, but none that ``--lora-target-modules`` names.

@@ -31,7 +31,7 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Top-k router with the changes that the module describes."""
+    """Top-k router that runs without Transformer Engine; its losses do not depend on the layout."""
 
     def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
@@ -53,7 +53,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return input * factor.to(input.dtype)
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return the logits ``[s, b, e]`` in ``--moe-router-dtype``, or in the input's dtype."""
+        """Return logits ``[s, b, e]`` for e experts, in ``--moe-router-dtype`` or as the input."""
         dtype = ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
@@ -68,18 +68,19 @@ class Router(TopKRouter):  # type: ignore[misc]
         reduce_group_has_dp: bool = False,
         valid_token_count: Tensor | int | None = None,
     ) -> Tensor:
-        """Attach the weighted load-balancing loss, scaled to its share of the step.
+        """Return ``activation`` with the load-balancing loss attached, and log the loss.
 
-        ``aux_loss`` already contains ``aux_loss_coeff``; the log gets it without.
+        ``aux_loss`` already contains the factor ``aux_loss_coeff``, by which the log divides.
         """
         reduce: Any = {"reduce_group": reduce_group, "reduce_group_has_dp": reduce_group_has_dp}
         self._log(aux_loss_name, aux_loss / aux_loss_coeff, **reduce)
         return attach_microbatch_loss(activation, aux_loss, self.config)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5), scaled to its step share.
+        """Return the logits with the router z-loss attached (ST-MoE, arXiv:2202.08906, eq. 5).
 
-        The logits are ``[tokens, e]``; the mask ``[tokens]`` is True at padding.
+        They are ``[tokens, e]`` for e experts; the mask ``[tokens]`` is True at padding. Without a
+        coefficient or without gradients nothing is attached.
         """
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
@@ -100,7 +101,10 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     tp_size: int
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
-        """Gather the tokens ``[tokens, h]`` of all ranks that hold parts of this rank's experts."""
+        """Gather the tokens of the ranks that hold parts of this rank's experts; sort by expert.
+
+        Return the tokens ``[tokens, h]``, the number of tokens by expert, and the probabilities.
+        """
         sizes = self._unequal_parts()
         if sizes is None:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
@@ -111,7 +115,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum the outputs of all parts of this rank's experts for the tokens that it brought."""
+        """Sum the outputs of each expert's parts, and return those of this rank's own tokens."""
         sizes = self._unequal_parts()
         if sizes is None:
             return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
@@ -124,7 +128,8 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def _unequal_parts(self) -> list[int] | None:
         """Return the number of tokens of each expert-tensor-parallel rank.
 
-        Return None if megatron-core can gather them: the numbers are equal or it is not Gloo.
+        Return None if megatron-core can gather the tokens itself: there is only one rank, the
+        numbers are equal, or the backend is not Gloo.
         """
         if self.tp_size == 1 or self.output_splits_tp is None:
             return None

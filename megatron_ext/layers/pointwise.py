@@ -31,8 +31,8 @@ class Fusions:
 
     Attributes:
         norm: False with ``--no-persist-layer-norm``, which leaves the norm to torch's own kernel.
-        activation: False with ``--no-bias-swiglu-fusion``, or without SwiGLU with
-            ``--no-bias-gelu-fusion``.
+        activation: False with ``--no-bias-swiglu-fusion`` for SwiGLU, and with
+            ``--no-bias-gelu-fusion`` for all other activations.
         rotary: rotary embedding and norm of queries and keys; False with ``--no-rope-fusion``.
         bias_dropout: bias-dropout-add and the norm after it; False with
             ``--no-bias-dropout-fusion``.
@@ -45,7 +45,7 @@ class Fusions:
 
 
 def fusions_of(transformer_config: TransformerConfig) -> Fusions:
-    """Return the `Fusions` of a configuration; one of megatron-core's own class allows all."""
+    """Return the `Fusions` of a configuration; a plain TransformerConfig allows all of them."""
     return getattr(transformer_config, "fusions", Fusions())
 
 
@@ -112,7 +112,7 @@ def bias_dropout_add_norm(
     norm_bias: Tensor | None,
     spec: NormSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `added` and the `norm` of it."""
+    """Return ``residual + dropout(x + bias)``, ``[s, b, h]``, and the norm of this sum."""
     hidden = added(x, bias, residual, probability, training)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -121,7 +121,7 @@ def bias_dropout_add_norm(
 def masked_bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, drawn: Tensor, probability: float
 ) -> Tensor:
-    """Compute `added` with a given mask, which drops elements where ``drawn < probability``."""
+    """Return ``residual + dropout(x + bias)``, dropping elements where ``drawn < probability``."""
     if bias is not None:
         x = x + bias
     return residual + x * (drawn >= probability) / (1 - probability)
@@ -133,9 +133,9 @@ def activated(
 ) -> Tensor:
     """Apply bias, activation and gate between the two matrices of an MLP.
 
-    Returns ``[s, b, f]`` or ``[tokens, f]``. With ``gated`` the last dimension of ``x`` is ``2 f``:
-    the activation is applied to the first half and multiplied by the second (arXiv:2002.05202).
-    ``scale`` ``[tokens, 1]`` multiplies the result of an expert.
+    Return ``[s, b, f]`` or ``[tokens, f]``, where f is the width of the second matrix's input. With
+    ``gated`` the last dimension of ``x`` is ``2 f``: the activated first half is multiplied by the
+    second half (arXiv:2002.05202). ``scale`` ``[tokens, 1]`` multiplies the result of an expert.
     """
     function: Any = ACTIVATIONS[activation]
     if bias is not None:
@@ -199,7 +199,7 @@ def queries_keys_values(
         projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
         bias: added to the projection.
         groups, head_dim: number of query groups g on this rank, and head size d.
-        cos, sin: see `rotary_table`; None applies no rotation.
+        cos, sin: cosines and sines from `rotary_table`; None applies no rotation.
         interleaved: neighbouring features are a pair; else feature i and i + d / 2.
         q_weight, q_bias, k_weight, k_bias, spec: the norms of queries and keys; see `norm`.
 

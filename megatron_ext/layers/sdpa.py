@@ -3,9 +3,9 @@
 `attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs that
 is cuDNN's before FlashAttention 2. torch prefers cuDNN only from version 9.15.1 on, since it does
 not trust older ones at lengths that 128 does not divide (pytorch/pytorch, issue 169849). Both
-kernels accept any strides of ``[b, n, s, d]`` except the last and return the queries' layout.
+kernels accept ``[b, n, s, d]`` with any strides but the last, and lay out results like the queries.
 Tensors in Megatron's order ``[s, b, n, d]`` are therefore passed as views and come back contiguous.
-Grouped keys are not repeated.
+The keys of a query group are not repeated for its queries.
 
 `flex_attend` skips blocks that are fully masked, which SDPA's kernels compute with a dense mask. A
 summary of the mask in blocks of 128 x 128 is made once for all layers; the mask itself is read only
@@ -112,7 +112,7 @@ def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SD
 
 
 def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[int]) -> bool:
-    """Return whether cuDNN is the fastest and reliable at these lengths (91501 is 9.15.1)."""
+    """Return whether cuDNN (91501 is 9.15.1) is fastest on this GPU and safe at these lengths."""
     whole_tiles = all(length % TILE == 0 for length in lengths)
     trusted = version >= (CUDNN_OF_TORCH_2_8 if whole_tiles else CUDNN_ANY_LENGTH)
     return capability[0] in CUDNN_GENERATIONS and trusted
@@ -120,13 +120,13 @@ def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[i
 
 @dataclass(frozen=True)
 class Span:
-    """The keys that a query may attend to by its position.
+    """The rule by which the positions of query and key allow or forbid attention.
 
     Attributes:
         first_query: position of the first query; the first key is at position 0.
         causal: forbid keys after the query.
-        window: greatest distance to keys on the left and, unless causal, on the right; -1 allows
-            any distance.
+        window: greatest distance to keys on the left and, unless causal, on the right; -1 or None
+            allows any distance.
     """
 
     first_query: int
@@ -135,10 +135,10 @@ class Span:
 
 
 def flex_fits(query: Tensor, dropout: float) -> bool:
-    """Return whether FlexAttention can and may be used for queries ``[b, n, q, d]``.
+    """Return whether `flex_attend` supports queries ``[b, n, q, d]`` with this dropout.
 
-    It runs compiled on GPUs in 16 bits, has no dropout, and before torch 2.7 needs head sizes that
-    are powers of 2.
+    It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size that is a power of
+    2, which torch before 2.7 requires.
     """
     d = query.size(-1)
     is_power = d >= 16 and d & (d - 1) == 0
@@ -147,7 +147,7 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
 
 
 def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Return what `attend` returns, ``[b, n, q, d]``, for the pairs that the block mask allows."""
+    """Return ``softmax(q k * scale) v``, ``[b, n, q, d]``, over the keys that the mask allows."""
     out: Tensor = compiled_flex_attention()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
     )
@@ -203,7 +203,7 @@ class _NewestMask:
         self._made: dict[Any, BlockMask] = {}
 
     def find(self, span: Span, lengths: tuple[int, int], forbidden: Tensor) -> BlockMask:
-        """Return the block mask of ``forbidden`` ``[b or 1, 1, q, k]``, a mask or a part of one."""
+        """Return the block mask of a dense mask ``forbidden`` ``[b or 1, 1, q, k]``, or a part."""
         version = 0 if forbidden.is_inference() else forbidden._version
         key = (forbidden.untyped_storage().data_ptr(), version, forbidden.device)
         if key != self._key:

@@ -129,7 +129,7 @@ def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
 
 
 def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig) -> None:
-    """Give Transformer Engine's layers our router; then call `accumulate_gradients`."""
+    """Put our router, and if configured `GradientAccumulatingLayer`, into the given layer specs."""
     for layer in layers:
         mlp: Any = getattr(layer.submodules, "mlp", None)
         if getattr(getattr(mlp, "submodules", None), "router", None) is not None:
@@ -147,8 +147,8 @@ def layer_spec(
         vp_stage: index of the chunk on this rank under virtual pipeline parallelism.
 
     Raises:
-        ConfigError: an option that needs Transformer Engine, which is not installed, or the error
-            of `expert_pattern`.
+        ConfigError: an option needs Transformer Engine, which is not installed, or the length of
+            ``moe_layer_freq`` is not the number of layers.
     """
     normalization = transformer_config.normalization
     if impl == TE_IMPL:

@@ -58,9 +58,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     Attributes:
         auxiliary_scale: factor of auxiliary losses, which the step sets.
         weight_gradients: queue of a zero-bubble schedule; None with other schedules.
-        deterministic_dropout: see `layers.dropout`.
-        adds_in_place: the matrix product of a weight gradient adds to the data-parallel buffer; see
-            `layers.weight_gradients`.
+        deterministic_dropout: draw dropout masks that do not depend on the parallel layout.
+        adds_in_place: the matrix product of a weight gradient adds to the data-parallel buffer.
         te_gradient_accumulation_fusion: Transformer Engine's layers add weight gradients to the
             data-parallel buffer, without the apex that megatron-core's layers would need.
         fusions: the parts of a layer that may compile.
@@ -136,7 +135,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
 
 
 def check_core(config: RunConfig) -> None:
-    """Check a run by megatron-core's rules, which its configuration asserts when it is built.
+    """Check a run by megatron-core's rules, which a TransformerConfig asserts when it is built.
 
     Raises:
         ConfigError: with the first rule of megatron-core that the run breaks.

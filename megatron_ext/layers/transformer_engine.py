@@ -56,7 +56,8 @@ def prepare_transformer_engine(config: RunConfig) -> None:
     All ranks call this together, before the model is built.
 
     Raises:
-        ConfigError: the GPU or this build of torch lacks the fp8 recipe or the overlap's backend.
+        ConfigError: the GPU or this build of torch does not support the fp8 recipe, or the build
+            lacks the backend ``--tp-comm-bootstrap-backend``.
     """
     if config.model.transformer_impl != TE_IMPL:
         return
@@ -85,7 +86,7 @@ def prepare_transformer_engine(config: RunConfig) -> None:
 
 
 def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
-    """Return the arguments of Transformer Engine's ``initialize_ub``.
+    """Return the arguments of ``initialize_ub``, which makes buffers for overlapped communication.
 
     Args:
         modes: Transformer Engine's ``UserBufferQuantizationMode``; None before version 2.7.

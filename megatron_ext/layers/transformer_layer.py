@@ -1,6 +1,6 @@
 """megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
 
-One kernel adds a branch to the residual stream and normalizes the sum; one computes the gradients.
+One kernel adds a branch to the residual stream and normalizes the sum; one does the backward pass.
 Likewise, norm and rotary embedding of queries and keys are fused; all layers share one table of
 cosines and sines. An activation is compiled together with its bias and an expert's token scales.
 """
@@ -38,7 +38,7 @@ _tables: Any = WeakIdKeyDictionary()
 
 
 def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
-    """Return the `pointwise.rotary_table` of angles ``[s, 1, 1, d]``, cached by their tensor."""
+    """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, 1, d]``, from a cache."""
     tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
     if dtype not in tables:
         with torch.no_grad():
@@ -83,7 +83,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         )
 
     def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries ``[s, b, n, d]``, keys and values ``[s, b, g, d]``."""
+        """Return queries ``[s, b, n, d]``, and keys and values ``[s, b, g, d]`` of g groups."""
         linear, interleaved = self.linear_qkv, self.config.rotary_interleaved
         # `queries_keys_values` adds the bias.
         before, linear.skip_bias_add = linear.skip_bias_add, True
@@ -131,7 +131,7 @@ class MLP(core.MLP):  # type: ignore[misc]
         return (output + bias, None) if self.adds_bias and bias is not None else (output, bias)
 
     def _fused(self, hidden_states: Tensor, per_token_scale: Tensor | None) -> WithBias:
-        """Do what `forward` does, with a compiled activation."""
+        """Compute output and bias, like `forward`, with a compiled activation."""
         wide, bias = self.linear_fc1(hidden_states)
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         name = NAMES[self.config.activation_func]
@@ -143,7 +143,7 @@ class MLP(core.MLP):  # type: ignore[misc]
 
 
 class SharedExpertMLP(CoreSharedExpertMLP, MLP):  # type: ignore[misc]
-    """The shared expert; megatron-core's code computes it if it overlaps with the dispatcher."""
+    """The shared expert with a compiled activation, unless it overlaps with the dispatcher."""
 
 
 OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}
@@ -160,10 +160,10 @@ def use_own_mlps(module: torch.nn.Module) -> None:
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Return a function that adds bias, dropout and residual like megatron-core's of this name.
+    """Return a function that computes ``residual + dropout(x + bias)``, as in megatron-core.
 
-    It is compiled if ``fused`` and a compiler is available. It keeps a float32 residual stream in
-    float32, which megatron-core's rounds to the 16-bit dtype of ``x``.
+    The function is compiled if ``fused`` and a compiler is available. It keeps a float32 residual
+    stream in float32, whereas megatron-core's function rounds it to the 16-bit dtype of ``x``.
     """
     unfused: Callable[..., Tensor] = core_bias_dropout_add(training, fused=False)
 

@@ -42,7 +42,7 @@ def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
 def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch adds a product of 16-bit matrices to a float32 matrix in one call.
 
-    Torch 2.8 and later can on GPUs. Some releases ignore the float32 matrix, so this tries it.
+    Torch 2.8 and later can on GPUs, but some releases ignore the float32 matrix: this tests it.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
@@ -59,9 +59,9 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
     """Mark a weight's gradient as added to the buffer; return a tensor ``[out, in]`` for autograd.
 
     Autograd needs some gradient to run megatron-core's hooks on the thread of the backward pass.
-    The mark stops the hooks from adding that tensor to the buffer, and its values are undefined.
-    But for a weight with ``zero_out_wgrad``, which is also used elsewhere in the step, the hooks
-    ignore the mark, and the tensor is zero.
+    The mark stops the hooks from adding the returned tensor, whose values are undefined. But for a
+    weight with ``zero_out_wgrad``, which is also used elsewhere in the step, the hooks ignore the
+    mark, and the tensor is zero.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     shared: Tensor | None = getattr(weight, "gradient_placeholder", None)  # see layers.graphs
@@ -121,7 +121,7 @@ class LinearCall:
 
     Attributes:
         parameter: the layer's weight.
-        queue: queue for its gradient; None computes the gradient in the backward pass.
+        queue: queue for the weight's gradient; None computes it in the backward pass.
         in_place: add the gradient to the weight's ``main_grad``, if it has one.
         tp_group: ranks among which the weight is split; None for a layer without communication.
         sequence_parallel: gather the input along the sequence, and reduce-scatter its gradient.

@@ -1,8 +1,8 @@
 """Any per-token loss of hidden states and head weight, computed in blocks of tokens.
 
-Like `losses.linear_cross_entropy`, but for any loss that is a differentiable function of a block.
-Only one block's autograd graph exists at a time. The forward pass computes the gradients of each
-block and sums those of the weight in float32; the backward pass only scales the gradients.
+The loss may be any differentiable function of a block. Only one block's autograd graph exists at a
+time. The forward pass computes the gradients of each block and sums the weight's gradients in
+float32; the backward pass only scales the gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,10 @@ def _values(
     token_weights: Tensor,
     gradients: Gradients,
 ) -> list[Tensor]:
-    """Return losses and extra values ``[s * b]``, 0 where the weight is 0; add to the gradients."""
+    """Return losses and extra values, each ``[s * b]``, and store their gradients in ``gradients``.
+
+    All values are 0 where the weight of the token is 0.
+    """
     count = len(tokens)
     rows = head.rows(count)
     values = [token_weights.new_empty(count) for _ in range(1 + len(extra_names))]
@@ -111,14 +114,16 @@ def blockwise_loss(
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
         weight: this rank's part of the head, ``[v/tp, h]``.
         weights: weights of the tokens, ``[b, s]``.
-        inputs: by name, ``[b, s, ...]``, which is cut into ``[C, ...]``, or scalars for all blocks.
-        tp_group, sequence_parallel, block_size, bias: as in `weighted_linear_cross_entropy`.
+        inputs: by name, tensors ``[b, s, ...]`` that are cut into ``[C, ...]``, or scalars.
+        tp_group: ranks over which the head is split; None means that this rank holds all of it.
+        block_size: C; None chooses an eighth of the tokens, at most 1024.
+        bias: this rank's part of the head's bias, ``[v/tp]``.
         extra_names: names of the extra values; the loss must return all of them for every block.
 
     Returns:
         losses: ``[b, s]`` float32 without gradient, 0 where the weight is 0.
         total: the sum of weights times losses, a float32 scalar with gradient.
-        extra: the extra values by name, in the form of the losses.
+        extra: the extra values by name, each ``[b, s]`` like the losses.
 
     Raises:
         ConfigError: the loss returns wrong shapes or names, or options or types do not fit.

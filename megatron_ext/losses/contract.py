@@ -28,8 +28,8 @@ class StepCounts:
 
     Attributes:
         main: number N of main targets, by which the step divides its gradients, scalar float32.
-        weight: sum D of the main targets' weights, scalar float32; N if all are 0 or 1.
-        mtp: sum of the weights of each multi-token-prediction depth, ``[K]`` float32.
+        weight: sum of the main targets' weights, scalar float32; equal to N if all are 0 or 1.
+        mtp: sum of the weights of each of K multi-token-prediction depths, ``[K]`` float32.
         num_microbatches: micro-batches of the step on each data-parallel rank.
     """
 
@@ -77,7 +77,7 @@ def checked(loss: LossFunction) -> LossFunction:
 
 
 def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
-    """Call a loss with ``non_loss_data=True``; raise a ConfigError if it lacks that argument."""
+    """Return ``loss(output, non_loss_data=True)``; raise a ConfigError if it lacks the argument."""
     parameters = inspect.signature(loss).parameters.values()
     if not any(p.name == "non_loss_data" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(
@@ -104,18 +104,18 @@ def share_of_step(
     per_token: bool,
     usual_weight: Tensor | None = None,
 ) -> Tensor | float:
-    """Return the factor that turns a micro-batch's weighted sum into its share of the step's loss.
+    """Return the factor on a micro-batch's weighted sum that makes the loss a weighted mean.
 
-    The step divides its gradients by its number of targets N. Let D be the sum of the weights of
-    the step. The factor N / D then makes the loss a weighted mean; it is 1 if all weights are 0 or
-    1. Without ``per_token`` (mean of micro-batch means) N and D are those of the micro-batch. In
-    evaluation, without ``counts``, the factor is 1.
+    The step divides its gradients by its number of targets N. Let D be the sum of the token weights
+    in the step. The factor is then N / D, which is 1 if all weights are 0 or 1. Without
+    ``per_token`` (mean of micro-batch means) N and D are those of this rank's micro-batch. In
+    evaluation ``counts`` is None, and the factor is 1.
 
     Args:
-        weights: weights of this micro-batch, ``[b, s/c]``.
-        usual_weight: replaces D of a micro-batch whose context-parallel ranks hold unequal parts:
-            its D over all of them, divided by their number. The mean over the ranks is then the
-            mean of the whole micro-batch.
+        weights: token weights of this micro-batch, ``[b, s/cp]``.
+        usual_weight: replaces the micro-batch's D if context-parallel ranks hold unequal parts. It
+            is the mean of D over these ranks, so that the mean of their losses is the weighted mean
+            of the whole micro-batch.
     """
     if counts is None:
         return 1.0
@@ -134,8 +134,9 @@ def weighted_token_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """Return the weighted sum of per-token losses, the number of targets, and what to log.
 
-    Losses and weights are ``[b, s]``; a weight is 0 where there is no target. The reports of
-    ``mtp_targets``, filled by the forward pass, join the log.
+    Losses and weights are ``[b, s]``; a weight is 0 where there is no target. ``share`` is a factor
+    on the sum only (`share_of_step`). The losses that the forward pass stored in ``mtp_targets``
+    are logged too.
     """
     weights = weights.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * weights)
@@ -149,6 +150,6 @@ def number_of_targets(weights: Tensor) -> Tensor:
 
 
 def mtp_report(targets: MTPTargets | None) -> Report:
-    """Return the log entries of the multi-token-prediction depths."""
+    """Return ``[sum, count]`` by log name for each multi-token-prediction depth; none for None."""
     entries = () if targets is None else targets.reports
     return {f"mtp_{depth} loss": entry for depth, entry in enumerate(entries, start=1)}

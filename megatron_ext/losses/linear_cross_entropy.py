@@ -67,19 +67,19 @@ def weighted_linear_cross_entropy(
             that does not count needs the label ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
         tp_group: None means that this rank holds the whole head.
-        block_size: C. The logits of a block take C * v/tp * 4 bytes, and for a 16-bit head a 16-bit
-            copy takes half as much again. None chooses an eighth of the tokens, at most 1024. If
-            the logits stay in 16 bits on a GPU, they take C * v/tp * 2 bytes, and None chooses
-            `vocabulary.fused_rows`.
+        block_size: tokens C of a block. Its logits take C * v/tp * 4 bytes, and for a 16-bit head a
+            16-bit copy takes half as much again. None chooses an eighth of the tokens, at most
+            1024. If the logits stay in 16 bits on a GPU, they take C * v/tp * 2 bytes, and None
+            chooses a larger C (`vocabulary.fused_rows`).
         ignore_index: label of tokens whose loss and gradient are exactly 0.
         label_smoothing: share of the target probability that is spread over the whole vocabulary.
         z_loss_coefficient: c of the term ``c * lse^2`` in each token's loss.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, if that
-            exists, and pass zeros to autograd, which megatron-core's hooks add.
+            exists, and pass zeros to autograd, where megatron-core's hooks need a gradient.
 
     Returns:
         losses: ``[b, s]`` float32 without gradient, equal on all tensor-parallel ranks.
-        total: their weighted sum, a float32 scalar with gradient.
+        total: the weighted sum of the losses, a float32 scalar with gradient.
 
     Raises:
         ConfigError: an option out of its range, or a dtype or bias that does not fit the weight.
@@ -129,7 +129,7 @@ def hidden_states_loss(
 
     Args:
         hidden: states of the decoder, then of each MTP depth, ``[(1 + depths) * s, b, h]``.
-        share: factor on the token weights; see `share_of_step`.
+        share: factor on the token weights that normalizes them; see `share_of_step`.
         custom: a user's own loss instead of cross-entropy; the MTP depths keep cross-entropy.
         block_size, cross_entropy: options of `weighted_linear_cross_entropy`.
     """

@@ -24,7 +24,7 @@ from megatron_ext.losses.vocabulary import default_rows, fused_rows, statistics,
 
 @dataclass(frozen=True)
 class Head:
-    """Options of an output head's loss, and the split of the head over ranks; not its weight."""
+    """Options of an output head's loss, and how the head is split over the ranks."""
 
     block_size: int | None
     tp_group: ProcessGroup | None
@@ -55,7 +55,7 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int, hidden_size: int | None = None) -> int:
-        """Return the number of tokens in a block; give ``hidden_size`` only for fused blocks."""
+        """Return the number of tokens in a block; ``hidden_size`` is for 16-bit logits only."""
         usual = fused_rows(num_tokens, hidden_size) if hidden_size else default_rows(num_tokens)
         return max(1, min(self.block_size or usual, num_tokens))
 
@@ -91,7 +91,7 @@ class Head:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def reduce(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """Sum a gradient ``[s * b, h]`` over tensor-parallel ranks, in the shape of ``like``."""
+        """Sum a gradient ``[s * b, h]`` over the ranks, and return it in the shape of ``like``."""
         gradient = gradient.view(-1, *like.shape[1:])
         if self.sequence_parallel and self.tp_size > 1:
             gradient = _reduce_scatter_along_first_dim(gradient, self.tp_group)
@@ -131,7 +131,7 @@ class Block:
 def logit_blocks(
     head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
 ) -> Iterator[Block]:
-    """Yield blocks of hidden states ``[s * b, h]`` and labels ``[b, s]``; logits share a buffer."""
+    """Yield blocks of hidden states ``[s * b, h]``; the next block overwrites a block's logits."""
     labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
     fused = compiles(hidden)
     rows = head.rows(num_tokens, hidden.shape[1] if fused else None)
@@ -158,7 +158,7 @@ def logit_blocks(
 
 
 def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses, log-sum-exp and sum of exponentials of a block, each ``[C]`` float32.
+    """Return losses, log-sum-exp and sum of exponentials of C tokens, each ``[C]`` float32.
 
     Overwrite the logits z with exp(z - max z), unless the block is fused. Call two collectives.
     """
@@ -176,7 +176,7 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return each token's highest logit ``[C]`` over all ranks, and sums over this rank's logits.
+    """Return the highest logits ``[C]`` of C tokens over all ranks, and sums over this rank's.
 
     The highest logit is subtracted from the logits first. The rows of the sums ``[2 or 3, C]`` are
     the label's logit, with label smoothing the sum of all logits, and the sum of exponentials.
@@ -194,7 +194,7 @@ def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return the same as `_sums` by compiled code; leave the logits unchanged."""
+    """Return highest logits and sums like `_sums`, by compiled code; leave the logits unchanged."""
     smooths = head.label_smoothing > 0
     found = statistics(block.logits, block.column, smooths)
     highest = found.highest.clone()
@@ -209,8 +209,8 @@ def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total: Tensor) -> None:
     """Overwrite a block's logits, after `exponentiate`, with their gradient.
 
-    ``incoming`` is the gradient of each token's loss; it and `exponentiate`'s ``lse`` and ``total``
-    are ``[C]`` float32.
+    ``incoming`` is the gradient of each of C tokens' losses. ``lse`` and ``total`` are the
+    log-sum-exp and the sum that `exponentiate` returned. All three are ``[C]`` float32.
     """
     logits, smoothing = block.logits, head.label_smoothing
     incoming, lse = (incoming * block.valid).unsqueeze(1), lse.unsqueeze(1)
@@ -229,7 +229,7 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
 class Gradients:
     """Gradients of hidden states ``[s * b, h]``, weight and bias; each is None if not wanted.
 
-    Those of weight and bias are float32; that of the hidden states has their dtype.
+    The gradients of weight and bias are float32; the first has the dtype of the hidden states.
     """
 
     def __init__(self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
@@ -245,7 +245,11 @@ class Gradients:
         self._is_zero = True
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients, all but the weight's scaled; a second call is a RuntimeError."""
+        """Return the gradients, scaled except for the weight's.
+
+        Raises:
+            RuntimeError: on a second call.
+        """
         if self._taken:
             raise RuntimeError(
                 "The gradients of this loss were scaled in place by a first backward pass; compute "
@@ -348,7 +352,7 @@ def weighted_sum(
     head: Head,
     values_of: ValuesOf,
 ) -> tuple[Tensor, ...]:
-    """Return the losses' sum with the ``weights [b, s]``; then losses and extra values ``[b, s]``.
+    """Return the sum of the losses times ``weights``; then losses and extra values, ``[b, s]``.
 
     Only the sum is differentiable. ``values_of`` computes losses and extra values.
     """

@@ -51,7 +51,7 @@ class VocabularyHead:
 
     @property
     def first(self) -> int:
-        """Return the token id of this rank's first row."""
+        """Return the token id to which the first row of this rank's weight belongs."""
         return 0 if self.tp_group is None else self.tp_group.rank() * self.weight.shape[0]
 
     @property
@@ -61,39 +61,39 @@ class VocabularyHead:
         return parts * self.weight.shape[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return this rank's logits ``[C, v/tp]`` in float32 for hidden states ``[C, h]``."""
+        """Return this rank's logits ``[C, v/tp]`` in float32 of C tokens' states ``[C, h]``."""
         logits = torch.mm(hidden, self.weight.t()).float()
         return logits if self.bias is None else logits + self.bias
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum values ``[C, v/tp]`` over the whole vocabulary; return ``[C]``."""
+        """Sum C tokens' values ``[C, v/tp]`` over the whole vocabulary; return ``[C]``."""
         return self._over_parts(values.sum(dim=1))
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """Return the log-sum-exp ``[C]`` of logits ``[C, v/tp]`` over the whole vocabulary."""
+        """Return the log-sum-exp ``[C]`` over the whole vocabulary of C tokens' logits."""
         highest = logits.detach().amax(dim=1, keepdim=True)
         if self._is_cut:
             torch.distributed.all_reduce(highest, op=ReduceOp.MAX, group=self.tp_group)
         return self.sum((logits - highest).exp()).log() + highest.squeeze(1)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """Return the log-probabilities ``[C, v/tp]`` of this rank's part of the vocabulary."""
+        """Return C tokens' log-probabilities ``[C, v/tp]`` for this rank's part of the vocabulary."""
         return logits - self.spread(self.logsumexp(logits)).unsqueeze(1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return shared values unchanged, for use with this rank's part of the vocabulary.
+        """Return values unchanged, but sum their gradient over the ranks in the backward pass.
 
-        In the backward pass the gradient of the result is summed over the ranks. Do not spread
-        values that are combined with shared values only: their gradient would be summed too.
+        Use it on values that are equal on all ranks before they are combined with values of this
+        rank's part of the vocabulary. Values that are not so combined must not be spread.
         """
         if not self._is_cut:
             return values
         return copy_to_tensor_model_parallel_region(values, group=self.tp_group)  # type: ignore[no-any-return]
 
     def at(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Return the values at the given token ids, in the shape of ``ids``: ``[C]`` or ``[C, k]``.
+        """Return values ``[C, v/tp]`` of C tokens at ``ids``, ``[C]`` or k each, ``[C, k]``.
 
-        ``values`` is ``[C, v/tp]``. An id outside the vocabulary (an ignored label) gives 0.
+        The result has the shape of ``ids``. An id outside the vocabulary (ignored label) gives 0.
         """
         column = ids.reshape(ids.shape[0], -1) - self.first
         owned = (column >= 0) & (column < values.shape[1])
@@ -101,7 +101,7 @@ class VocabularyHead:
         return self._over_parts(picked).view(ids.shape)
 
     def log_prob(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return log-probabilities of token ids, in the shape of ``ids``: ``[C]`` or ``[C, k]``."""
+        """Return log-probabilities of C tokens at ``ids``, ``[C]`` or k each, ``[C, k]``."""
         total = self.logsumexp(logits)
         return self.at(logits, ids) - (total if ids.dim() == 1 else total.unsqueeze(1))
 
@@ -118,7 +118,7 @@ class VocabularyHead:
 
 
 class Statistics(NamedTuple):
-    """Statistics of each token over this rank's logits ``[C, v/tp]``, each ``[C, 1]`` float32."""
+    """Statistics of C tokens over this rank's logits ``[C, v/tp]``, each ``[C, 1]`` float32."""
 
     highest: Tensor
     at_label: Tensor
@@ -130,7 +130,7 @@ class Statistics(NamedTuple):
 
 @compiled
 def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
-    """Return the statistics of logits ``[C, v/tp]`` from which the loss is computed.
+    """Return the statistics of C tokens' logits ``[C, v/tp]`` from which the loss is computed.
 
     Args:
         column: column of each token's label, ``[C, 1]`` int64.
@@ -151,8 +151,8 @@ def to_gradient_(
 ) -> None:
     """Overwrite the logits with ``scale * exp(logits - lse) + at_label * onehot + everywhere``.
 
-    ``logits`` is ``[C, v/tp]``; ``column``, the position of the 1 in ``onehot``, is ``[C, 1]``
-    int64; the others are ``[C, 1]`` float32.
+    ``logits`` is ``[C, v/tp]`` for C tokens; ``column``, the position of the 1 in ``onehot``, is
+    ``[C, 1]`` int64; all other arguments are ``[C, 1]`` float32.
     """
     here = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == column
     gradient = scale * (logits.float() - lse).exp() + everywhere
