@@ -86,7 +86,7 @@ class MTPTargets:
     reports: list[Tensor] = field(default_factory=list)
 
     def record(self, depth: int, losses: Tensor) -> None:
-        """Append ``[sum, count]`` of the losses ``[b, s/cp]`` of a depth, counted from 0."""
+        """Append ``[sum, count]`` of a depth's masked losses ``[b, s/cp]``; depths count from 0."""
         mask = self.masks[depth]
         with torch.no_grad():
             self.reports.append(torch.stack([(losses.float() * mask).sum(), mask.sum()]))

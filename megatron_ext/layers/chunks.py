@@ -91,7 +91,7 @@ _REQUIRED = {
 def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
     """Check that a model has the attributes that megatron-core's schedules and checkpoints use.
 
-    ``tied_stages`` says that two pipeline stages share an embedding, which takes further ones.
+    ``tied_stages`` says that two pipeline stages share an embedding, which needs two more of them.
 
     Raises:
         ConfigError: with one sentence for each missing attribute.

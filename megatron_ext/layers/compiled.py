@@ -56,7 +56,7 @@ def compile_nothing() -> None:
 
 @contextmanager
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
-    """Compile functions of CPU tensors too inside the block, to test them or count their traffic.
+    """Compile functions of CPU tensors too inside the block, to test them or count moved bytes.
 
     ``strict`` raises the compiler's errors instead of falling back to eager.
     """

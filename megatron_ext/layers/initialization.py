@@ -131,7 +131,7 @@ class Marks:
 
 
 class Marked:
-    """Wrapper of an initialization method that only registers parameters in `Marks`, for later."""
+    """Wrapper of an initialization method that registers parameters in `Marks` to fill later."""
 
     def __init__(self, method: Initialize, marks: Marks) -> None:
         self.method = method

@@ -31,7 +31,7 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Top-k router that runs without Transformer Engine; its losses do not depend on the layout."""
+    """Top-k router that runs without Transformer Engine and scales losses alike on every layout."""
 
     def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
@@ -53,7 +53,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return input * factor.to(input.dtype)
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return logits ``[s, b, e]`` for e experts, in ``--moe-router-dtype`` or as the input."""
+        """Return e experts' logits ``[s, b, e]`` in ``--moe-router-dtype`` or the input's dtype."""
         dtype = ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
@@ -70,7 +70,7 @@ class Router(TopKRouter):  # type: ignore[misc]
     ) -> Tensor:
         """Return ``activation`` with the load-balancing loss attached, and log the loss.
 
-        ``aux_loss`` already contains the factor ``aux_loss_coeff``, by which the log divides.
+        ``aux_loss`` contains the factor ``aux_loss_coeff``; the logged value does not.
         """
         reduce: Any = {"reduce_group": reduce_group, "reduce_group_has_dp": reduce_group_has_dp}
         self._log(aux_loss_name, aux_loss / aux_loss_coeff, **reduce)
@@ -79,8 +79,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Return the logits with the router z-loss attached (ST-MoE, arXiv:2202.08906, eq. 5).
 
-        They are ``[tokens, e]`` for e experts; the mask ``[tokens]`` is True at padding. Without a
-        coefficient or without gradients nothing is attached.
+        The logits are ``[tokens, e]`` for e experts; the mask ``[tokens]`` is True at padding.
+        Without a coefficient or without gradients nothing is attached.
         """
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):

@@ -203,7 +203,7 @@ class _NewestMask:
         self._made: dict[Any, BlockMask] = {}
 
     def find(self, span: Span, lengths: tuple[int, int], forbidden: Tensor) -> BlockMask:
-        """Return the block mask of a dense mask ``forbidden`` ``[b or 1, 1, q, k]``, or a part."""
+        """Return the block mask of ``forbidden``, a dense mask ``[b or 1, 1, q, k]`` or a part."""
         version = 0 if forbidden.is_inference() else forbidden._version
         key = (forbidden.untyped_storage().data_ptr(), version, forbidden.device)
         if key != self._key:

@@ -1,8 +1,8 @@
 """Layer specs with Transformer Engine's layers or with our torch layers.
 
 The torch spec is megatron-core's local spec with our norm, attention, linear layers and router.
-These also work under sequence and context parallelism and without Transformer Engine. The torch
-spec keeps the local spec's parameter names and order of initialization.
+Our layers also work under sequence and context parallelism and without Transformer Engine. The
+torch spec keeps the local spec's parameter names and order of initialization.
 """
 
 from __future__ import annotations

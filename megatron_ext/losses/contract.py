@@ -27,8 +27,8 @@ class StepCounts:
     """Counts of a step's targets over all micro-batches, data- and context-parallel ranks.
 
     Attributes:
-        main: number N of main targets, by which the step divides its gradients, scalar float32.
-        weight: sum of the main targets' weights, scalar float32; equal to N if all are 0 or 1.
+        main: number N of the main loss's targets, by which the step divides its gradients; scalar.
+        weight: sum of these targets' weights, scalar float32; equal to N if all weights are 0 or 1.
         mtp: sum of the weights of each of K multi-token-prediction depths, ``[K]`` float32.
         num_microbatches: micro-batches of the step on each data-parallel rank.
     """
@@ -150,6 +150,6 @@ def number_of_targets(weights: Tensor) -> Tensor:
 
 
 def mtp_report(targets: MTPTargets | None) -> Report:
-    """Return ``[sum, count]`` by log name for each multi-token-prediction depth; none for None."""
+    """Return log entries of the multi-token-prediction depths; an empty mapping without targets."""
     entries = () if targets is None else targets.reports
     return {f"mtp_{depth} loss": entry for depth, entry in enumerate(entries, start=1)}

@@ -55,7 +55,7 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int, hidden_size: int | None = None) -> int:
-        """Return the number of tokens in a block; ``hidden_size`` is for 16-bit logits only."""
+        """Return the number of tokens in a block; give ``hidden_size`` if logits are in 16 bits."""
         usual = fused_rows(num_tokens, hidden_size) if hidden_size else default_rows(num_tokens)
         return max(1, min(self.block_size or usual, num_tokens))
 
@@ -131,7 +131,7 @@ class Block:
 def logit_blocks(
     head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
 ) -> Iterator[Block]:
-    """Yield blocks of hidden states ``[s * b, h]``; the next block overwrites a block's logits."""
+    """Yield the logits of hidden states ``[s * b, h]`` block by block; blocks share a buffer."""
     labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
     fused = compiles(hidden)
     rows = head.rows(num_tokens, hidden.shape[1] if fused else None)
@@ -176,10 +176,11 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return the highest logits ``[C]`` of C tokens over all ranks, and sums over this rank's.
+    """Return each token's highest logit ``[C]`` over all ranks, and sums over this rank's logits.
 
-    The highest logit is subtracted from the logits first. The rows of the sums ``[2 or 3, C]`` are
-    the label's logit, with label smoothing the sum of all logits, and the sum of exponentials.
+    The highest logit is first subtracted from C tokens' logits. The rows of the sums
+    ``[2 or 3, C]`` are the label's logit, with label smoothing the sum of all logits, and the sum
+    of the exponentials, which overwrite the logits.
     """
     logits = block.logits
     highest = logits.amax(dim=1, keepdim=True)

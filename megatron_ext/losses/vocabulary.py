@@ -77,7 +77,7 @@ class VocabularyHead:
         return self.sum((logits - highest).exp()).log() + highest.squeeze(1)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """Return C tokens' log-probabilities ``[C, v/tp]`` for this rank's part of the vocabulary."""
+        """Return log-probabilities ``[C, v/tp]`` of C tokens, for this rank's part of the ids."""
         return logits - self.spread(self.logsumexp(logits)).unsqueeze(1)
 
     def spread(self, values: Tensor) -> Tensor:
@@ -91,9 +91,10 @@ class VocabularyHead:
         return copy_to_tensor_model_parallel_region(values, group=self.tp_group)  # type: ignore[no-any-return]
 
     def at(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Return values ``[C, v/tp]`` of C tokens at ``ids``, ``[C]`` or k each, ``[C, k]``.
+        """Return C tokens' values at token ids, which are ``[C]``, or ``[C, k]`` for k ids each.
 
-        The result has the shape of ``ids``. An id outside the vocabulary (ignored label) gives 0.
+        ``values`` is ``[C, v/tp]``; the result is shaped like ``ids``. An id outside the
+        vocabulary (such as an ignored label) gives 0.
         """
         column = ids.reshape(ids.shape[0], -1) - self.first
         owned = (column >= 0) & (column < values.shape[1])
@@ -101,7 +102,7 @@ class VocabularyHead:
         return self._over_parts(picked).view(ids.shape)
 
     def log_prob(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return log-probabilities of C tokens at ``ids``, ``[C]`` or k each, ``[C, k]``."""
+        """Return C tokens' log-probabilities at ids ``[C]``, or ``[C, k]`` for k ids each."""
         total = self.logsumexp(logits)
         return self.at(logits, ids) - (total if ids.dim() == 1 else total.unsqueeze(1))
 

@@ -171,7 +171,7 @@ class KeptWeights:
 
 
 class AmaxHistories:
-    """The magnitude histories of a rank's 8-bit layers; empty without the delayed recipe."""
+    """Histories of largest magnitudes in a rank's 8-bit layers; empty without delayed scaling."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         modules = (module for chunk in chunks for module in chunk.modules())

@@ -195,7 +195,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fals
 
     ``a`` may be in e5m2, ``b`` is in e4m3. A CPU computes in float32, in which products of 8-bit
     numbers are exact; only the order of the sums differs from ``torch._scaled_mm`` on a GPU.
-    ``fast`` lets the tensor cores sum with fewer bits, as Transformer Engine does forward.
+    ``fast`` lets tensor cores sum with fewer bits, as Transformer Engine does in forward passes.
 
     Raises:
         ValueError: matrices or scales that `check_layout` refuses.

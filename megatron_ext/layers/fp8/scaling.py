@@ -82,7 +82,7 @@ class Parts:
         return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups that, reduced over one by one, cover all ranks with this layer."""
+        """Return groups to reduce over in turn, which together cover all ranks with this layer."""
         return (self._pgs.tp_dp_cp,)
 
 
@@ -204,7 +204,7 @@ class RowScaling(Scaling):
     """One scale for each vector that a product sums over (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """Return ``[m, k]`` with scales ``[m, 1]``, and if wanted ``[k, m]`` with ``[k, 1]``."""
+        """Return ``[m, k]`` with one scale per row, and with ``columns`` its transpose likewise."""
         rows = self._along(x, role, 1, "rows")
         return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
