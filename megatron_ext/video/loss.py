@@ -35,8 +35,8 @@ QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
 def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
     """Return the factor a of `shift` for clips of latent ``shape``, in training and in sampling.
 
-    `--flow-shift` fixes it. Otherwise it is linear in the number of tokens of a latent frame, times
-    the square root of the number of latent frames with ``shift_by_length``.
+    `--flow-shift` fixes it. Otherwise it is linear in the number of tokens of a latent frame. With
+    ``shift_by_length`` it is multiplied by the square root of the number of latent frames.
 
     Raises:
         DataError: the patch size does not divide the latent frame.
@@ -57,15 +57,16 @@ def shift(times: Tensor, factor: float) -> Tensor:
 
 
 def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
-    """Map standard normal samples to shifted training times in [0, 1], float32, same shape."""
+    """Map standard normal samples to as many shifted training times in [0, 1], in float32."""
     u = config.timestep_mean + config.timestep_std * normals.float()
     return shift(torch.sigmoid(u), factor)
 
 
 def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Tensor, Tensor]:
-    """Return x_t and v for data ``x0`` and noise ``x1``, ``[b, ...]``, in float32 or wider.
+    """Return the noisy x_t and the velocity v for data ``x0`` and noise ``x1``, ``[b, ...]``.
 
-    ``times`` are ``[b]``, or ``[b, t]`` with one per frame of data ``[b, c, t, h, w]``.
+    ``times`` are ``[b]``, or ``[b, t]`` with one per frame of data ``[b, c, t, h, w]``. The results
+    are float32, or wider if the data is.
     """
     dtype = torch.promote_types(x0.dtype, torch.float32)
     x0, x1 = x0.to(dtype), x1.to(dtype)
@@ -85,7 +86,7 @@ def token_weights(mask: Tensor, normalization: str) -> Tensor:
 
 
 def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the mean squared error of each token, ``[b, n]`` float32.
+    """Return the mean squared error of each of n tokens with d numbers, ``[b, n]`` float32.
 
     Args:
         prediction: ``[b, n, d]`` in any float type.
@@ -109,7 +110,7 @@ def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = 
 
 @dataclass(frozen=True)
 class FlowTargets:
-    """Targets of one micro-batch for the n image tokens of one rank.
+    """Targets of one micro-batch for the n image tokens of one rank, with d numbers each.
 
     Attributes:
         velocity: v of the tokens, ``[b, n, d]`` float32.
@@ -117,8 +118,8 @@ class FlowTargets:
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: indices into `MODES`, ``[b]``.
         usual_weight: sum of the weights of the whole micro-batch, divided by the context-parallel
-            size, for `losses.contract.share_of_step`. Ranks have unequal numbers of image tokens,
-            since the first ones hold the text.
+            size. `losses.contract.share_of_step` needs it, since the first ranks hold the text and
+            therefore fewer image tokens.
     """
 
     velocity: Tensor
@@ -138,7 +139,7 @@ def flow_matching_loss(
     """Return the weighted sum of the tokens' losses, the number of counted tokens, and what to log.
 
     Args:
-        prediction: velocity of the image tokens, ``[b, n, d]``.
+        prediction: predicted velocity of the n image tokens, ``[b, n, d]``.
         share: factor on the returned sum; see `losses.contract.share_of_step`.
         reported_modes: condition modes that get an entry in the log; the same on all ranks.
     """

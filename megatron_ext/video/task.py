@@ -36,7 +36,7 @@ from megatron_ext.video.streaming.task import STREAMING
 
 
 def cases(config: RunConfig) -> Sequence[Case]:
-    """Return a cost model `Case` for each bucket of the training data, which this opens."""
+    """Open the training data; return a `Case` for the cost model for each bucket."""
     return [
         Case(
             network=network_of(config).planned(clip),

@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def token_width(self) -> int:
-        """Return the number of features of an image token, C * p * p."""
+        """Return the number of features of an image token: channels times the area of a patch."""
         return self.channels * self.patch_size**2
 
     def fields_of(self, num_blocks: int, ffn_size: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class MMDiTSizes(Sizes):
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks of both kinds."""
+        """Return the number of double and single blocks together."""
         return self.num_double_blocks + self.num_single_blocks
 
     @property
@@ -127,7 +127,7 @@ class MMDiTSizes(Sizes):
 
     @property
     def cond_width(self) -> int:
-        """Return the number of features of a condition token, (C + 1) * p * p, mask included."""
+        """Return the number of features of a condition token: a patch of channels and a mask."""
         return (self.channels + 1) * self.patch_size**2
 
     def transformer_fields(self) -> dict[str, Any]:
@@ -142,8 +142,7 @@ class MMDiTSizes(Sizes):
 def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Return the section ``model`` with the values of a network's ``transformer_fields``.
 
-    The sequence length stays unset; it becomes the length of the longest clip once the data is
-    open.
+    The sequence length stays unset until the data is open; then the longest clip decides it.
     """
     own: dict[str, Any] = {**fields, "norm_epsilon": fields["layernorm_epsilon"]}
     del own["layernorm_epsilon"]

@@ -27,7 +27,7 @@ from megatron_ext.video.config.wan import CAUSAL, VIDEO_MODELS
 
 @dataclass(frozen=True)
 class VideoConfig:
-    """The task, network and data of pretrain_video.py.
+    """The flags of pretrain_video.py for task, network and data.
 
     Attributes:
         video: always True; it marks a stored configuration as one of a video run.

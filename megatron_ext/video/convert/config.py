@@ -1,7 +1,7 @@
 """Translates the config.json of Wan 2.1 into a named size of the video DiT, and back.
 
-Sources: the arguments of diffusers' ``WanTransformer3DModel`` and of the original's ``WanModel``,
-with their defaults for what a file leaves out.
+Sources: the arguments of diffusers' ``WanTransformer3DModel`` and of the original's ``WanModel``.
+Entries that a file leaves out have the defaults of these classes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _OUTPUT = {
 class WanModel:
     """A model of Wan as its config.json or the shapes of its tensors describe it.
 
-    ``size`` is the name of its size, and ``sizes`` is that size with the model's own text width.
+    ``size`` names a size of the video DiT. ``sizes`` is that size with the model's own text width.
     """
 
     size: str
@@ -123,7 +123,7 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
 
 
 def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path: Path) -> WanModel:
-    """Return the model at ``path``, inferred from the shapes of its tensors by name.
+    """Return the model at ``path``, inferred from ``found``, the shapes of its tensors by name.
 
     No shape shows the number of heads; it is taken from a named size of the same hidden size.
     Tensors that are not Wan's, or have sizes without a name, raise CheckpointError.

@@ -98,7 +98,7 @@ def export_wan(
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
-    """Raise CheckpointError unless the tensors named ``prefix...`` are a network's parameters."""
+    """Check that the tensors named ``prefix...`` in a checkpoint are exactly a network's."""
     held = {
         name.removeprefix(prefix): tuple(entry.size)
         for name, entry in stored_entries(path).items()

@@ -75,8 +75,8 @@ def is_wan(source: Path) -> bool:
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
     """Open the model in a folder of safetensors or a file of torch.save; yield it and its tensors.
 
-    ``entry`` is a key of the file; None takes the only one with tensors. CheckpointError is raised
-    for a model that cannot be read or converted.
+    ``entry`` is a key of the file; None takes the whole file or the only key with tensors.
+    CheckpointError is raised for a model that cannot be read or converted.
     """
     if source.is_file():
         tensors = TensorFile(source, entry)
@@ -114,7 +114,7 @@ class TensorFile:
         return set(self._tensors)
 
     def dtypes(self) -> dict[str, str]:
-        """Return each tensor's dtype, as ``"bfloat16"``; CheckpointError for a quantized one."""
+        """Return each tensor's dtype, e.g. ``"bfloat16"``; CheckpointError for a quantized one."""
         found = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
         for name, kind in found.items():
             check_dtype(self.folder, name, kind, kind)
@@ -124,7 +124,7 @@ class TensorFile:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor ``name``, which `check_tensors` has found to exist."""
+        """Return the tensor ``name``; `check_tensors` makes sure beforehand that it exists."""
         return self._tensors[name]
 
 
@@ -165,7 +165,7 @@ def import_wan(
         source: folder with config.json and safetensors, or a file of torch.save.
         save: folder for the checkpoint.
         dtype: dtype of the checkpoint; None keeps the source's.
-        entry: key of a file of torch.save; None takes the only one with tensors.
+        entry: key of a file of torch.save; None takes the whole file or the only key with tensors.
 
     Returns:
         The named size of the model, and the dtype of the checkpoint, such as ``"bfloat16"``.

@@ -49,7 +49,7 @@ class VideoCodec(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; DataError for another c."""
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; another c raises DataError."""
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return the shape ``(c, t, h, w)`` of a clip's latents.
@@ -72,7 +72,7 @@ class VideoCodec(ABC):
         return self.channels, t, height // self.spatial, width // self.spatial
 
     def check_channels(self, latents: Tensor) -> None:
-        """Raise DataError if latents ``[b, c, t, h, w]`` lack the codec's number of channels."""
+        """Raise DataError if latents ``[b, c, t, h, w]`` have not as many channels as the codec."""
         if latents.size(1) != self.channels:
             raise DataError(
                 f"The latents have {latents.size(1)} channels, but the codec has {self.channels}; "

@@ -31,7 +31,7 @@ class Section:
 
 
 def _min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return the fewest latent frames that a mode takes; v2v needs one beyond its references."""
+    """Return the fewest latent frames of a clip for ``mode``; in v2v, its references plus one."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -132,8 +132,8 @@ def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tens
     """Return 1 for tokens that count in the loss, else 0, ``[b, t * tokens_per_frame]`` float32.
 
     ``masks`` ``[b, t]`` are True at reference frames. With ``reference_loss`` "masked" these do not
-    count, with "all" they do. With "trimmed" they do not count in clips without references between
-    the first and the last frame. If all frames of a clip are left out, no token of the clip counts.
+    count, with "all" they do. With "trimmed" they count only in clips with references between the
+    first and the last frame. If all frames of a clip are left out, no token of the clip counts.
     """
     left_out = masks
     if reference_loss == "all":

@@ -140,7 +140,7 @@ class OnlineVideos(VideoClips):
 
     A clip has the same crop each time. If its frames cannot be decoded, although its header could
     be read, the next clip of its bucket replaces it, with a warning, so that one bad file does not
-    end days of training. A loader with worker processes needs the patch codec and hashed words, or
+    end days of training. A loader with worker processes needs the patch codec and `HashedWords`, or
     models on the CPU, since processes cannot share models on a GPU.
     """
 
@@ -191,7 +191,7 @@ class VideoBatch:
         latents: ``[b, c, t, h, w]``.
         text: token embeddings ``[b, l, d]``, with the rows that `pad_text` adds.
         pooled: pooled text embeddings ``[b, e]``.
-        references: latents ``[b, c, k, h, w]`` of the first or last k latent frames, by
+        references: latents ``[b, c, k, h, w]`` of the first or last k latent frames, named by
             `encode.reference_name`.
     """
 

@@ -32,7 +32,7 @@ from megatron_ext.video.data.text_encoders import TextEncoder
 
 @dataclass(frozen=True)
 class PlannedClip:
-    """A clip with its number in its list, the shape of its file, and its bucket."""
+    """A clip, its number in the list of clips, the shape of its file, and the bucket it enters."""
 
     number: int
     clip: Clip
@@ -48,7 +48,7 @@ class VideoSample:
         latents: ``[c, t, h, w]``.
         text, pooled: embeddings of the caption, by token ``[l, d]`` and as a whole ``[e]``.
         references: latents ``[c, k, h, w]`` of the first or last k latent frames, encoded without
-            the rest of the clip, by `reference_name`. Lengths k of t or more are missing.
+            the rest of the clip and named by `reference_name`. Lengths k of t or more are missing.
         fps: frames per second after subsampling; 0 for an image.
         number: number of the clip in its list.
         caption: the caption that the text encoder got, suffix included.
@@ -99,7 +99,7 @@ class ClipEncoder:
         )
 
     def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
-        """Return latents of a clip's first and last frames, encoded without the rest, by name."""
+        """Return latents of the first and last frames, each encoded without the rest, by name."""
         found = {}
         for length in self.config.reference_lengths:
             if length >= num_latent_frames:

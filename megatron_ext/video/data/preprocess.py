@@ -109,7 +109,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
 
 
 def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
-    """Return a function that takes the clips done so far and reports progress every 5 seconds."""
+    """Return a function that reports the clips done so far, at most every 5 seconds."""
     start = last = time.monotonic()
 
     def tick(done: int) -> None:

@@ -68,7 +68,7 @@ class BucketSteps:
         self._epoch, self._order = -1, list[tuple[Bucket, list[int]]]()
 
     def _unit(self, members: Members) -> int:
-        """Return the clips of a unit: those of a step or, with ``mixed``, of a micro-batch."""
+        """Return the number of clips of a unit: a step's or, with ``mixed``, a micro-batch's."""
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
     @property

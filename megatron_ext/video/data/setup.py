@@ -1,6 +1,6 @@
 """The data of a video run: opened and checked before training, and read step by step.
 
-The first tensor-parallel rank reads the clips of a micro-batch and sends them to the others.
+In each tensor-parallel group the first rank reads the clips of a micro-batch and sends them on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from megatron_ext.video.step import FlowMicrobatch
 
 
 def open_videos(config: RunConfig, path: str) -> VideoClips:
-    """Open the clips of a folder, or of a list of clips with ``--online-encoding``."""
+    """Open the clips of a preprocessed folder, or those of a list with ``--online-encoding``."""
     video, kinds = config.section(VideoConfig), (CodecConfig, TextEncoderConfig, EncodeConfig)
     encoding = tuple(config.section(x) for x in kinds) if video.online_encoding else None
     return _opened(path, video.video_buckets, encoding)
@@ -100,7 +100,7 @@ class VideoSplit:
 
 
 def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
-    """Open the clips at ``folder`` and plan which step takes which; ``shuffle`` mixes them by seed.
+    """Open the clips at ``folder`` and plan their steps; ``shuffle`` mixes the clips by the seed.
 
     DataError or ConfigError is raised for unusable data, too few clips for a step, or clips that do
     not fit the network.

@@ -2,9 +2,9 @@
 
 Each field of a shard, such as ``FOLDER/shard_00003_latents.bin`` with its ``.idx``, holds one
 document for each clip. A document of ``geometry`` is six int32 numbers: ``bucket, t, h, w, fps``
-and the number of the clip. One of ``caption`` is UTF-8 bytes. ``shard_00003.json`` marks a shard as
-finished, and ``manifest.json``, written last, makes the folder a dataset. ``null_text`` and
-``null_pooled`` hold the empty caption.
+and the number of the clip. A document of ``caption`` is UTF-8 bytes. ``shard_00003.json`` marks a
+shard as finished, and ``manifest.json``, written last, makes the folder a dataset. ``null_text``
+and ``null_pooled`` hold the encoded empty caption.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ShardWriter:
 
 
 class Field:
-    """One field of one shard.
+    """One field of one shard, such as the latents of all its clips.
 
     Every read opens the file, since memory maps of thousands of shards would exceed the number of
     files that a process may have open.
@@ -205,7 +205,7 @@ class Shard:
         return len(self.fields["geometry"])
 
     def buckets(self) -> NDArray[np.int64]:
-        """Return the bucket number of each clip, ``[n]``; raise DataError if one is unknown."""
+        """Return the bucket number of each clip, as a vector; raise DataError if one is unknown."""
         geometry = self.fields["geometry"]
         numbers = geometry.read(0, len(self)).reshape(-1, _GEOMETRY)[:, 0].astype(np.int64)
         known = len(self._manifest["buckets"])

@@ -132,7 +132,7 @@ def load_model(
 
 
 def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
-    """Return n captions as ``input_ids`` and ``attention_mask``, each padded to ``[n, length]``."""
+    """Return ``input_ids`` and ``attention_mask`` of captions, cut or padded to ``[n, length]``."""
     return tokenizer(
         list(captions), max_length=length, padding="max_length", truncation=True,
         return_attention_mask=True, return_tensors="pt",
@@ -140,7 +140,7 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def read_settings(name: str, path: str) -> dict[str, Any]:
-    """Return the config.json in ``path``, or raise ConfigError that names the option ``name``."""
+    """Return the config.json of a folder, or raise ConfigError that names the option ``name``."""
     try:
         return dict(json.loads((Path(path) / "config.json").read_bytes()))
     except FileNotFoundError:
