@@ -142,7 +142,10 @@ class FrozenBase:
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
-        """Return the identity of the weights under a checkpoint's adapters; None if it has them."""
+        """Return the identity of the weights under a checkpoint's adapters.
+
+        Return None if the checkpoint holds these weights itself.
+        """
         iteration = choose(root, step)
         assert iteration is not None
         return cls.recorded(common_state_of(standing_folder_of(root, iteration)))

@@ -122,10 +122,7 @@ def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> li
 # The shards of fp32 weights are views of parameters, into which values are copied.
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer or a chain of optimizers.
-
-    The run that saved it may have had other expert parallelism.
-    """
+    """Load an optimizer or a chain of them, even if saved with other expert parallelism."""
     parts = parts_of(optimizer)
     # Several optimizers may read the state of one, or one the state of several.
     numbered = len(_numbered(state))

@@ -164,8 +164,7 @@ def write_best(root: Path, best: BestCheckpoint) -> None:
 def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[None]:
     """Keep other runs from writing to ``--save`` in this context; all ranks call this together.
 
-    Other runs may still load from it. If one writes to it already, every rank raises a
-    CheckpointError.
+    Others may still load. If another run writes to it already, every rank raises a CheckpointError.
     """
     if save is None:
         yield

@@ -32,7 +32,7 @@ class Device:
     backend: str
 
     def activate(self, local_rank: int) -> torch.device:
-        """Make this process use the device, before any process group exists; return the device.
+        """Make this process use the device, before any process group exists; return torch's device.
 
         On a CPU this installs the shim of ``torch.cuda``. On a GPU it also sets
         ``CUDA_DEVICE_MAX_CONNECTIONS``, which users of Megatron-LM must export.

@@ -54,8 +54,7 @@ class Gpu:
     Attributes:
         bf16, fp8, fp32: dense operations a second (fp32 without TensorFloat); fp8 may be None.
         memory, memory_bandwidth: bytes, and bytes a second.
-        link: bytes a second in one direction to a GPU of the same node.
-        network: bytes a second in one direction to a GPU of another node.
+        link, network: bytes a second in one direction, to a GPU of the same and of another node.
         hopper: True for Hopper and newer, whose cuBLAS takes more memory.
     """
 

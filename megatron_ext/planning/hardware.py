@@ -159,7 +159,7 @@ DEFAULT = Efficiency()
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
-    """Return each ratio of `DEFAULT`: name, value, meaning, and whether it is measured instead."""
+    """Return name, value and meaning of each ratio, and whether a measured rate replaces it."""
     replaced = set[str]()
     if gpu.measured is not None:
         replaced = {"products", "copies", *["fp8_products"] * (gpu.measured.fp8 is not None)}
