@@ -53,7 +53,7 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Raise a CheckpointError if a checkpoint lacks a weight of this rank or its shape differs.
+    """Raise a CheckpointError if a checkpoint lacks this rank's weights in their shapes.
 
     The padding of a vocabulary may differ.
 

@@ -124,8 +124,8 @@ def walk(
 def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """Check that a run on CPUs does not need more memory than this host has.
 
-    The check takes a lower bound: weights, gradients, optimizer state, and the activations of one
-    micro-batch, for the ranks of this host. It is skipped if the cost depends on the run's data.
+    The check takes a lower bound for the ranks of this host: weights, one micro-batch's activations
+    and, in training, gradients and optimizer state. It is skipped if the cost depends on data.
 
     Raises:
         ConfigError: the lower bound is above the host's memory.
