@@ -93,7 +93,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
 
         Returns:
             On inner stages, hidden states ``[s, b, h]``; in training they are
-            ``[(1 + depths) * s, b, h]`` after an MTP stage of its own. On the last stage, losses
+            ``[(1 + depths) * s, b, h]`` after a separate MTP stage. On the last stage, losses
             ``[b, s]``; without labels, logits ``[b, s, v/tp]``; with ``hidden_states_only``,
             hidden states, in training followed by those of the MTP depths.
         """
@@ -168,7 +168,10 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         return logits  # type: ignore[no-any-return]
 
     def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
-        """Return the main ``[s, b, h]`` of ``states``, with gradients of MTP losses attached."""
+        """Return the main hidden states ``[s, b, h]``, which come first in ``states``.
+
+        MTP losses are attached: the backward pass adds their gradients.
+        """
         hidden, *depths = torch.chunk(states, 1 + self.config.mtp_num_layers, dim=0)
         if targets is None:
             return hidden
@@ -190,7 +193,7 @@ def build_gpt_chunk(
     vp_stage: int | None = None,
     model_class: Callable[..., GPTModel] = GPTModel,
 ) -> GPTModel:
-    """Build the model chunk with index ``vp_stage`` on this pipeline rank (virtual pipelining).
+    """Build this pipeline rank's model chunk; with virtual pipelining, that of index ``vp_stage``.
 
     Args:
         pre_process: the chunk holds the embedding.

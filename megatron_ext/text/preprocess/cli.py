@@ -1,4 +1,4 @@
-"""The command line of tools/preprocess_data.py: Megatron-LM's flags, and three of ours."""
+"""The command line of tools/preprocess_data.py: Megatron-LM's flags, and our own."""
 
 import argparse
 import difflib
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sft_flags() -> list[Flag]:
-    """Return the trainer's flags of conversations, except those about lengths and batches."""
+    """Return the flags of `SftConfig`, except those about lengths and batches."""
     of_batches = ("sft_max_length", "sft_truncation", "sft_batching")
     return [flag for flag in flags_of("sft", SftConfig) if flag.field not in of_batches]
 

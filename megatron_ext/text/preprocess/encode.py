@@ -65,7 +65,10 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
-    """Read a line by Python's parser, which accepts NaN; check texts under ``keys``."""
+    """Return the content of a line by Python's parser, which unlike orjson accepts NaN.
+
+    Raise a BadLine if it fails (with ``complaint``, orjson's error), or for a bad text at ``keys``.
+    """
     try:
         document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -91,8 +94,8 @@ class Encoded:
 
     Attributes:
         tokens: the ids of all documents.
-        lengths: tokens of each sequence.
-        documents: sequences of each document.
+        lengths: number of tokens in each sequence.
+        documents: number of sequences in each document.
     """
 
     tokens: npt.NDArray[Any]
@@ -103,7 +106,7 @@ class Encoded:
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return the fast engine if it is exact on ``samples``, else None, and a line for the user."""
+    """Return (fast engine, line for the user); the engine is None unless exact on ``samples``."""
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
     try:
@@ -129,7 +132,10 @@ Splitter = Callable[[str], list[str]]
 
 class BlockEncoder(Protocol):
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
-        """Encode lines of a part, numbered from ``first``; return how many are kept."""
+        """Encode lines of an input part, numbered from ``first``; return how many are kept.
+
+        Documents go to ``write``, and bad lines to ``refuse``.
+        """
         ...
 
 
@@ -137,9 +143,9 @@ class BlockEncoder(Protocol):
 class TextEncoder:
     """A `BlockEncoder` of the texts under ``keys`` in each line.
 
-    A line goes to the stream `line number within the part % streams`. ``append_eod`` ends each
-    non-empty document with the tokenizer's eod. If ``fast`` is given it encodes, and a text of each
-    batch is compared with the tokenizer.
+    Line i of an input part goes to output stream ``i % streams``. ``append_eod`` ends each document
+    that is not empty with the tokenizer's eod. If ``fast`` is given, it encodes all texts, and the
+    tokenizer checks one text of each batch.
     """
 
     tokenizer: Tokenizer

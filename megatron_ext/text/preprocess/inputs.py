@@ -38,8 +38,8 @@ _SECONDS_FOR_A_WRITER = 10.0
 class Part:
     """A piece of one input, which one worker encodes into one set of part files.
 
-    It has the bytes from ``start`` to ``end`` of a file, both at line ends, or a whole packed file.
-    ``path`` is the file to read, such as the copy of a stream; ``source`` is shown to the user.
+    It holds bytes ``start`` to ``end`` of a file, both at line ends, or a whole packed file.
+    ``path`` is the file to read, such as the copy of a stream; users are shown ``source``.
     """
 
     path: str
@@ -54,7 +54,10 @@ class Part:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files that paths and globs (sorted) name; raise a DataError for a bad one."""
+    """Return the files that paths and globs (sorted) name.
+
+    Raise a DataError for a pattern without files, an unreadable file or a stream named twice.
+    """
     files: list[str] = []
     for pattern in patterns:
         if pattern == "-":
@@ -101,14 +104,14 @@ def identity_of(path: str) -> list[Any]:
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
-    """Return the inputs to copy first: streams, and packed files if workers outnumber files."""
+    """Return the inputs to copy whole: streams, and packed files if workers outnumber files."""
     streams = [path for path in files if is_stream(path)]
     packed = [path for path in files if path not in streams and packing_of(path) != "plain"]
     return [*streams, *packed] if len(files) < workers else streams
 
 
 def spool(source: str, target: Path) -> None:
-    """Copy a stream, or unpack a file, to ``target``; raise a DataError if it is not whole."""
+    """Copy a stream, or unpack a file, to ``target``; raise a DataError for a bad source."""
     temporary = target.with_suffix(".unpacking")
     with open(temporary, "wb") as out:
         if is_stream(source):
@@ -141,7 +144,7 @@ def _copy_stream(source: str, out: BinaryIO) -> None:
 
 
 def _await_writer(source: str, descriptor: int) -> bytes:
-    """Wait until a program has opened a FIFO for writing; return the bytes read by that."""
+    """Wait until a program writes to a FIFO, or raise a DataError; return the bytes read so far."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     first = b""
@@ -165,8 +168,8 @@ def cut(
 ) -> list[Part]:
     """Cut plain files at line ends into parts; a packed file is one part.
 
-    ``files`` are (path, name to show). Without ``part_megabytes``, parts have at least ``smallest``
-    bytes, and each worker gets about four.
+    ``files`` are (path, name to show). Without ``part_megabytes``, each worker gets about four
+    parts, of at least ``smallest`` bytes.
     """
     sizes = [os.path.getsize(path) for path, _ in files]
     if part_megabytes is None:
@@ -230,7 +233,7 @@ def _plain(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def packing_of(path: str) -> str:
-    """Return gzip, zstd, parquet or plain by the first bytes; refuse bzip2, xz and zip."""
+    """Return gzip, zstd, parquet or plain by a file's first bytes; raise a DataError for others."""
     with open(path, "rb") as stream:
         head = stream.read(4)
     for magic, name in _OTHER_MAGIC.items():

@@ -25,7 +25,7 @@ _ADVICE = "leave it out for the default"
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The checked options of one run; outputs are such as `<prefix>_<key>_document.bin/.idx`."""
+    """The checked options of one preprocessing run."""
 
     inputs: Sequence[str]
     output_prefix: str
@@ -131,11 +131,11 @@ class PreprocessOptions:
 
     @property
     def streams(self) -> int:
-        """Return how many streams workers write; contiguous partitions are cut from one."""
+        """Return the number of output streams: ``partitions``, or 1 if these are contiguous."""
         return 1 if self.keep_sequential_samples else self.partitions
 
     def dataset_prefix(self, key: str, partition: int | None = None) -> str:
-        """Return the prefix of a key's dataset, of one partition or (None) of all lines."""
+        """Return the prefix of the dataset of a key, for one partition or (None) for all lines."""
         part = "" if partition is None else f"_{partition}"
         return f"{self.output_prefix}{part}_{key}_{self.level}"
 
@@ -148,7 +148,7 @@ TOKENIZER_FLAGS = tuple(
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
-    """Add flags to a parser as a group; ranges are checked later, with the whole section."""
+    """Add flags to a parser as a group; the parser does not check the ranges of their values."""
     group = parser.add_argument_group(title)
     for each in flags:
         if each.type is bool:
@@ -172,7 +172,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Return the `TokenizerConfig` of parsed arguments, with ranges checked (`check_ranges`)."""
+    """Return the `TokenizerConfig` of parsed arguments; raise a ConfigError for bad ranges."""
     section = TokenizerConfig(**{each.field: values[each.field] for each in TOKENIZER_FLAGS})
     check_ranges(section)
     return section

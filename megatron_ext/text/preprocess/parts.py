@@ -1,10 +1,10 @@
-"""Part files in `<prefix>.parts/`, which keep finished parts if the run is killed.
+"""Files of encoded input parts in `<prefix>.parts/`, from which a killed run is resumed.
 
 The files `<stem>.k<key>.s<stream>.bin`, `.len` and `.doc` hold a part's tokens, tokens per sequence
 and sequences per document; `<stem>.rejected` holds refused lines. The marker `<part>.json` is
 renamed into place last, so that its existence means complete files. The process id in the stem
 prevents a worker that outlives its killed run from writing into files of the next run. At the end
-the kernel joins the bytes of the parts to published datasets; indices are cumulative sums.
+the parts are joined to datasets by kernel copies, with cumulative sums as indices.
 """
 
 import json
@@ -175,7 +175,7 @@ class WorkDirectory:
             ) from value
 
     def resumed_parts(self, fingerprint: dict[str, Any]) -> list[Part] | None:
-        """Return the parts of an earlier run with the same fingerprint, else None."""
+        """Return the parts of an earlier run on the same inputs and options, else None."""
         try:
             plan = json.loads((self.folder / "plan.json").read_bytes())
             if plan["fingerprint"] != _plain(fingerprint):
@@ -188,7 +188,7 @@ class WorkDirectory:
         return parts
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
-        """Record the plan of a new run; from then on, finished parts can be resumed."""
+        """Record fingerprint and parts of a new run, so that a later run can resume it."""
         plan = {"fingerprint": _plain(fingerprint), "parts": [asdict(part) for part in parts]}
         temporary = self.folder / "plan.new"
         temporary.write_text(json.dumps(plan))
@@ -210,7 +210,7 @@ class WorkDirectory:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Return a fingerprint after a round trip through JSON, with the format of part files."""
+    """Return a fingerprint and the version of part files as JSON reads them back."""
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))
 
 
@@ -229,8 +229,8 @@ def _partitions(
 ) -> list[list[Segment]]:
     """Return the segments of each partition, in order.
 
-    Round-robin: line n of the whole input goes to partition n % partitions. Sequential: each
-    partition has ceil(lines / partitions) consecutive lines.
+    Line n of the whole input goes to partition n % partitions; or, with
+    ``keep_sequential_samples``, each partition has ceil(lines / partitions) consecutive lines.
     """
     count = options.partitions
     if count == 1:
@@ -250,7 +250,7 @@ def _partitions(
 
 
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
-    """Return the segment of lines [first, last), cut to those that the part has, or none."""
+    """Return a list of the segment with a part's lines [first, last); empty if it has none."""
     first, last = max(first, 0), min(last, done.lines)
     if first >= last:
         return []
@@ -262,7 +262,7 @@ def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment
 
 
 class Dataset:
-    """One `.bin/.idx` to write from segments of one key, first under temporary names."""
+    """A `.bin/.idx` pair to write from segments of one key, first under temporary names."""
 
     def __init__(
         self, folder: Path, prefix: str, key: int, segments: Sequence[Segment], dtype: Any
@@ -285,7 +285,10 @@ class Dataset:
         return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
 
     def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
-        """Return the range of a segment in its file: of documents, sequences or bytes of tokens."""
+        """Return start and end of a segment in its file; an end of None means the end of the file.
+
+        They count entries in files of the kinds "doc" and "len", and bytes in those of "bin".
+        """
         start, end = segment.start, segment.end
         if start is None or end is None:
             return 0, None
@@ -307,7 +310,7 @@ class Dataset:
 def publish_datasets(
     options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker], dtypes: Sequence[Any]
 ) -> list[str]:
-    """Write and rename all datasets; return the prefixes of those with all lines, one per key."""
+    """Write and rename all datasets; return the prefix of each key's dataset with all lines."""
     partitions = _partitions(options, folder, markers)
     datasets: list[Dataset] = []
     prefixes = []

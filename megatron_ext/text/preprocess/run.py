@@ -56,7 +56,7 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
     """Tokenize the input into one dataset for each key.
 
     Raises:
-        ConfigError, DataError: finished parts are kept for the next run of the same command.
+        ConfigError, DataError: bad options or input; the same command resumes finished parts.
     """
     start = time.monotonic()
     # Every worker is a process of its own; threads inside the libraries would only compete.
@@ -175,7 +175,7 @@ def run_parts(job: Job, done: dict[int, PartMarker]) -> None:
 
 
 def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: float) -> Report:
-    """Publish datasets and refused lines of a job; it began at ``start`` (`time.monotonic`)."""
+    """Publish datasets and refused lines of a job; return a report, timed from ``start``."""
     markers = [done[i] for i in range(len(job.parts))]
     return Report(
         prefixes=publish_datasets(job.options, job.folder, markers, job.dtypes),

@@ -48,11 +48,11 @@ class Job:
 
 
 class StopAtLine(Exception):
-    """Raised with (number, reason) at a bad line that ends the run; see `Refuse`."""
+    """Raised with (line number in the part, reason) at a bad line that ends the run."""
 
 
 class _Board:
-    """Shared memory in which workers write bytes, documents and process id of each part."""
+    """Shared memory in which workers note bytes read, documents and process id of each part."""
 
     def __init__(self, num_parts: int) -> None:
         shared = mmap.mmap(-1, 24 * max(num_parts, 1))
