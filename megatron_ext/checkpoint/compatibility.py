@@ -53,7 +53,7 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Raise a CheckpointError if a checkpoint lacks this rank's weights in their shapes.
+    """Raise a CheckpointError if one of this rank's weights is not stored in the same shape.
 
     The padding of a vocabulary may differ.
 

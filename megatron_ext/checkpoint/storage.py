@@ -110,7 +110,7 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
 
 
 def save_strategy(config: CheckpointConfig, replicas: ProcessGroup) -> Any:
-    """Return the checkpoint writer; under ``--ckpt-fully-parallel-save`` replicas share it."""
+    """Return the checkpoint writer; ``--ckpt-fully-parallel-save`` lets replicas share the work."""
     strategy = InProcessSaveStrategy(config.ckpt_format, VERSION)
     shared = config.ckpt_fully_parallel_save
     return FullyParallelSaveStrategyWrapper(strategy, replicas) if shared else strategy

@@ -114,7 +114,7 @@ PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Return the dense bfloat16 operations a second of a GPU by torch's device name, else None."""
+    """Return the dense bfloat16 operations a second of a GPU by torch's name; None if unknown."""
     if device_name is None:
         return None
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]
