@@ -23,7 +23,7 @@ from megatron_ext.errors import ConfigError
 def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -> RunConfig:
     """Fill in the values that follow from given ones, and check that the result can be run.
 
-    A ConfigError has one sentence for each error. With ``world_size`` 0 the flags decide it.
+    A ConfigError has one sentence for each error. If ``world_size`` is 0, the flags decide it.
     """
     given, wrong = _within_ranges(config)
     run = derived(task.resolve(given), world_size, device)
@@ -38,7 +38,7 @@ def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -
 
 
 def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Return the run with wrong numbers reset to defaults, and the errors about them by flag."""
+    """Return the configuration with wrong numbers at their defaults, and their errors by flag."""
     errors: dict[str, str] = {}
 
     def within(section: Any) -> Any:

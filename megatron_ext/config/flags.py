@@ -1,4 +1,4 @@
-"""Turns fields of dataclasses into command-line flags; `flag` declares a field that is one.
+"""Turns fields of dataclasses into command-line flags, which `flag` declares.
 
 `flag` also takes the range of a numeric flag, which is checked before anything uses the value.
 """
@@ -179,6 +179,7 @@ class Flag:
     """One flag as the parser and ``--help`` use it; `flag` describes the other attributes.
 
     Attributes:
+        section, field: names of the section and of the field that declares the flag.
         type: type of one value.
         optional: whether None is allowed.
         positive: spellings that set the value (or True); ``--help`` shows the first.
@@ -218,7 +219,7 @@ def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
 
 
 def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
-    """Return a field's flag; the hint ``list[int] | None`` makes it optional, its values int."""
+    """Return a field's flag; the hint ``list[int] | None`` makes it optional with int values."""
     optional = type(None) in typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(x for x in typing.get_args(hint) if x is not type(None))
@@ -257,7 +258,7 @@ def range_errors(section: Any) -> dict[str, str]:
 
 
 def check_ranges(section: Any) -> None:
-    """Raise a ConfigError if a number of a section that code made is out of its flag's range."""
+    """Raise a ConfigError if a section made by code has a number out of its flag's range."""
     if errors := range_errors(section):
         raise ConfigError(list(errors.values()))
 
@@ -290,7 +291,7 @@ def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = No
 
 
 def changed_fields(section: Any) -> list[str]:
-    """Return the names of flags of a section that are not at their defaults."""
+    """Return the names of a section's fields that are flags and not at their defaults."""
     flags = flags_of("", type(section))  # type: ignore[arg-type]
     return [flag.field for flag in flags if getattr(section, flag.field) != flag.default]
 

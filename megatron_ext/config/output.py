@@ -68,13 +68,13 @@ class CheckpointConfig(Changeable):
     """Other networks than the run's model start from the weights of checkpoints."""
 
     def resolved(self) -> CheckpointConfig:
-        """Return the section with the usual interval if ``--save`` comes without an interval."""
+        """Return a copy with the task's usual interval if ``--save`` comes without an interval."""
         if self.save is None or self.save_interval is not None:
             return self
         return dataclasses.replace(self, save_interval=self.usual_save_interval)
 
     def errors(self, *, evaluates: bool) -> Iterator[str]:
-        """Yield a sentence for each fault in the flags of a run that ``evaluates`` or does not."""
+        """Yield a sentence for each fault; ``evaluates`` says whether the run has evaluations."""
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."

@@ -70,7 +70,7 @@ def parse_args(
         checkpoint_config: the stored configuration to take the model and the user's own flags
             from (``--use-checkpoint-args``); the command line wins over it.
         defaults: values by field that replace the task's defaults and the fields' own.
-        elsewhere: sections of other programs by program name, which errors about their flags name.
+        elsewhere: sections of other programs by name, to tell which program has an unknown flag.
     """
     sections.check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
@@ -283,7 +283,7 @@ class _Reading:
                 yield f"`{key}` in {path} ({value}) has no effect {why}; leave it out."
 
     def settle_old_spellings(self, values: Values) -> None:
-        """Let ``--bf16`` or ``--fp16``, if given, replace the default of a GPU.
+        """Let ``--bf16`` or ``--fp16``, if given, replace a GPU's default of bf16.
 
         ``--no-position-embedding`` adds an error if positions have a learned table, else a note.
         """

@@ -38,7 +38,7 @@ class PrecisionConfig(Changeable):
     """``--bf16`` is the default on a GPU."""
 
     def resolved(self, device: str) -> PrecisionConfig:
-        """Return the section with the formats of parameters and gradients filled in."""
+        """Return a copy with the formats of parameters and gradients filled in."""
         bf16 = self.bf16 or (self.bf16_on_gpu and device == "cuda")
         in_fp32 = self.accumulate_allreduce_grads_in_fp32
         in_fp32 = not self.grad_reduce_in_bf16 if bf16 else in_fp32
@@ -105,7 +105,7 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Return the section, with 8-bit weights off for layers other than Transformer Engine's."""
+        """Return a copy, with 8-bit weights off for layers other than Transformer Engine's."""
         if te or self.fp8_format is None:
             return self
         return dataclasses.replace(self, fp8_param_gather=False)

@@ -36,7 +36,7 @@ LeftOut = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The whole configuration of a run; ``sections`` are those that the task and its user add."""
+    """The whole configuration of a run; ``sections`` holds what the task and its user add."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -57,7 +57,7 @@ class RunConfig:
     sections: tuple[Any, ...] = ()
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the task's section of this class; raise a ConfigError if it has none."""
+        """Return the task's section of this class; raise a ConfigError if there is none."""
         for section in self.sections:
             if isinstance(section, kind):
                 return section

@@ -42,7 +42,7 @@ OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedd
 
 
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
-    """Raise a ConfigError unless sections are frozen dataclasses of flags, without a name twice."""
+    """Raise a ConfigError unless sections are frozen dataclasses of flags whose names are free."""
     errors: list[str] = []
     taken = dict.fromkeys([*OWN_FLAGS, *RENAMED], "the parser")
     for name, kind in engine.items():
@@ -132,7 +132,7 @@ _TRUE, _FALSE = argparse._StoreTrueAction, argparse._StoreFalseAction
 
 
 def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
-    """Return a section class whose flags are the arguments that a provider adds to argparse."""
+    """Return a section class whose flags are the arguments that ``provider`` adds to a parser."""
     parser = argparse.ArgumentParser(add_help=False)
     provider(parser)
     fields = [_field(action) for action in parser._actions]
@@ -209,7 +209,7 @@ def canonical(name: str) -> str:
 
 
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
-    """Convert the words after a flag to its value; raise a ConfigError that calls it ``named``."""
+    """Convert the words after a flag to its value; a ConfigError shows the flag as ``named``."""
     wanted = flag.nargs or 1
     if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
         number = "at least one value" if wanted == "+" else f"{wanted} value(s)"

@@ -116,7 +116,7 @@ class TrainingConfig(Changeable):
         return self.micro_batch_size, self.global_batch_size
 
     def resolved(self, data_parallel_size: int) -> TrainingConfig:
-        """Return the section with the global batch size filled in."""
+        """Return a copy with the global batch size filled in."""
         batch = self.global_batch_size
         steps = _schedule_or_none(self.step_batch_size_schedule)
         if batch is None and steps:
@@ -126,14 +126,14 @@ class TrainingConfig(Changeable):
         return dataclasses.replace(self, global_batch_size=batch)
 
     def in_steps(self, steps_per_epoch: int) -> TrainingConfig:
-        """Return the section with a length in epochs converted to a length in steps."""
+        """Return a copy with a length in epochs converted to a length in steps."""
         if self.train_epochs is None:
             return self
         steps = self.train_epochs * steps_per_epoch
         return dataclasses.replace(self, train_iters=steps, train_epochs=None)
 
     def microbatch_counts(self, replicas: int) -> list[int]:
-        """Return the numbers of micro-batches per replica that steps may have, ascending."""
+        """Return, ascending, the numbers of micro-batches that a replica may have in a step."""
         micro, batch = self.batch_sizes
         sizes = {batch}
         if self.step_batch_size_schedule is not None:
@@ -303,7 +303,7 @@ class LossConfig:
     loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
-        """Return the section with ``cross_entropy_impl`` set: chunked, or as fusion flags ask."""
+        """Return a copy with ``cross_entropy_impl`` set: chunked, or as fusion flags ask."""
         loss = None if self.loss == CROSS_ENTROPY else self.loss
         impl = self.cross_entropy_impl or "chunked"
         if self.cross_entropy_impl is None and fused and loss is None:

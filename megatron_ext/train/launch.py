@@ -56,7 +56,7 @@ class _Supervisor:
         self._stopped_since: dict[int, float] = {}
 
     def wait(self) -> int:
-        """Return the exit code of the first rank that failed, or 0.
+        """Wait for all ranks; return the exit code of the first that failed, or 0.
 
         A rank that failed by itself precedes those that failed only because another did not answer.
         """

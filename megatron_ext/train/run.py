@@ -140,7 +140,7 @@ class Run:
 def count_parameters(
     chunks: Sequence[DistributedDataParallel], context: ParallelContext
 ) -> tuple[int, int, int]:
-    """Return the numbers of all parameters, of trained ones, and of the most on any rank.
+    """Return the number of all parameters, of trained ones, and the largest number on a rank.
 
     All ranks call this together.
     """

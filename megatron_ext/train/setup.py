@@ -108,7 +108,7 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
 
 
 def attach_data(run: Run, task: Task, assets: Any) -> None:
-    """Build the datasets and batch sources of a run; note whether a resumed run's data changed."""
+    """Build a run's datasets and batch sources; print a note if a resumed run's data changed."""
     config, context = run.config, run.context
     datasets = task.datasets(
         config,

@@ -267,7 +267,7 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Queue an update, without which ``scheduler`` must not advance; settle if it is known."""
+        """Queue an update for its learning-rate ``scheduler``; settle if its outcome is known."""
         self._unsettled.append((update, scheduler, num_samples))
         if update.known:
             self.settle()

@@ -190,5 +190,5 @@ def check_step_flags(task: Task, config: RunConfig) -> None:
 
 
 def no_datasets(*_: Any) -> Datasets:
-    """Return three absent splits; the `Task.datasets` of a task that reads no samples."""
+    """Return three absent splits, as `Task.datasets` for a task that reads no samples."""
     return Datasets(None, None, None)

@@ -76,7 +76,7 @@ def _virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
 def resolve_parallel(
     parallel: ParallelConfig, model: ModelConfig, world_size: int
 ) -> ParallelConfig:
-    """Return the section with derived sizes and a schedule, by default that of Megatron-LM."""
+    """Return a copy with derived sizes and a schedule, by default that of Megatron-LM."""
     chunks, stages = _virtual_size(parallel, model), parallel.pipeline_model_parallel_size
     tp = parallel.tensor_model_parallel_size
     usual = "no-pipelining" if stages < 2 else "1f1b" if chunks is None else "interleaved"

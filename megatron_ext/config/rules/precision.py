@@ -230,7 +230,7 @@ def _size_errors(
 
 
 def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each fault in the flags of CUDA graphs, and each flag they rule out."""
+    """Yield a sentence for each fault in CUDA graphs' flags, and each flag that graphs exclude."""
     impl, steps = run.cuda_graphs.cuda_graph_impl, run.cuda_graphs.cuda_graph_warmup_steps
     if impl == "none" and steps != WARMUP_STEPS:
         yield f"`--cuda-graph-warmup-steps` ({steps}) needs `--cuda-graph-impl local`; give it too."

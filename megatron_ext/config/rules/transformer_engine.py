@@ -43,7 +43,7 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
-    """Yield a sentence for each misuse of Transformer Engine; a version of None is not checked."""
+    """Yield a sentence for each fault in using Transformer Engine, or in its version if known."""
     yield from _environment_errors(run.model, run.training)
     yield from _overlap_errors(run.engine, run.model, run.parallel, not needs_torch_layers(run))
     yield from _context_errors(run.parallel, run.engine, run.model)
@@ -264,7 +264,7 @@ NEEDS: tuple[Need, ...] = (
 
 
 def found_version() -> str | None:
-    """Return the installed version of Transformer Engine without importing it; None for none."""
+    """Return the installed version of Transformer Engine, without an import; None without one."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:

@@ -68,7 +68,7 @@ class Callback:
 
 
 def due(iteration: int, interval: int | None) -> bool:
-    """Return whether ``iteration`` is a multiple of ``interval``; False if that is None or 0."""
+    """Return whether ``iteration`` is a multiple of ``interval``; False if this is None or 0."""
     return interval is not None and interval > 0 and iteration % interval == 0
 
 

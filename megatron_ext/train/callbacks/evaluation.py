@@ -63,7 +63,7 @@ class EarlyStopping(Callback):
             self.judge(losses, decision)
 
     def judge(self, losses: Losses, decision: Decision) -> bool:
-        """Count an evaluation, complete the decision, and return whether its loss is a best one.
+        """Count an evaluation, complete ``decision``, and return whether its loss is a best one.
 
         All ranks call this together; the loss of the reporting rank decides.
         """
@@ -93,7 +93,7 @@ class EarlyStopping(Callback):
         progress.lowest_loss = loss if fell else lowest
 
     def _rank(self, loss: float, decision: Decision, *, regular: bool) -> bool:
-        """Return whether this loss is among the best; say in ``decision`` what it supersedes.
+        """Return whether this loss is among the best; put superseded checkpoints in ``decision``.
 
         ``regular`` says whether this iteration is saved for another reason too.
         """

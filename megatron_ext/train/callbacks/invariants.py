@@ -1,4 +1,4 @@
-"""Checks that ranks hold equal values, and no old gradients (``--check-invariants``)."""
+"""Checks that ranks hold equal values, and that no old gradients are left."""
 
 from __future__ import annotations
 

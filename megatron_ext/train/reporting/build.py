@@ -1,4 +1,7 @@
-"""The reporters of a run (TensorBoard, W&B, progress), which exist on its reporting rank only."""
+"""The reporters of a run, which exist on the reporting rank only: TensorBoard, W&B and progress.
+
+The reporting rank is the last of the ranks that hold the last pipeline stage.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def _imported(module: str, given: str, called: str) -> Any:
 
 
 class TensorBoard:
-    """Writes reports to event files; Megatron-LM's tags by iteration and by consumed samples."""
+    """Writes reports to event files: Megatron-LM's tags by iteration and by consumed samples."""
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         module = "torch.utils.tensorboard"

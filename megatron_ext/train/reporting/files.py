@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
-    """Return a report as a line: Megatron-LM's fields, with further ones before its last two."""
+    """Return the log line of a report: Megatron-LM's fields, and ours before its last two."""
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",

@@ -26,7 +26,7 @@ _PACKAGE = __name__.split(".")[0]
 
 
 def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
-    """Return lines on a run that has passed all checks: sizes, layout and non-default flags.
+    """Return lines that describe a run after all checks: sizes, layout and non-default flags.
 
     ``given`` holds the field names of the flags on the command line.
     """
