@@ -117,7 +117,7 @@ class FlowBatchBuilder(ABC):
         return FlowMicrobatch(inputs, num_text, num_image, targets)
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
-        """Return the normal draws of the times, ``[b]``, or ``[b, t]`` for a time per frame."""
+        """Return normal draws that become times, ``[b]``, or ``[b, t]`` for a time per frame."""
         return randomness.normals
 
     @abstractmethod

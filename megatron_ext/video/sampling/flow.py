@@ -48,10 +48,11 @@ def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
 
 
 def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float) -> Tensor:
-    """Return the guided velocity v of the module's formula from c, u and u2, each ``[b, n, d]``.
+    """Return the velocity v of the module's formula, guided by caption and references.
 
-    ``text`` is the scale of the caption. ``image``, a number or ``[n, 1]``, is the scale of the
-    references. The result is exactly ``c`` if both are 1.
+    ``c`` is the prediction ``[b, n, d]`` with both, ``u`` without caption, and ``u2`` with neither.
+    The scale of the caption is ``text``; ``image``, a number or ``[n, 1]``, is the scale of the
+    references. The result is exactly ``c`` if both scales are 1.
     """
     return c + (text - 1) * (c - u) + (image - 1) * (u - u2)
 
@@ -78,7 +79,7 @@ class References:
 
 
 def times(config: FlowConfig, num_steps: int, shape: LatentShape, patch_size: int) -> Tensor:
-    """Return times from 1 down to 0, shifted as in training, ``[num_steps + 1]`` float32."""
+    """Return flow times from 1 down to 0, shifted as in training, ``[num_steps + 1]`` float32."""
     return shift(torch.linspace(1, 0, num_steps + 1), shift_factor(config, shape, patch_size))
 
 
@@ -99,7 +100,7 @@ def sample(
     Args:
         velocity: the model; called once a step, with 3 * b samples for the guidance if there are
             references, else with 2 * b.
-        text: encoded captions, ``[b, l, d]`` and ``[b, e]``.
+        text: encoded captions: tokens ``[b, l, d]`` and pooled vectors ``[b, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
         noise: start of sampling, ``[b, c, t, h, w]`` on the device of the model.
         references: reference frames, with latents in the shape of the noise; None for no frames.

@@ -83,7 +83,7 @@ class EncodedRequests:
 
     Attributes:
         latent_shape: shape of one clip, (c, t, h, w).
-        text: encoded captions, ``[P, l, d]`` and ``[P, e]``.
+        text: encoded captions: tokens ``[P, l, d]`` and pooled vectors ``[P, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``.
         references: latents ``[P, c, t, h, w]`` and masks ``[P, t]``; None if no request has one.
     """

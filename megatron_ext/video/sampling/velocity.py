@@ -174,7 +174,7 @@ class ParallelVelocity:
         return self._on_all_ranks(outputs, x, text.size(1))
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """Run one micro-batch in evaluation mode; return what `collect_outputs` returns."""
+        """Run a micro-batch in evaluation mode; return [its output] on the last stage, else []."""
         with _evaluating(self.chunks):
             return collect_outputs(self.engine, [inputs], shape)
 

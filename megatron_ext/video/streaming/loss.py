@@ -193,7 +193,7 @@ def generator_losses(
 def critic_clip_loss(
     clip: StreamClip, noised: NoisedClip, critic: Network, kind: str = "flow"
 ) -> Loss:
-    """Return `critic_loss` for a clip, as sum, count and report; only the critic is trained."""
+    """Return sum, count and report of the critic's loss on a clip; only the critic is trained."""
     flow = critic(x=noised.x, timesteps=noised.timesteps, text=clip.text)
     given = {"latents": clip.latents, "noise": noised.noise, "mask": clip.mask}
     return critic_loss(flow, **given, kind=kind, sigma=noised.sigma)
@@ -203,17 +203,18 @@ def critic_clip_loss(
 def dmd_direction(
     latents: Tensor, *, fake: Tensor, conditional: Tensor, unconditional: Tensor, scale: float
 ) -> Tensor:
-    """Return D, ``[b, t, c, h, w]`` float64, the direction away from the teacher's distribution.
+    """Return D = (f - r) / mean|X - r|, the direction away from the teacher's distribution.
 
-    D is 0 for a sample with r = X, where the normaliser mean|X - r| is 0.
-    Values that are not finite are kept, so that the training step can detect them.
+    f and r are the clean latents that critic and teacher predict from the noised clip, r with
+    guidance. D is float64, and 0 for a sample with r = X. Values that are not finite are kept, so
+    that the training step can detect them.
 
     Args:
         latents: X, whole clips ``[b, t, c, h, w]``; the normaliser is a mean over all frames,
             also those that do not count.
-        fake: clean latents that the critic predicts from the noised clip.
-        conditional, unconditional: clean latents that the teacher predicts under the prompt and
-            under the negative prompt.
+        fake: f, in the shape of X.
+        conditional, unconditional: predictions of the teacher under the prompt and under the
+            negative prompt, from which r follows.
         scale: w of the guidance.
     """
     real = _guided(conditional, unconditional, scale)
@@ -229,10 +230,10 @@ def sid_losses(
     scale: float,
     alpha: float,
 ) -> Tensor:
-    """Return the score identity loss L_S of each frame, ``[b, t]`` float64, with gradient.
+    """Return the score identity loss of each frame, L_S of the module, ``[b, t]`` float64.
 
-    The arguments are those of `dmd_direction`, and alpha. The normaliser mean|X - r| gets no
-    gradient. The loss of a sample with r = X is 0.
+    Arguments and symbols are those of `dmd_direction`, and alpha. The normaliser mean|X - r| gets
+    no gradient. The loss of a sample with r = X is 0.
     """
     real = _guided(conditional, unconditional, scale)
     gap, x = real - fake.double(), latents.double()
@@ -257,12 +258,12 @@ def dmd_loss(
 ) -> Loss:
     """Return sum, count and report of the generator's loss on clips, or on blocks of them.
 
-    The float64 sum adds up one mean over the elements of each frame, so that sum / count is L_G.
-    The value of L_G does not show convergence, but ``dmdtrain_gradient_norm`` does: the mean of |D|
-    over all frames of ``latents``.
+    The float64 sum adds up one mean over the elements of each frame, so that sum / count is L_G of
+    the module. The value of L_G does not show convergence, but ``dmdtrain_gradient_norm`` does: the
+    mean of |D| over all frames of ``latents``.
 
     Args:
-        latents: X with gradient, ``[b, t, c, h, w]``.
+        latents: generated latents X with gradient, ``[b, t, c, h, w]``.
         direction: D of `dmd_direction` for these frames, in the shape of ``latents``.
         mask: frames that count, bool ``[b, t]``.
         losses: loss of each frame, ``[b, t]``, if the loss is not L_G. Then ``losses`` give its
@@ -300,7 +301,7 @@ def critic_loss(
 
     Args:
         flow: prediction of the critic for the noised clip, ``[b, t, c, h, w]``.
-        latents, noise: X and its noise, in the shape of ``flow``; they get no gradient.
+        latents, noise: generated latents, and the noise added to them; they get no gradient.
         mask: frames that count, bool ``[b, t]``; all of them for the first stage of LongLive.
         sigma: noise level of the clip, ``[b]``; unused for ``flow``.
     """

@@ -254,7 +254,7 @@ class FilePrompts:
 
     Raises:
         ConfigError: the encoders cannot be built; on all ranks.
-        DataError: see `read_training_prompts`.
+        DataError: the prompts cannot be read, or the two files do not fit together.
     """
 
     def __init__(self, config: RunConfig, context: ParallelContext, device: torch.device) -> None:

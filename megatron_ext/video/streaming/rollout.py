@@ -188,7 +188,7 @@ class StreamClip:
     Attributes:
         latents: X, ``[b, t, c, h, w]``; with gradient only for the generator without ``two_phase``.
         mask: True for frames that count in the losses, ``[b, t]``: new, and made under ``text``.
-        text: current prompt, ``[b, l, d]``; the losses use it for the whole clip.
+        text: embeddings of the current prompt, ``[b, l, d]``, which the losses use for all frames.
         blocks: exit steps to run again with gradient; none for the critic or without ``two_phase``.
         samples: numbers of the clip's samples in the run.
         sequence: number of the clip's sequence in the run.
