@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass
 class AuxiliaryScale:
-    """The factor with which a micro-batch's auxiliary loss enters the loss of the step.
+    """The factor with which a micro-batch's auxiliary loss enters the loss of a training step.
 
     Let each of DP data-parallel ranks have M micro-batches. If the step divides its gradients by
     its number of targets N, the factor is N / (DP * M). If the step takes the mean of micro-batch
@@ -51,8 +51,8 @@ class _Attach(torch.autograd.Function):
 def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Return ``carrier``, whose backward pass also differentiates ``loss.sum()``.
 
-    The step divides all gradients by its number of targets N. A loss that needs another divisor D
-    must be multiplied by N / D beforehand.
+    The training step divides all gradients by its number of targets N. A loss that needs another
+    divisor D must be multiplied by N / D beforehand.
     """
     attached: Tensor = _Attach.apply(carrier, loss, transformer_config)  # type: ignore[no-untyped-call]
     return attached
@@ -61,9 +61,9 @@ def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
 def attach_microbatch_loss(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Return ``carrier``, whose backward pass also differentiates a scalar auxiliary loss.
 
-    The step minimizes the mean of this loss over its micro-batches. The losses of context-parallel
-    ranks are summed; the losses of tensor-parallel ranks must be equal. A task whose model calls
-    this must set `Task.auxiliary_losses`.
+    The training step minimizes the mean of this loss over its micro-batches. The losses of
+    context-parallel ranks are summed; the losses of tensor-parallel ranks must be equal. A task
+    whose model calls this must set `Task.auxiliary_losses`.
     """
     scale: AuxiliaryScale | None = getattr(transformer_config, "auxiliary_scale", None)
     return attach(carrier, loss if scale is None else loss * scale.value, transformer_config)

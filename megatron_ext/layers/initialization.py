@@ -108,7 +108,7 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Rebuild the keys; the storage of a router's weight changes after its registration."""
+        """Rebuild the keys (storages), since a router's weight changes storage once registered."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 

@@ -86,7 +86,7 @@ def prepare_transformer_engine(config: RunConfig) -> None:
 
 
 def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
-    """Return the arguments of ``initialize_ub``, which makes buffers for overlapped communication.
+    """Return arguments of Transformer Engine's ``initialize_ub``, for ``--tp-comm-overlap``.
 
     Args:
         modes: Transformer Engine's ``UserBufferQuantizationMode``; None before version 2.7.

@@ -42,7 +42,8 @@ def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
 def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch adds a product of 16-bit matrices to a float32 matrix in one call.
 
-    Torch 2.8 and later can on GPUs, but some releases ignore the float32 matrix: this tests it.
+    Torch 2.8 and later can do so on GPUs. Some releases ignore the float32 matrix, which a small
+    test product reveals.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False

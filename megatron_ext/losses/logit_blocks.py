@@ -195,7 +195,7 @@ def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return highest logits and sums like `_sums`, by compiled code; leave the logits unchanged."""
+    """Return highest logits and sums as `_sums` does, by compiled code that keeps the logits."""
     smooths = head.label_smoothing > 0
     found = statistics(block.logits, block.column, smooths)
     highest = found.highest.clone()
@@ -230,7 +230,7 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
 class Gradients:
     """Gradients of hidden states ``[s * b, h]``, weight and bias; each is None if not wanted.
 
-    The gradients of weight and bias are float32; the first has the dtype of the hidden states.
+    Gradients of weight and bias are in float32, those of hidden states in their own dtype.
     """
 
     def __init__(self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:

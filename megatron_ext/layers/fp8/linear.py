@@ -112,8 +112,8 @@ def _weight_gradient(
 ) -> Tensor:
     """Return the weight's gradient ``[out, in]``.
 
-    ``flat`` is the gradient ``[tokens, out]`` of the output; ``gradient`` is its transpose in 8
-    bits, None without ``--fp8-wgrad``. ``kept`` holds the tensors that `_entered` saved.
+    ``flat`` is the output's gradient ``[tokens, out]``; ``gradient`` is the transpose of ``flat``
+    in 8 bits, None without ``--fp8-wgrad``. ``kept`` holds the tensors that `_entered` saved.
     """
     if gradient is None:
         total = kept[0]
