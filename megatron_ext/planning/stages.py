@@ -49,7 +49,7 @@ class Ranks:
 
     @classmethod
     def of(cls, config: RunConfig) -> Ranks:
-        """Return the sizes of a resolved run."""
+        """Return the parallel sizes and number format of a run, from its resolved configuration."""
         layout = Layout.from_config(config.parallel)
         sizes, experts = layout.sizes(), layout.expert_sizes()
         return Ranks(
