@@ -154,7 +154,7 @@ COPIED = 2**30
 def seconds_of(
     work: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3
 ) -> float:
-    """Return the median seconds of a call of ``work``, by CUDA events or on a CPU by the host's clock."""
+    """Return the median seconds of one call, by CUDA events on a GPU, else by the host's clock."""
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":
