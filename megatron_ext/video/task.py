@@ -36,7 +36,7 @@ from megatron_ext.video.streaming.task import STREAMING
 
 
 def cases(config: RunConfig) -> Sequence[Case]:
-    """Open the training data; return a `Case` for the cost model for each bucket."""
+    """Open the training data; return a planning `Case` for each of its buckets."""
     return [
         Case(
             network=network_of(config).planned(clip),

@@ -69,7 +69,7 @@ class CodecConfig:
 class TextEncoderConfig:
     """The choice of a text encoder, its folders and its sizes.
 
-    ConfigError is raised for an unknown name, a folder that the encoder needs and lacks or does not
+    ConfigError is raised for an unknown name, a missing folder, a folder that the encoder does not
     use, a size below 1, and a width that is given although the encoder's models decide it.
     """
 

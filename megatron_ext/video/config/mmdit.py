@@ -127,7 +127,7 @@ class MMDiTSizes(Sizes):
 
     @property
     def cond_width(self) -> int:
-        """Return the number of features of a condition token: a patch of channels and a mask."""
+        """Return the number of features of a condition token: a patch of latents and of a mask."""
         return (self.channels + 1) * self.patch_size**2
 
     def transformer_fields(self) -> dict[str, Any]:

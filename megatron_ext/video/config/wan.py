@@ -82,7 +82,7 @@ _FRAMES = "latent frames"
 
 @dataclass(frozen=True)
 class WanConfig:
-    """The flags of every network of Wan's architecture; `StreamingConfig` inherits them."""
+    """The flags that networks of Wan's architecture share; `StreamingConfig` inherits them."""
 
     zero_head: bool = flag(
         True, "the last layers of new networks start at zero", if_changed="allow"

@@ -229,8 +229,8 @@ def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
 def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
     """Stack clips of one bucket into a micro-batch.
 
-    Clips that differ in shape, references or the shape of the embeddings, or whose sides are not
-    multiples of ``patch``, raise DataError.
+    DataError is raised for clips that differ in shape, references or the shape of the embeddings,
+    and for latents whose sides are not multiples of ``patch``.
 
     Args:
         patch: side of a token's square patch, in latent pixels.

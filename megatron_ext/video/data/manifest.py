@@ -137,7 +137,7 @@ def finished(
 ) -> dict[str, Any] | None:
     """Return the content of ``name.json``, with which an earlier run marked a shard as finished.
 
-    The result is None if the shard must be encoded: it is missing or damaged, or has other clips.
+    The result is None if the shard must be encoded: it is missing, damaged or of other data.
     """
     path = folder / f"{name}.json"
     if not path.exists():

@@ -1,7 +1,7 @@
-"""Which clips each rank computes in each step of a run, and how long their sequences are.
+"""Which clips each rank computes in each step of a run, and how many tokens each clip has.
 
 Pipeline stages exchange tensors of fixed shape and data-parallel ranks wait for one another.
-Therefore all ranks and micro-batches of a step normally have clips of one bucket, all of one shape.
+Therefore all ranks and micro-batches of a step have clips of one bucket, unless buckets are mixed.
 The order is a function of ``(seed, epoch, step)``: to resume, a run needs only its step.
 """
 
