@@ -47,7 +47,7 @@ def flops_of_frames(
 ) -> float:
     """Return the operations of a video DiT on one clip, forward and backward.
 
-    A ``window`` makes attention causal; ``num_frames`` must then be a multiple of its block.
+    A ``window`` makes attention causal; ``num_frames`` must then be a multiple of ``window.block``.
     """
     frames = range(num_frames)
     seen = [

@@ -53,7 +53,7 @@ class MMDiTNetwork(ClipNetwork):
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
-        """Return the byte counts of a block's tensors, whose rows are text and image tokens."""
+        """Return the byte counts of a block's tensors, with a row for each text and image token."""
         x = self.sizes
         return BlockBytes(x, self.model.hidden_size, self.tokens // x.cp * x.b)
 

@@ -81,7 +81,7 @@ class DiTNetwork(ClipNetwork):
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
-        """Return the byte counts of a block's tensors, whose rows are image tokens."""
+        """Return the byte counts of a block's tensors, with a row for each image token."""
         x = self.sizes
         return BlockBytes(x, self.model.hidden_size, self.clip.num_image // x.cp * x.b)
 
@@ -162,7 +162,7 @@ class DiTNetwork(ClipNetwork):
         return self.config.lora.lora_rank is None
 
     def _adapters(self) -> int:
-        """Return the bytes of ``A x``, ``lora_rank`` wide, that the adapters of a block keep."""
+        """Return the bytes of LoRA's products ``A x``, which the adapters of a block keep."""
         lora, width = self.config.lora, self.block_bytes
         rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
         targets = lora.lora_target_modules or []

@@ -52,7 +52,7 @@ def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: flo
 def frame_rotary_table(
     positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype
 ) -> Table:
-    """Return cosines and sines ``[t, m, 1, 1, d / 2]`` for m tokens a frame, ``[t, m, 3]``.
+    """Return cosines and sines ``[t, m, 1, 1, d / 2]`` for positions ``[t, m, 3]``, m per frame.
 
     Angles are computed in float64, so that frame 1000 is as exact as frame 0. The result has
     ``dtype``, but at least float32.

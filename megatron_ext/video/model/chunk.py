@@ -1,4 +1,4 @@
-"""Base classes of a video network's pipeline chunks and of their parts."""
+"""Base classes of a video network's pipeline chunks, and of the modules in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Blueprint(NamedTuple):
     """The description from which every module of a network is built.
 
     Attributes:
-        config: megatron-core's configuration, which contains ``sizes.transformer_fields()``.
+        config: megatron-core's configuration, with the values of ``sizes.transformer_fields()``.
         sizes: sizes of the whole model, such as `MMDiTSizes`.
         options: settings that change no shape of a parameter, such as `MMDiTOptions`.
     """
@@ -32,7 +32,7 @@ class Blueprint(NamedTuple):
 
 
 class Part(MegatronModule):  # type: ignore[misc]
-    """Base class of a network's modules, with the ``tp_group`` that megatron-core saves them by."""
+    """Base class of a network's modules; megatron-core needs their ``tp_group`` to save them."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(config=plan.config)

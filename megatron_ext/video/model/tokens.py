@@ -182,7 +182,7 @@ class FrameTokens:
 
 
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
-    """Regroup tokens by frame, given m tokens of each of t frames from each rank (part).
+    """Regroup tokens by frame, given m tokens of each of t frames from each of several ranks.
 
     ``[parts * t * m, ...]`` becomes ``[t, parts * m, ...]``, with a frame's tokens in rank order.
     """
@@ -191,7 +191,7 @@ def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
 
 
 def parts_first(x: Tensor, num_parts: int) -> Tensor:
-    """Regroup tokens by rank (part): ``[t, parts * m, ...]`` to ``[parts * t * m, ...]``."""
+    """Regroup tokens by rank, from ``[t, parts * m, ...]`` to ``[parts * t * m, ...]``."""
     parts = torch.unflatten(x, 1, (num_parts, -1)).transpose(0, 1)
     return parts.flatten(0, 2)
 

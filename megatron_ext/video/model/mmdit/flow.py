@@ -77,7 +77,7 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
-    """Return clips ``[b, c, t, h, w]`` that are zero except for the references of their modes."""
+    """Return latents ``[b, c, t, h, w]`` with each clip's reference frames, and zeros elsewhere."""
     placed, latents = [], batch.latents
     for row, mode in enumerate(modes):
         pieces = []

@@ -1,7 +1,7 @@
 """The pointwise parts of the MMDiT's blocks as pure functions; see `layers.compiled`.
 
 A function that splits a joint tensor into text and image, or joins them, handles both streams. This
-saves a copy of each.
+saves copies of the streams.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def joint_heads(
     sin: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `heads` for [text; image], given separate projections of the two."""
+    """Return queries, keys and values of [text; image]; each stream has its own norms and bias."""
     txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
     img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)
     query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))

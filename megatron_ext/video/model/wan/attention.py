@@ -78,9 +78,9 @@ class FrameWindow:
         return iter(range(first_frame, first_frame + num_frames, self.block))
 
     def capacity_for(self, chunk_frames: int) -> int:
-        """Return how many frames a cache holds so that each of the newest frames can run again.
+        """Return how many frames a cache must hold for the newest ``chunk_frames`` to run again.
 
-        These are ``chunk_frames``. Their first block sees ``window - block`` frames before them.
+        The first block of these sees ``window - block`` frames before them.
         """
         return self.window + chunk_frames - self.block
 
@@ -266,7 +266,7 @@ def window_of(flags: WanConfig) -> FrameWindow:
 def wan_options(
     flags: WanConfig, parallel: ParallelConfig, *, causal: bool = True
 ) -> VideoDiTOptions:
-    """Return the `VideoDiTOptions` that the flags set; raise ConfigError if out of range."""
+    """Return the `VideoDiTOptions` that the flags set; raise ConfigError if one is out of range."""
     window, attends = window_of(flags) if causal else None, parallel.cp_comm_type[0]
     return VideoDiTOptions(window, flags.zero_head, flags.recompute_blocks, attends)
 

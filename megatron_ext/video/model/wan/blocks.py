@@ -90,7 +90,7 @@ class Conditioning(NamedTuple):
     text: Tensor
 
     def rows(self) -> Tensor:
-        """Return time, modulation and text as rows ``[7 f + l, b, h]``, to send to a next stage."""
+        """Return time, modulation and text as rows ``[7 f + l, b, h]`` for the next stage."""
         modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
         return torch.cat((self.time, modulation, self.text))
 
@@ -125,7 +125,7 @@ class Embedder(Part):
         return embedded.transpose(0, 1)
 
     def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
-        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, l possibly 0.
+        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, where l may be 0.
 
         Every rank embeds the whole text and all timesteps. Under sequence parallelism the gradient
         of the timesteps comes from the rank's own tokens, that of the text from all ranks' tokens.

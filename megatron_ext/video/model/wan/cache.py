@@ -287,7 +287,7 @@ class TextMemo:
         return len(self.key_values) == self.num_blocks
 
     def clear(self) -> None:
-        """Drop the text and its keys and values, at a new sequence or when weights have changed."""
+        """Drop the text and its keys and values, for a new sequence or because weights changed."""
         self.text: Tensor | None = None
         self.key_values: dict[int, KeyValue] = {}
         self._source: tuple[weakref.ref[Tensor], int] | None = None
@@ -305,7 +305,7 @@ class TextMemo:
         return False
 
     def _is_of(self, text: Tensor) -> bool:
-        """Return whether the memo's text equals ``text``; one unchanged tensor is not compared."""
+        """Return whether ``text`` is the memo's text: an unchanged tensor, or one of equal values."""
         if self._source is not None:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:

@@ -85,7 +85,7 @@ class VideoDiTVelocity(ParallelVelocity):
     gives_parts = False
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return a predictor for latents of shape (t, h, w); DataError if patches do not fit."""
+        """Return a velocity predictor for latents (t, h, w); DataError if patches do not fit."""
         grid(shape, self.patch_size)
         return partial(self.predict_whole, shape)
 

@@ -1,8 +1,8 @@
 """One pipeline chunk of a Wan network, causal or bidirectional.
 
 All blocks need the embedded timesteps and text. They are sent as extra rows of the hidden tensor.
-The pipeline's own messages then carry their gradient back to the first stage, and only that stage
-holds the embedders.
+The pipeline's own messages then carry the gradient of these rows back to the first stage, and only
+that stage holds the embedders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Head(Part):
         mark_replicated(self.linear, plan.config)
 
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
-        """Return ``[s, b, C * p * p]`` for ``[s, b, h]`` and embedded timesteps ``[f, b, h]``."""
+        """Return each token's latent patch, given ``[s, b, h]`` and timesteps ``[f, b, h]``."""
         shift, scale = self.modulation(time.unsqueeze(2))
         return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]
 
@@ -250,7 +250,7 @@ def recache(
     ``sink_latents`` or kept. Generation resumes at the frame after the last of ``latents``.
 
     Args:
-        model: causal, without wrappers.
+        model: a causal model without wrappers.
         latents: clean frames from ``first_frame`` up to the newest, ``[b, t, c, h, w]``.
         timestep: timestep given to the model for these clean frames (the context noise).
         text: the new prompt, ``[b, l, text_width]``.
@@ -283,7 +283,7 @@ def recache(
 def _checked_sinks(
     cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
 ) -> int:
-    """Check the sinks given to `recache`; return how many frames the blocks that hold them have."""
+    """Return how many frames, in whole blocks, hold the sinks; ConfigError as in `recache`."""
     window, num_sinks = cache.window, min(cache.window.sink, first_frame)
     if keep_sink and first_frame < window.sink:
         raise ConfigError(

@@ -190,7 +190,7 @@ def gated_and_normed(
 def added_and_modulated(
     x: Tensor, output: Tensor, bias: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + output + bias``, and that sum after `modulated_frames`."""
+    """Return ``x + output + bias``, and that sum normed and modulated frame by frame."""
     hidden = x + (output + bias)
     return hidden, modulated_frames(hidden, shift, scale)
 
