@@ -305,7 +305,7 @@ class TextMemo:
         return False
 
     def _is_of(self, text: Tensor) -> bool:
-        """Return whether ``text`` is the memo's text: an unchanged tensor, or one of equal values."""
+        """Return whether ``text`` is the memo's text: an unchanged tensor, or one with its values."""
         if self._source is not None:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:
