@@ -141,7 +141,7 @@ def column(
 
 
 def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
-    """Build a linear layer, ``[s, b, inputs / tp]`` to ``[s, b, outputs]`` and a bias to add."""
+    """Build a layer with separate bias from ``[s, b, inputs / tp]`` to ``[s, b, outputs]``."""
     method = uniform(plan.config, math.sqrt(6 / (inputs + outputs)))
     return RowParallelLinear(
         inputs, outputs, config=plan.config, init_method=method, bias=True, input_is_parallel=True,

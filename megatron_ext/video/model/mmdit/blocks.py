@@ -250,6 +250,6 @@ class FinalLayer(Part):
         mark_replicated(self, plan.config)
 
     def forward(self, hidden: Tensor, vec: Tensor) -> Tensor:
-        """Return each token's patch, ``[s, b, channels * p * p]``, given vec ``[b, h]``."""
+        """Return each token's patch ``[s, b, channels * p * p]``, modulated by vec ``[b, h]``."""
         shift, scale = self.modulation.parts(vec)
         return self.linear(modulated_alone(hidden, shift, scale))  # type: ignore[no-any-return]

@@ -305,7 +305,7 @@ class TextMemo:
         return False
 
     def _is_of(self, text: Tensor) -> bool:
-        """Return whether ``text`` is the memo's text: an unchanged tensor, or one with its values."""
+        """Return whether ``text`` equals the memo's text; an unchanged tensor is not compared."""
         if self._source is not None:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:
