@@ -55,7 +55,7 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """The header and the sizes of one indexed dataset; if multimodal, sequences have modes."""
+    """The header and sizes of one indexed dataset; in a multimodal one each sequence has a mode."""
 
     prefix: str
     dtype: np.dtype[Any]

@@ -31,9 +31,9 @@ def write_index(
 ) -> None:
     """Write one `.idx` in chunks, so that memory does not grow with the dataset.
 
-    The last three arguments are functions, each of which is called more than once and returns all
-    chunks of an array: the tokens of each sequence, the sequences of each document, and the mode of
-    each sequence (multimodal datasets only).
+    The last three arguments are functions, each of which returns all chunks of an array anew at
+    every call: the tokens of each sequence, the sequences of each document, and the mode of each
+    sequence (multimodal datasets only).
     """
     code = indexed.CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())

@@ -41,7 +41,7 @@ class BatchSource:
     Args:
         loader: None on stages that read no data.
         num_samples: length of the split, None on ranks that do not open it.
-        plan: which samples form the micro-batches of each step, if the dataset decides it.
+        plan: which samples form the micro-batches of each step; None if the dataset has no plan.
         first_step: index in the plan of the next step.
         whole_epochs: the steps repeat the whole split in order without end; the last step of each
             pass is padded with samples that have no targets.

@@ -115,12 +115,12 @@ def shuffled(length: int, *seeds: int) -> Ints:
 
 
 class Epochs(Protocol):
-    """An object that tells the rows of every data-parallel rank in each step of each epoch."""
+    """The rows, lists of sample indices, of each data-parallel rank in every step of an epoch."""
 
     steps_per_epoch: int
 
     def step(self, epoch: int, step: int) -> list[list[Row]]:
-        """Return the rows ``[rank][row]`` of a step; ``step`` is its index within the epoch."""
+        """Return the rows ``[rank][row]`` of a step; ``step`` counts from 0 in each epoch."""
         ...
 
 

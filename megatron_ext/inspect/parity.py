@@ -149,7 +149,7 @@ def record(
 ) -> Recording:
     """Train ``steps`` steps in a layout with the flags ``words``, and record them in a new folder.
 
-    The layout's own flags are added last. An error is returned as the recording's ``failure``.
+    The layout's own flags follow ``words``. An error is returned as the recording's ``failure``.
     """
     folder.mkdir(parents=True)
     fixed = f"--train-iters {steps} --log-interval 1 --eval-iters 0 --nproc-per-node {layout.ranks}"

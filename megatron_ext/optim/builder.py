@@ -123,7 +123,7 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
 
 
 def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the schedule's phase lengths in samples, as arguments of the scheduler."""
+    """Return the schedule's phase lengths in samples, as `OptimizerParamScheduler` arguments."""
     if training.train_samples is not None:
         total = training.train_samples
         decay = optimizer.lr_decay_samples or total

@@ -129,7 +129,7 @@ class ShardedEMA:
 
     @torch.no_grad()
     def load(self, averages: Sequence[Tensor]) -> None:
-        """Replace the averages by ``averages``: one whole tensor per parameter of `parameters`."""
+        """Replace the averages by ``averages``: one whole tensor for each of `parameters`."""
         for part, average in zip(self._parts, averages, strict=True):
             part.average.copy_(average.reshape(-1)[part.piece].view(part.average.shape))
 

@@ -141,7 +141,7 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
 def global_grad_norm(optimizer: MegatronOptimizer) -> Tensor:
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
-    All ranks call this together. The sums of squares of the ranks are added in double precision.
+    All ranks call this together. The ranks' sums of squares are added in double precision.
     """
     return _over_ranks(optimizer, _sum_of_squares).sqrt()
 
@@ -191,7 +191,7 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
 
 
 class ParameterGather:
-    """Switches off the hooks of ``--overlap-param-gather`` where the parameters must be whole.
+    """Switches off the hooks of ``--overlap-param-gather`` where parameters must be up to date.
 
     The first step also runs without them, so that an error in initial or loaded weights is not
     copied to all ranks by the first gather.
@@ -209,7 +209,7 @@ class ParameterGather:
         self._overlap = self._on = overlap
 
     def switch_off(self, *, gather: bool) -> None:
-        """Remove the hooks; with ``gather``, gather the latest parameters now."""
+        """Remove the gather hooks; with ``gather``, gather the latest parameters now."""
         if self._on:
             for chunk in self._chunks:
                 chunk.disable_forward_pre_hook(param_sync=gather)
@@ -217,7 +217,7 @@ class ParameterGather:
             self._on = False
 
     def switch_on(self) -> None:
-        """Put the hooks back, if the run uses ``--overlap-param-gather``."""
+        """Put the gather hooks back, if the run uses ``--overlap-param-gather``."""
         if self._overlap and not self._on:
             for chunk in self._chunks:
                 chunk.enable_forward_pre_hook()
@@ -226,7 +226,7 @@ class ParameterGather:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep parameters whole and the hooks off inside the block, as evaluation needs."""
+        """Gather the latest parameters, and keep the gather hooks off inside the block."""
         was_on = self._on
         self.switch_off(gather=True)
         try:

@@ -195,9 +195,10 @@ def init_groups(
 def pipeline_channels(
     layout: Layout, pipeline: ProcessGroup, timeout: timedelta
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Create groups for messages to higher and to lower ranks of each pipeline; return this rank's.
+    """Create this rank's groups for messages to higher and to lower ranks of its pipeline.
 
-    With pipeline size 1, which sends no messages, both are the group ``pipeline``.
+    All ranks call this together. With pipeline size 1, which sends no messages, both are the group
+    ``pipeline``.
     """
     if layout.pipeline_model_parallel_size == 1:
         return pipeline, pipeline

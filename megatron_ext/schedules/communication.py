@@ -126,7 +126,7 @@ class GradientSync:
         self.gathered = 0
 
     def start(self) -> None:
-        """Suspend the reduction of gradients of all chunks; called before the first action."""
+        """Suspend gradient reduction in all chunks; called before the first action."""
         if self.no_sync:
             for index, no_sync in enumerate(self.no_sync):
                 self.waiting[index] = no_sync()
@@ -139,7 +139,7 @@ class GradientSync:
             self.gathered += 1
 
     def before_backward(self, action: Action) -> None:
-        """Resume gradient reduction before a chunk's last backward pass, if it may overlap it."""
+        """Resume gradient reduction before a chunk's last backward pass, if the two may overlap."""
         if self.during and self.last.get(action.stage) == action:
             self._release(self.placement.chunk_of(action.stage))
 
@@ -161,7 +161,7 @@ class GradientSync:
                 bucket.start_grad_sync()
 
     def finish(self) -> None:
-        """Resume the reduction of gradients of all chunks; called after the last action."""
+        """Resume gradient reduction in all chunks; called after the last action."""
         for chunk in list(self.waiting):
             self._release(chunk)
 

@@ -70,7 +70,7 @@ def forward_only_order(placement: Placement, num_microbatches: int) -> list[Orde
 
 
 def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[int]:
-    """Return the sizes of the groups; a last group below ``at_least`` joins the one before it."""
+    """Return the sizes of micro-batch groups; a last one below ``at_least`` joins its neighbour."""
     whole, rest = divmod(num_microbatches, group_size)
     sizes = [group_size] * whole
     if rest and sizes and rest < at_least:
@@ -101,11 +101,12 @@ def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
-    """Return ZB-H1 (arXiv:2401.10241, section 2.2): the memory of 1F1B, a third of its bubble.
+    """Return each rank's order of ZB-H1 (arXiv:2401.10241, section 2.2).
 
     Rank r warms up as in 1F1B and computes weight gradients r micro-batches after input gradients,
-    so that each rank holds at most ``pipeline_size`` activations. The bubble is
-    ``(pipeline_size - 1) * (forward + input_gradient - weight_gradient)``.
+    so that, as in 1F1B, each rank holds at most ``pipeline_size`` activations. The bubble is
+    ``(pipeline_size - 1) * (forward + input_gradient - weight_gradient)``, with equal times a third
+    of 1F1B's.
     """
     orders = []
     for rank in range(placement.pipeline_size):

@@ -71,7 +71,7 @@ class Durations:
     weight_gradient: float = 1.0
 
     def of(self, kind: Kind) -> float:
-        """Return the time of a computation."""
+        """Return the time of a computation of this kind."""
         if kind is Kind.BACKWARD:
             return self.input_gradient + self.weight_gradient
         if kind is Kind.FORWARD:

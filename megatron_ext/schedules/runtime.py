@@ -122,7 +122,7 @@ class PipelineEngine:
         self.transformer_config, self.context = transformer_config, context
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
-        """Return the actions of all pipeline ranks in one step; the same on all ranks."""
+        """Return the plan of one step, which has the actions of all pipeline ranks."""
         return build_plan(
             self.schedule,
             pipeline_size=self.context.layout.pipeline_model_parallel_size,
@@ -143,7 +143,7 @@ class PipelineEngine:
         collect_non_loss_data: bool = False,
         force_all_reduce: bool = False,
     ) -> list[Any]:
-        """Run one step, and finalize its gradients.
+        """Run one step and, unless ``forward_only``, finalize the gradients.
 
         Args:
             forward_step: maps ``(data_iterator, model)`` to the output and the loss function, as
@@ -180,7 +180,7 @@ class PipelineEngine:
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
         """Record the CUDA graphs that are missing; use a chunk's graphs only if they suffice.
 
-        A chunk needs graphs for ``in_flight`` micro-batches, its peak number (`most_in_flight`).
+        Chunk i needs graphs for ``in_flight[i]`` micro-batches, the most that are in flight.
         """
         for chunk, needed in zip(self.graphs, in_flight, strict=True):
             if chunk.num_slots < needed:

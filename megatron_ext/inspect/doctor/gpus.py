@@ -181,7 +181,7 @@ def arch_findings(facts: TorchFacts | Outcome) -> list[Finding]:
 def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
     """Return whether kernels compiled for ``archs`` run on a GPU of this compute capability.
 
-    A binary (``sm``) needs the same major and at least its minor; PTX (``compute``) any newer one.
+    A binary (``sm_80``) runs on 8.0 and later minor versions, PTX (``compute_80``) on all from 8.0.
     """
     major, minor = capability
     for arch in archs:

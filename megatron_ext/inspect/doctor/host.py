@@ -1,4 +1,4 @@
-"""The machine that is examined, and the limits of its host.
+"""The machine that the doctor examines, its findings, and the checks of cores, memory and limits.
 
 All access to the machine goes through `ThisMachine`, which a test can replace. Programs and
 imports run in separate processes, each with a time limit.
@@ -32,7 +32,7 @@ class Finding:
 
     Attributes:
         status: ``low`` is present but too little; ``broken`` is present but cannot be used;
-            ``unknown`` could not be looked at here.
+            ``unknown`` could not be checked here.
         detail: what was seen.
         cost: what a run loses if the status is not ``found``.
         install: the command that installs or repairs what was checked.

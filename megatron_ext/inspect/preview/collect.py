@@ -165,7 +165,7 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Return a step's rows, and its number of targets, their weight and the K MTP weights."""
+        """Return a step's rows and its counts: targets, weight and K MTP weights, ``[2 + K]``."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
             # One at a time: the attention masks of a whole step would not fit many a machine.
@@ -229,13 +229,13 @@ class _Replica:
 
 
 def _depths(of_depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
-    """Return one row of each MTP depth (a prediction module), ``[K, s]``."""
+    """Return the given row of each of K MTP depths (prediction modules), ``[K, s]``."""
     found = [tensor[row] for tensor in of_depths]
     return (torch.stack(found) if found else like.new_zeros(0, like.size(1))).numpy()
 
 
 def _reaches(batch: Batch) -> Tensor:
-    """Return whether a position attends to the one before it, ``[b, s]`` bool."""
+    """Return whether each position attends to the one before it, ``[b, s]`` bool."""
     reaches = torch.ones_like(batch.tokens, dtype=torch.bool)
     if batch.attention_mask is not None:
         reaches[:, 1:] = ~batch.attention_mask[:, 0].diagonal(offset=-1, dim1=1, dim2=2)

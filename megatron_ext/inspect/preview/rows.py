@@ -111,7 +111,7 @@ class Document:
         start, end: its first column, and the one past its last. They are equal where the row ends
             just before the document, so that only its first token is predicted.
         is_given: the first token is read only, not predicted.
-        is_last: the row predicts one more token of it than it reads.
+        is_last: the row predicts one more token of the document than it reads.
     """
 
     row: Row

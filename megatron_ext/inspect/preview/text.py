@@ -1,8 +1,8 @@
 """Rows as coloured terminal text.
 
-A token is green by the weight with which it is predicted, dim where it has none, and underlined
-where it is only read. Without colours, trained tokens stand between ⟦ and ⟧, after their weight if
-it is not 1. The number before a line is the position id of its first token.
+A token is yellow to green by the weight with which it is predicted, dim where it has none, and
+underlined where it is only read. Without colours, trained tokens stand between ⟦ and ⟧, after their
+weight if it is not 1. The number before a line is the position id of its first token.
 
 A span is one token, or the few whose bytes make one character together. Its text is found by
 decoding it with the tokens before it, since decoders treat the beginning of a text specially.
@@ -95,9 +95,9 @@ class SpanSplitter:
     def _added(
         self, before: tuple[int, ...], ids: Sequence[int], first: int
     ) -> tuple[str | None, int]:
-        """Return the next whole text from ``first`` on and its number of tokens.
+        """Return the shortest text of whole characters from ``first`` on, and its token count.
 
-        ``before`` has the tokens before it. Tokens that make no whole text give ``(None, 1)``.
+        ``before`` has the tokens before ``first``. Without such a text, return ``(None, 1)``.
         """
         start = self._decode(before)
         for count in range(1, min(LONGEST, len(ids) - first) + 1):
@@ -149,7 +149,7 @@ _LIGHTEST, _FULL = (200, 180, 60), (40, 200, 90)  # a small weight is yellow, a 
 
 
 def grade(weight: float, heaviest: float) -> int:
-    """Return the shade of a weight, 1 to `GRADES` (``heaviest``); 0 if the weight is 0 or NaN."""
+    """Return a weight's shade, from 1 to `GRADES` (at ``heaviest``); 0 if it is 0 or NaN."""
     if not weight > 0:
         return 0
     return min(GRADES, max(1, math.ceil(GRADES * weight / max(heaviest, 1e-30) - 1e-6)))
@@ -194,7 +194,7 @@ def describe_row(row: Row) -> str:
 
 
 class Terminal:
-    """Prints rows; ``eod`` ends a document in a stream, ``heaviest`` has the strongest green."""
+    """Prints rows; ``eod`` ends a document in a stream, a weight of ``heaviest`` is full green."""
 
     def __init__(self, console: Console, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
         self._console, self._splitter, self._eod = console, splitter, eod
@@ -230,7 +230,7 @@ class Terminal:
             self._console.print(Text.assemble(gutter, line), soft_wrap=True)
 
     def _lines(self, spans: Sequence[TokenSpan]) -> Iterator[tuple[int, Text]]:
-        """Yield lines, each after the index of its first token; newlines and the width end them."""
+        """Yield a line's first token index and the line, which ends at a newline or the width."""
         room = max(20, self._console.width - GUTTER)
         line, first, used, ends, weight = Text(), 0, 0, False, 0.0
         for span in spans:
@@ -248,7 +248,7 @@ class Terminal:
             yield first, self._closed(line, weight)
 
     def _mark(self, before: float, weight: float) -> str:
-        """Return the bracket between two spans that shows a change of weight without colours."""
+        """Return the brackets that show a change of weight between spans; empty with colours."""
         if not self._marks or before == weight or not (before > 0 or weight > 0):
             return ""
         begin = "" if not weight > 0 else "⟦" if weight == 1 else f"⟦{weight:.3g}|"
