@@ -134,7 +134,7 @@ def attention_dropout(
 ) -> Tensor:
     """Apply dropout to attention probabilities ``[b, n, q, k]``.
 
-    They are a part of the probabilities of all ``num_heads`` heads and ``length`` positions.
+    This is a part of the probabilities of all ``num_heads`` heads and ``length`` positions.
     ``first_head`` and ``first_query`` are the indices of the first head and query of this part.
     ``site`` names the layer.
     """

@@ -144,7 +144,7 @@ class _ParallelLinear:
         """Scaling for 8-bit products, set by `layers.fp8`; None without them."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the output with the adapter's, and the bias that the caller must add, or None."""
+        """Return the output, including an adapter's, and a bias for the caller to add, or None."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return (output if self.lora is None else output + self.lora(input_)), bias
 

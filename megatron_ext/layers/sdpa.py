@@ -137,8 +137,8 @@ class Span:
 def flex_fits(query: Tensor, dropout: float) -> bool:
     """Return whether `flex_attend` supports queries ``[b, n, q, d]`` with this dropout.
 
-    It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size that is a power of
-    2, which torch before 2.7 requires.
+    It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size of at least 16 that
+    is a power of 2, as torch before 2.7 requires.
     """
     d = query.size(-1)
     is_power = d >= 16 and d & (d - 1) == 0

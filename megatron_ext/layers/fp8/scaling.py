@@ -179,7 +179,7 @@ class Scaling(torch.nn.Module):
         return rows
 
     def weight(self, weight: Tensor) -> Pair:
-        """Return the layer's weight in 8 bits; ``keeps_weight`` casts it only once."""
+        """Return the layer's weight in 8 bits; with ``keeps_weight``, cast it only once."""
         if not self.keeps_weight:
             return self.pair(weight, Role.WEIGHT, columns=False)
         if self.kept_weight is None:
