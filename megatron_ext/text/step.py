@@ -58,7 +58,7 @@ def custom_loss(config: LossConfig) -> TokenLoss[Any] | None:
 def prepare_batches(
     config: RunConfig, batches: Sequence[Batch], context: ParallelContext
 ) -> Sequence[Batch]:
-    """Let a custom loss process all micro-batches of a step first; see `Task.prepare_batches`."""
+    """Return a step's micro-batches; a custom loss adds inputs computed from all of them."""
     loss = custom_loss(config.loss)
     if loss is None:
         return batches
@@ -84,7 +84,7 @@ def output_head(model: torch.nn.Module) -> OutputHead:
 def gpt_forward_step(
     config: RunConfig, batch: Batch, model: torch.nn.Module, counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
-    """Run one model chunk on one micro-batch; see `Task.forward_step`."""
+    """Run one model chunk on one micro-batch; return its output and the loss function."""
     per_token = config.training.calculate_per_token_loss
     factor = config.model.mtp_loss_scaling_factor
     targets = mtp_targets(batch, counts, factor, per_token=per_token)
@@ -127,7 +127,7 @@ def gpt_forward_step(
 
 
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return the samples of a step (its global batch size), tokens and FLOPs of its rows."""
+    """Return the samples of a step (its global batch size), and tokens and FLOPs of its rows."""
     rows = run.rows_of(num_microbatches)
     return StepStats(
         samples=run.batch_size.global_batch_size,

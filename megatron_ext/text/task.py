@@ -28,7 +28,7 @@ from megatron_ext.train.task import Task, TaskChoice
 
 
 def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors of `text_rules`, and one if ``--sft`` is given, which has no effect."""
+    """Return the errors of pretraining flags, including one for ``--sft``, which has no effect."""
     found = text_rules(given, run)
     if run.section(SftConfig).sft:
         found.append(
@@ -39,23 +39,23 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Build the tokenizer; return the configuration with the padded vocabulary size, and it."""
+    """Return the configuration with the padded vocabulary size, and the tokenizer of its flags."""
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
     return dataclasses.replace(config, model=model), tokenizer
 
 
 def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Build the tokenizer and check the indexed datasets; see `Task.preflight`."""
+    """Check the indexed datasets; return the completed configuration and the tokenizer."""
     config, tokenizer = with_tokenizer(config)
     check_gpt_data(config, tokenizer)
     return config, tokenizer
 
 
 def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
-    """Pad the vocabulary so that every tensor-parallel rank holds equally many entries.
+    """Return ``model`` with a padded vocabulary that divides equally among tensor-parallel ranks.
 
-    Raise a ConfigError if a given ``--padded-vocab-size`` is less than ``vocab_size``.
+    A given ``--padded-vocab-size`` stays; raise a ConfigError if it is less than ``vocab_size``.
     """
     model = dataclasses.replace(model, unpadded_vocab_size=vocab_size)
     given = model.padded_vocab_size
@@ -72,9 +72,10 @@ def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: in
 
 
 def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Tokenize and check the conversations; convert ``--train-epochs`` to steps (`Task.preflight`).
+    """Tokenize and check the conversations; return the completed configuration and the tokenizer.
 
-    Each validation reads its whole split; ``--eval-iters 0`` switches validation off.
+    ``--train-epochs`` is converted to steps. Each validation reads its whole split;
+    ``--eval-iters 0`` switches validation off.
     """
     config, tokenizer = with_tokenizer(config)
     train = build_splits(config, tokenizer).train

@@ -1,6 +1,6 @@
 """All that determines the tokens of a conversation: tokenizer, chat template, columns of a row.
 
-The masks need the places where the first n messages end in the text of a conversation. To template
+The loss masks need to know where the first n messages end in a conversation's text. To template
 the first n messages for every n takes quadratic time. But most templates write one message after
 the other, independently of later messages. If the syntax tree of a template shows this, its text is
 generated once with a mark before each message, which gives all places.
@@ -71,7 +71,7 @@ class Template:
             self._kwargs["tools"] = list(conversation.tools)
 
     def apply(self, count: int, **kwargs: Any) -> Any:
-        """Apply the chat template to the first ``count`` messages."""
+        """Apply the template to the first ``count`` messages; raise a DataError if it fails."""
         messages = [dict(message) for message in self.conversation.messages[:count]]
         try:
             return self._tokenizer.apply_chat_template(messages, **{**self._kwargs, **kwargs})
@@ -83,12 +83,12 @@ class Template:
             ) from error
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
-        """Return the tokens of the first messages; ``prompt`` adds the generation prompt."""
+        """Return the first ``count`` messages' token ids; ``prompt`` adds the generation prompt."""
         wanted = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
         return list(self.apply(count, **wanted)["input_ids"])
 
     def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
-        """Return the text of the first messages; ``prompt`` adds the generation prompt."""
+        """Return the first ``count`` messages' text; ``prompt`` adds the generation prompt."""
         return str(self.apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
 
     def source(self) -> str:
@@ -117,7 +117,7 @@ CONTENT_VERSION = 1
 
 @dataclass(frozen=True)
 class Chat:
-    """The tokenizer and options of conversations; `identity` describes what determines tokens."""
+    """The tokenizer and options of conversations; `identity` holds all that determines tokens."""
 
     tokenizer: ChatTokenizer
     settings: TokenizerConfig
@@ -205,7 +205,7 @@ _OF_PASSED_MESSAGES = ("first", "index", "index0", "previtem", "cycle", "changed
 
 
 def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
-    """Return the `Beginning` of a conversation of ``count`` messages with the text ``whole``."""
+    """Return a function that finds where the first n of ``count`` messages end in ``whole``."""
 
     def templated(messages: int, prompt: bool) -> int | None:
         text = template.text(messages, prompt=prompt)
@@ -228,7 +228,7 @@ def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Return where the first n messages end in the text, by n < ``count``; None if unknown."""
+    """Return where the first n messages end in ``whole``, by n < ``count``; None if unknown."""
     source = marked_source(template.source())
     if source is None or count < 2 or _MARK in whole:
         return None
@@ -276,7 +276,7 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """Return the variable in ``names`` that is assigned, whole or without its first item."""
+    """Return the variable in ``names`` that is assigned, whole or but its first item; else None."""
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
         part = value.arg
@@ -287,7 +287,7 @@ def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
 
 
 def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
-    """Tell whether a template may use later messages, by their list or by the variable `loop`."""
+    """Tell whether a template may read messages after the current one, by ``names`` or `loop`."""
     known = [loop.iter]
     for item in tree.find_all(nodes.Getitem):
         if isinstance(item.arg, nodes.Const) and item.arg.value == 0:

@@ -45,7 +45,7 @@ class Conversation:
 
     Attributes:
         trained: for each message, whether its tokens are trained (an assistant's only).
-        enable_thinking: the value in the row; None means that the run's value holds.
+        enable_thinking: the value in the row; None if ``--sft-template-kwargs`` decides.
     """
 
     messages: tuple[Message, ...]
@@ -204,7 +204,10 @@ class _Row:
         return role == ASSISTANT and (mask is None or bool(mask))
 
     def _tools(self) -> tuple[Any, ...] | None:
-        """Return the tool schemas; JSON text avoids that parquet merges keys of objects."""
+        """Return the tool schemas of the row, or None.
+
+        The column may hold JSON text, since parquet gives every object the keys of all objects.
+        """
         name = self.sft.sft_tools_key
         tools = plain(self.columns.get(name))
         if isinstance(tools, str):

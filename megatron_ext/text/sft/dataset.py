@@ -146,7 +146,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
 
 
 def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
-    """Return the compute of a forward pass as a function of document lengths, up to a factor.
+    """Return the compute of a forward pass as a function of document lengths L, up to a factor.
 
     A layer of width h takes ``12 h**2 L + h L**2`` where the MLP is ``4 h`` wide, so that attention
     costs as much as all else at ``L = 12 h``. Source: Narayanan et al. 2021 (arXiv:2104.04473),
@@ -161,7 +161,10 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
 
 
 def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
-    """Return the rows of each step; the seed shuffles each epoch, None gives equal epochs."""
+    """Return the plan that says which conversations share a row, and which rows make up a step.
+
+    ``lengths`` are their positions. The seed shuffles each epoch; without one, epochs are equal.
+    """
     micro_batch_size, batch = config.training.batch_sizes
     replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length
     batching = config.section(SftConfig).sft_batching
@@ -184,7 +187,7 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
 
 
 def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
-    """Build the splits with their plans on every rank; see `Task.datasets`.
+    """Build the splits, each with the plan of its steps, on every rank; see `Task.datasets`.
 
     A split without conversations is None. Ranks that read no data need the plans too. Raise a
     ConfigError if data or chat template are not given, a DataError for unusable data.

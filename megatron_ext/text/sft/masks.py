@@ -54,10 +54,10 @@ def tokenize_conversation(
 
 
 def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return the mask of the template's own marks, without turns whose `loss_mask` is 0.
+    """Return ids and mask by the template's own marks, without turns whose `loss_mask` is 0.
 
     transformers drops all turns after one whose first character has no token, and marks all text
-    after one whose last character has none. To detect this, the marked runs are counted.
+    after one whose last character has none. To detect this, runs of marked tokens are counted.
     """
     conversation = template.conversation
     encoded = template.apply(
@@ -95,7 +95,7 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
 
 
 def _by_text(template: Template) -> TokenizedConversation | None:
-    """Return the mask by the positions of the turns in the text; None if these do not suffice.
+    """Return ids and mask by the positions of the turns in the text; None if these do not suffice.
 
     If a byte-pair encoding has a token boundary at a position, no merge crosses it, and the text
     before it has the same tokens when it is encoded alone.
@@ -127,7 +127,7 @@ def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
 
 
 def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return the mask by tokenizing the messages before, and up to, each trained turn.
+    """Return ids and mask by tokenizing the messages before, and up to, each trained turn.
 
     Both prefixes end at an assistant turn, never within a group of tool messages. A template that
     merges such a group therefore writes it as in the whole conversation.
@@ -168,7 +168,7 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Return the number of tokens of the first ``count`` messages; None if ``whole`` differs."""
+    """Count the tokens of the first ``count`` messages; None if ``whole`` begins otherwise."""
     # Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
     # written with and without the generation prompt is that of the messages.
     prefix = template.ids(count)
@@ -195,7 +195,9 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 
 
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
-    """Find (start, end) of a turn in a conversation that need not begin with its own prefixes.
+    """Find (start, end) of a turn's tokens, even where ``whole`` does not begin with its prefixes.
+
+    A prefix is the tokens that the first messages get alone.
 
     A token that joins generation prompt and turn belongs to the turn.
     """
@@ -228,7 +230,7 @@ def _place_of(template: Template, whole: list[int], count: int) -> int:
 
 
 def _after_longest_tail(whole: list[int], part: list[int], low: int, high: int) -> int | None:
-    """Return the first end in ``(low, high]`` of the longest suffix of ``part`` in ``whole``."""
+    """Return where ``part``'s longest suffix in ``whole`` ends, in ``(low, high]``, or None."""
     best, length = None, 0
     for end in range(low + 1, high + 1):
         shared = 0

@@ -30,7 +30,7 @@ class CostModel:
     quadratic: int
 
     def of_documents(self, lengths: ArrayLike) -> Ints:
-        """Return the cost of each document, ``[n]`` from ``[n]`` tokens."""
+        """Return the cost of each document, given its number of tokens."""
         sizes = np.asarray(lengths, dtype=np.int64)
         return sizes * (self.linear + self.quadratic * sizes)
 
@@ -127,7 +127,7 @@ def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
 
 
 def _swap_rows(ranks: Ints, weights: Ints) -> None:
-    """Even out loads by swaps in ``ranks [ranks, rows]``, in place; each lowers the squared sum."""
+    """Swap rows in ``ranks [ranks, rows]``, in place, while this relieves the busiest rank."""
     loads = weights[ranks].sum(axis=1)
     mean = int(loads.sum()) // len(loads)
     while True:
@@ -176,7 +176,7 @@ def token_budget(
 
 
 def named(rows: list[Row], members: Sequence[int]) -> list[Row]:
-    """Replace the indices in rows by the ``members`` with these indices."""
+    """Return the rows with ``members[i]`` in place of each index i."""
     return [[members[position] for position in row] for row in rows]
 
 
@@ -192,7 +192,8 @@ def _filled(rows: list[Row], count: int) -> list[Row]:
 class PackedEpochs:
     """Rows of ``capacity`` tokens that several conversations share.
 
-    Every epoch is packed anew, which exchanges samples of equal length; the number of rows stays.
+    Every epoch is packed anew, in which samples of equal length may change places; the number of
+    rows stays the same.
     ``seed`` shuffles the rows, except the last one that packing opened. Without a seed all epochs
     are equal, in the order of packing. With fewer than eight rows per rank and step, swaps may not
     suffice to balance the work.
@@ -257,7 +258,7 @@ class PaddedEpochs:
 class BudgetEpochs(PackedEpochs):
     """Steps of ``rows_per_step`` conversations, in as many rows as these need (`token_budget`).
 
-    The seed shuffles the conversations. A rank's rows are filled up to a multiple of ``multiple``.
+    The seed shuffles the conversations. Empty rows make a rank's rows a multiple of ``multiple``.
     """
 
     multiple: int = 1

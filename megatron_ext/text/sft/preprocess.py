@@ -45,7 +45,7 @@ KEYS = ("document", "mask")
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """A `BlockEncoder` of conversations: each is one document in the datasets of both `KEYS`."""
+    """An encoder of conversations: each becomes one document of ids, and one of its mask."""
 
     chat: Chat
 
@@ -80,7 +80,7 @@ class ConversationEncoder:
 
 @dataclass(frozen=True)
 class SftPreprocessOptions(PreprocessOptions):
-    """The options of a run that makes a store; see `PreprocessOptions`."""
+    """The options of preprocessing conversations into a store of token ids and masks."""
 
     smallest_part: ClassVar[int] = 250_000  # templates take longer than bytes alone
     json_keys: Sequence[str] = KEYS
@@ -100,19 +100,19 @@ class SftPreprocessOptions(PreprocessOptions):
         return [*wrong, *self.sft.row_errors()]
 
     def dataset_prefix(self, key: str, partition: int | None = None) -> str:
-        """Return the prefix of the dataset of one of `KEYS`."""
+        """Return the prefix of a store's dataset; ``key`` is "document" (token ids) or "mask"."""
         return f"{self.output_prefix}_sft_{key}"
 
 
 def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Tokenize conversations into a store; see `preprocess`."""
+    """Tokenize the conversations of the input files into a store; return a report."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     chat = build_chat(build_tokenizer(options.tokenizer), options.tokenizer, options.sft)
     return write_store(options, chat, say)
 
 
 def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
-    """Tokenize conversations into a store with the tokenizer and template of ``chat``."""
+    """Tokenize conversations into a store by ``chat``; raise a DataError if there are none."""
     start = time.monotonic()
     with planned(options, {"sft": chat.identity}, say) as (folder, parts, done):
         resumed = len(done)
@@ -157,10 +157,10 @@ def open_stores(
 
     Args:
         flag: the flag that gives the names, for errors.
-        cache: ``--data-cache-path``.
+        cache: folder for tokenized files; None takes the folder ``cache`` beside each file.
 
     Raises:
-        ConfigError: a weight, or a cache that cannot be written.
+        ConfigError: a name is a weight, or the cache cannot be written.
         DataError: a file is missing or holds a bad row, or a store does not fit the run.
     """
     stores = []

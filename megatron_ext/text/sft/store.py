@@ -51,7 +51,7 @@ mask of all tokens, ``[t]``."""
 
 
 class SftStore:
-    """The conversations of a store in the order of rows; raise a DataError if it is damaged."""
+    """The conversations of a store, in input order; raise a DataError if it is damaged."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -103,7 +103,7 @@ class SftStore:
         raise IndexError(number)
 
     def check(self, identity: Mapping[str, Any], vocab_size: int) -> None:
-        """Raise a DataError if the store does not fit the tokenizer and template of a run."""
+        """Raise a DataError if the store does not fit a run's tokenizer, template or vocabulary."""
         for name, flag in (("tokenizer", "--tokenizer-model"), ("template", "--sft-chat-template")):
             if self.about.get(name) != identity[name]:
                 raise DataError(

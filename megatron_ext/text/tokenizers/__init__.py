@@ -120,7 +120,7 @@ def _vocab_size(size: int | None, kind: str) -> int:
 
 
 def _check_metadata(path: str | None, kind: str) -> None:
-    """Check that the metadata file names the library of this tokenizer type; use nothing else."""
+    """Raise a ConfigError if a metadata file names another library than that of type ``kind``."""
     if path is None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)

@@ -74,11 +74,11 @@ class Tokenizer(ABC):
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return kind and model (path or JSON text) for a `FastEncoder`; None if it has none."""
+        """Return kind and model (path or JSON text) for a `FastEncoder`; None if unsupported."""
         return None
 
     def control_texts(self) -> tuple[str, ...]:
-        """Return control texts; a `FastEncoder` leaves documents with one to this tokenizer."""
+        """Return texts of control tokens; a `FastEncoder` does not encode a text with one."""
         return ()
 
 

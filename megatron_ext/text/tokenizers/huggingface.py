@@ -74,7 +74,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Name the missing token of a pair (eos and sep, bos and cls) after the other, as core does."""
+    """Give the missing one of eos and sep, or of bos and cls, the other's text, as core does."""
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
         if one not in out and other in out:
@@ -117,7 +117,7 @@ def build(
 
 
 def tokenizer_folder(name: str) -> Path:
-    """Return the folder of a `--tokenizer-model`, which is a folder, a file in it or a hub name.
+    """Return the folder of a tokenizer, given this folder, a file in it or a name on the hub.
 
     Raise a DataError if the folder does not exist and cannot be downloaded from the hub.
     """
@@ -152,7 +152,7 @@ def _read_json(path: Path, default: Any) -> Any:
 
 
 def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, str]] | None:
-    """Load only tokenizer.json; return None if transformers might build another tokenizer of it.
+    """Load tokenizer.json by itself; return None if transformers might read it differently.
 
     The result is the `tokenizers.Tokenizer`, and its special tokens by name.
     """
