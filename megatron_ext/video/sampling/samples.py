@@ -69,10 +69,10 @@ class ClipSampler:
         self._velocity = velocity_of(run)
 
     def __call__(self, folder: Path) -> None:
-        """Sample the clips and write them into a folder.
+        """Sample the clips and write them into a folder, unless a value is not finite.
 
-        Averaged weights are used if the run keeps them and ``--sample-ema`` is on. Raises DataError
-        on all ranks if the files cannot be written.
+        Averaged weights are used if the run keeps them and ``--sample-ema`` is on. Raises
+        MegatronExtError on all ranks if the files cannot be written.
         """
         run, sample = self._run, self._sample
         ema = run.ema if sample.sample_ema else None

@@ -30,7 +30,7 @@ SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return flags that must not change to resume a sequence, and those to keep its cache."""
+    """Return the flags that must not change to resume a sequence, and those to load its cache."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -119,7 +119,7 @@ class StreamingState:
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Restore critic, sequence and progress; ``notes`` gets sentences on what begins anew."""
+        """Restore critic, sequence and progress; ``notes`` gets sentences on what is left out."""
         critic, progress = self._critic, loaded[PROGRESS]
         notes += self._left_out
         if critic.base is not None:
