@@ -5,7 +5,7 @@ sequences Q, u64 number of document boundaries D + 1, i32 lengths [Q] in tokens,
 [Q], i64 boundaries [D + 1] in sequences (first 0, last Q), and i8 modes [Q] in multimodal sets.
 `.bin` holds the tokens alone.
 
-This module reads and checks them with numpy only, so that tools start without torch.
+This module reads and checks datasets with numpy only, so that tools start without torch.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def _map_arrays(
 
 
 def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
-    """Check that `.idx` and `.bin` are complete and match; return their sizes.
+    """Check that `.idx` and `.bin` are complete and match; return the dataset's header and sizes.
 
-    A billion sequences take seconds.
+    The check of a billion sequences takes seconds.
 
     Raises:
         DataError: one sentence that names the file and its fault.

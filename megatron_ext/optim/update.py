@@ -47,7 +47,7 @@ class UpdateResult:
 
     @property
     def applied(self) -> bool:
-        """Return False when the step was skipped for a non-finite gradient."""
+        """Return whether the weights were updated; False if the gradient norm was not finite."""
         return bool(self._numbers[0])
 
     @property
@@ -102,7 +102,7 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 def decides_on_device(optimizer: MegatronOptimizer) -> bool:
-    """Return whether the device skips updates by itself, which torch's fused Adam does."""
+    """Return whether the device decides by itself to skip an update, as torch's fused Adam does."""
     return all(
         isinstance(part.optimizer, torch.optim.Adam)
         and all(group["fused"] for group in part.optimizer.param_groups)

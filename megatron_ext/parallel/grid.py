@@ -78,7 +78,7 @@ class Layout:
     """The parallel sizes of a run; the data-parallel size follows from the others.
 
     Attributes:
-        expert_tensor_parallel_size: ranks that share an expert; None means the TP size.
+        expert_tensor_parallel_size: tensor-parallel ranks of an expert, None for those of a layer.
         virtual_pipeline_model_parallel_size: chunks of each rank, None without interleaving.
         v_shape: stages are placed in a V shape (see `Placement`), as the schedule zb-v needs.
 

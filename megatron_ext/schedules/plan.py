@@ -83,7 +83,7 @@ EVEN = Durations()
 
 
 class CyclicOrder(ValueError):
-    """The error that computations of the ranks wait for each other in a cycle."""
+    """Raised when computations of the ranks wait for each other in a cycle."""
 
 
 def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:

@@ -99,7 +99,7 @@ WITHOUT_GPU = (
 
 
 def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
-    """Run all checks; ``measure`` also measures each GPU's rates and runs the `PROBES`."""
+    """Run all checks; with ``measure``, time each GPU and try CUDA graphs and torch.compile too."""
     driver, installed, host = gpus.ask_driver(here), here.version("torch"), here.host()
     facts = gpus.ask_torch(here) if installed is not None else Outcome(1, errors="not installed")
     usable = facts.gpus if isinstance(facts, TorchFacts) and facts.usable else ()

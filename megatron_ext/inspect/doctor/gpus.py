@@ -42,7 +42,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver's `Finding`, the names of its devices, and the newest CUDA that it supports."""
+    """The result of the driver's check, its GPUs' names, and the newest CUDA that it supports."""
 
     finding: Finding
     cards: list[str] = field(default_factory=list)

@@ -95,7 +95,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Start:
-    """The state before a step; its ``num_microbatches`` holds for datasets without a plan."""
+    """A step's number, the samples before it, and its number of micro-batches without a plan."""
 
     iteration: int
     consumed: int

@@ -124,7 +124,7 @@ class Document:
 
     @cached_property
     def columns(self) -> Ints:
-        """Return each token's column, ``[n]``; a token only predicted has column ``end``."""
+        """Return each token's column, ``[n]``; a last token that is only predicted has ``end``."""
         return np.arange(self.start, self.end + self.is_last)
 
     @cached_property

@@ -215,7 +215,7 @@ class Terminal:
                 self._tokens(f"MTP {depth}", document.positions, self._of(ids, weights))
 
     def _of(self, ids: Ints, weights: Floats) -> list[TokenSpan]:
-        """Return the spans of tokens, with `NOTHING` for each id of -1."""
+        """Return the spans of tokens; an id of -1, a missing target, is shown as `NOTHING`."""
         places = np.flatnonzero(ids >= 0).tolist()
         spans = self._splitter.split(ids[places].tolist(), weights[places].tolist())
         shown = [replace(span, first=places[span.first]) for span in spans]
