@@ -38,7 +38,7 @@ def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -
 
 
 def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Return the configuration with wrong numbers at their defaults, and their errors by flag."""
+    """Reset numbers out of range to defaults; return the configuration and the errors by flag."""
     errors: dict[str, str] = {}
 
     def within(section: Any) -> Any:

@@ -118,7 +118,7 @@ class OptimizerConfig(Changeable):
     """Steps of warm-up of a run whose flags give none."""
 
     def warmup_notes(self) -> list[str]:
-        """Return a note if a warm-up that no flag gave was shortened to fit the run, or nothing."""
+        """Return a note if the task's warm-up, used without a flag, was shortened for the run."""
         usual, warmup = self.usual_warmup_iters, self.lr_warmup_iters
         if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:
             return []
@@ -155,7 +155,7 @@ class EmaConfig:
     """The run only samples, with the averaged weights."""
 
     def resolved(self) -> EmaConfig:
-        """Return a copy with ``ema_start`` 1 if there is an average without a given start."""
+        """Return a copy with ``ema_start`` set to 1 if there is an average and no given start."""
         if not self.ema_decay or self.ema_start is not None:
             return self
         return dataclasses.replace(self, ema_start=1)
@@ -202,7 +202,7 @@ class LoraConfig(Changeable):
 
     @property
     def scale(self) -> float:
-        """Return alpha / rank, or alpha / sqrt(rank) with ``--lora-rslora``; rank must be given."""
+        """Return alpha / rank, or alpha / sqrt(rank) with ``--lora-rslora``; a rank must be set."""
         assert self.lora_rank is not None
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         return alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)

@@ -280,7 +280,7 @@ def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:
 
 
 def _fuses_activation(model: ModelConfig, moe: MoEConfig) -> bool:
-    """Return whether megatron-core's MLP has a fused form of this activation and its bias."""
+    """Return whether megatron-core's MLP has a fused form of the model's activation and bias."""
     has_experts = moe.num_experts is not None
     if model.swiglu:
         return model.bias_swiglu_fusion and not (has_experts and model.add_bias_linear)

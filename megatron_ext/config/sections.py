@@ -229,7 +229,10 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
-    """Convert what YAML reads (1e-4 as text) to a flag's value; raise ConfigError if unfit."""
+    """Convert a value from a YAML file to that of a flag; raise a ConfigError if it does not fit.
+
+    YAML reads 1e-4 as text, which is converted too. The error shows the entry as ``named``.
+    """
     if value == flag.default or (value is None and flag.optional):
         return value
     if flag.type is bool:

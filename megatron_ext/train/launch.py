@@ -92,7 +92,7 @@ class _Supervisor:
     def _ended(self, rank: int, status: int) -> None:
         """Record a rank's exit, and end all ranks if it failed by itself.
 
-        A rank that only gave up waiting ends the others a little later, so that the cause shows.
+        If the rank only gave up waiting for another, all end a little later, so the cause shows.
         """
         if status in _FOLLOWS and self._code == 0:
             self._code = status

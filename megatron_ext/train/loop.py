@@ -95,7 +95,7 @@ def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
 
 
 class IntervalMetrics:
-    """Losses, samples, tokens and time of the steps between two reports, summed."""
+    """Sums of losses, samples, tokens and time over the steps between two reports."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -119,7 +119,7 @@ class Run:
             return float(squares.sqrt())
 
     def save(self, superseded: Collection[int] = ()) -> None:
-        """Save a checkpoint if ``--save`` is given; ``superseded`` iterations may be deleted."""
+        """Save a checkpoint if ``--save`` is given; ``superseded`` checkpoints may be deleted."""
         if self.config.checkpoint.save is None or self.optimizer is None:
             return
         with self.parameter_gather.paused():
