@@ -155,7 +155,7 @@ class ClipNetwork(Network):
         return 4 * ring(x.cp) * head if self.trades_heads else 2.0 * (x.cp - 1) * head
 
     def mlp(self, inner: int) -> LayerBytes:
-        """Return the memory of an MLP of width ``inner``; it keeps the outputs of fc1 and GELU."""
+        """Return the memory of an MLP of width ``inner``; outputs of fc1 and GELU are kept."""
         width, x = self.block_bytes, self.sizes
         tensor, weight = width.cut(inner), width.matrix(inner, width.h)
         emulated = self.config.fp8.fp8_format is not None and not x.gpu

@@ -116,7 +116,7 @@ class DiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def _entering(self) -> LayerBytes:
-        """Return the memory of the embedder for packed latents, text and timesteps."""
+        """Return the memory of the embedder: packed latents, the text's MLP, and the timesteps."""
         x, model, h = self.sizes, self.model, self.model.hidden_size
         held = self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
         text = self._text_rows * 3 * h * x.width

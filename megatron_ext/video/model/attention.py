@@ -160,6 +160,6 @@ class JointAttention:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return unmasked ``softmax(q k / sqrt(d)) v``; all arguments are ``[s, b, n, d]``."""
+    """Return unmasked ``softmax(q k / sqrt(d)) v``; all tensors are ``[tokens, b, n, d]``."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     return sdpa.attend(q, k, v).permute(2, 0, 1, 3)

@@ -40,9 +40,9 @@ def uniform(config: TransformerConfig, bound: float) -> Initialize:
 
 
 def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark a module's parameters as replicated, so that megatron-core sums TP ranks' gradients.
+    """Mark replicated parameters, so that megatron-core sums their gradients over TP ranks.
 
-    The sum is needed under sequence parallelism, where each rank processes only some tokens.
+    This is needed under sequence parallelism, where each rank processes only some of the tokens.
     """
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -85,7 +85,7 @@ class TokenRange:
         return cls(num_text, num_image, 0, num_text + num_image)
 
     def part(self, index: int, size: int) -> TokenRange:
-        """Return the part ``index`` of ``size`` equal contiguous parts; DataError if uneven."""
+        """Return part ``index`` of ``size`` equal contiguous parts; DataError if uneven."""
         length = len(self)
         if length % size:
             raise DataError(
@@ -197,7 +197,7 @@ def parts_first(x: Tensor, num_parts: int) -> Tensor:
 
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
-    """Return frame, row, column of the m tokens of a frame in ``cp_slice``, ``[t, m, 3]`` int64."""
+    """Return absolute frame, row and column of m tokens a frame in ``cp_slice``, ``[t, m, 3]``."""
     ids = position_ids((tokens.num_frames, tokens.rows, tokens.columns), 1, device)
     ids[:, 0] += tokens.first_frame
     return ids.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]

@@ -133,7 +133,7 @@ class Embedding(Part):
         mark_replicated(self, plan.config)
 
     def forward(self, given: Mapping[str, Any], held: TokenRange) -> tuple[Tensor, Tensor]:
-        """Embed the tokens ``held`` as ``[s, b, h]``, timestep and pooled text as ``[b, h]``."""
+        """Return tokens ``[s, b, h]``, and vec ``[b, h]`` of timestep, pooled text and guidance."""
         dtype = self.img_in.weight.dtype
         image = self.img_in(given["img"][:, held.image].to(dtype))
         if self.cond_in is not None:

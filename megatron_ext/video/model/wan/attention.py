@@ -164,7 +164,7 @@ class FrameAttention:
         """Return the attention's output ``[t, m, b, heads, d]``, in the shape before `exchange`.
 
         ``query`` and ``new``, keys and values, are results of `exchange`. ``past`` holds the cached
-        keys and values of each frame in ``plan.past``.
+        keys and values ``[1, m, b, heads, d]`` of each frame in ``plan.past``.
         """
         key, value = self._keys(new, past)
         outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]

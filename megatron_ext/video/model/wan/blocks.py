@@ -186,7 +186,7 @@ class SelfAttention(Part):
         return out
 
     def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, normed and rotated, and values, from the projection's output."""
+        """Return normed, rotated queries and keys, and values, ``[t, m, b, heads, d]`` each."""
         config, total = self.config, None
         if self.tp_group.size() > 1:
             total = summed(squares_of_heads(fused, bias, config.kv_channels), self.tp_group)
