@@ -144,7 +144,7 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
 
 
 def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str) -> Batch:
-    """Apply a reduction to a full-sequence batch's loss weights, separately at each MTP depth."""
+    """Return the full-sequence batch with its loss weights, also of MTP, under a reduction."""
     weights, *of_depths = (
         reduced_weights(mask, documents, reduction)
         for mask in (batch.loss_weights, *batch.mtp_loss_weights)

@@ -31,7 +31,7 @@ def stage_reads_data(
 
 
 def reads_dataset(model: ModelConfig, parallel: ParallelConfig, context: ParallelContext) -> bool:
-    """Tell whether this rank opens the dataset and broadcasts to its tensor-parallel peers."""
+    """Tell whether this rank opens the dataset and broadcasts samples to its TP peers."""
     return stage_reads_data(model, parallel, context) and context.tp_rank == 0
 
 

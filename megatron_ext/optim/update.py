@@ -129,7 +129,7 @@ def _update_where_finite(
 
 
 def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers of a chain that have parameters."""
+    """Return those optimizers inside a chained optimizer that have parameters."""
     return [x for x in parts_of(optimizer) if not getattr(x, "is_stub_optimizer", False)]
 
 

@@ -78,7 +78,8 @@ class Layout:
     """The parallel sizes of a run; the data-parallel size follows from the others.
 
     Attributes:
-        expert_tensor_parallel_size: tensor-parallel ranks of an expert, None for those of a layer.
+        expert_tensor_parallel_size: ranks that share each expert; None means
+            ``tensor_model_parallel_size``.
         virtual_pipeline_model_parallel_size: chunks of each rank, None without interleaving.
         v_shape: stages are placed in a V shape (see `Placement`), as the schedule zb-v needs.
 

@@ -1,4 +1,4 @@
-"""Draw and price a pipeline schedule, without starting a process.
+"""Draw a pipeline schedule and simulate its time, without starting a process.
 
 Example: python -m megatron_ext.schedules --schedule zb-v --pipeline-size 4 --microbatches 16
 """

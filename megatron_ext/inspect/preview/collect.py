@@ -244,7 +244,7 @@ def _reaches(batch: Batch) -> Tensor:
 
 
 def _columns(length: int, size: int) -> list[Ints]:
-    """Return the columns of a row that megatron-core leaves to each context-parallel rank."""
+    """Return, for each context-parallel rank, the columns of a row that megatron-core gives it."""
     kept = []
     for rank in range(size):
         columns = {"columns": torch.arange(length).unsqueeze(0)}
@@ -254,7 +254,7 @@ def _columns(length: int, size: int) -> list[Ints]:
 
 
 class Numbered(Dataset[dict[str, Any]]):
-    """A dataset that adds each sample's index as ``sample``, unless it has a plan."""
+    """Wraps a dataset; without a plan, each sample gets its index in the dataset as ``sample``."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -202,7 +202,7 @@ class Terminal:
         self._marks = console.no_color or console.color_system is None
 
     def print(self, text: str, style: str = "") -> None:
-        """Print a plain line, in which nothing is markup."""
+        """Print a line as it is; nothing in it is read as rich's markup."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def row(self, row: Row) -> None:
