@@ -1,6 +1,6 @@
 """Flow matching common to all video networks: micro-batches from clips, forward step and loss.
 
-Each kind of network subclasses `FlowNetwork`; `networks.network_of` returns a run's instance.
+Each network subclasses `FlowNetwork`; `networks.network_of` returns the one of a run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FlowMicrobatch:
 
     @property
     def size(self) -> int:
-        """Return the number of clips, b."""
+        """Return the number of clips b."""
         first = next(iter(self.inputs.values()))
         assert first is not None
         return first.size(0)

@@ -31,8 +31,8 @@ _FRAGMENT = 2  # seconds
 class Mp4Writer:
     """An H.264 file of one clip, written frame by frame.
 
-    With ``growing`` the file can be played while it is written. An odd height or width is padded to
-    an even one, which the format needs.
+    With ``growing`` it can be played while it is written. An odd height or width is padded to an
+    even one, which the format needs.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -163,7 +163,7 @@ def open_folder(target: Path) -> Path:
 
 
 def publish(writing: Path, target: Path) -> None:
-    """Put the folder ``writing`` in the place of ``target``, whose older samples are removed."""
+    """Rename ``writing`` to ``target``, and then remove the older samples that were there."""
     older = target.with_name(f".{target.name}.older")
     if target.exists():
         shutil.rmtree(older, ignore_errors=True)

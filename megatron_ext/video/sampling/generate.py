@@ -120,8 +120,8 @@ def generate_latents(
     """Sample latents of P requests, divided among the replicas; all ranks call this together.
 
     A clip's noise depends only on the seed and the clip's number, so it is the same in any layout.
-    A replica with one clip less than others samples the last clip too, and discards it. Replicas
-    thus make equally many calls, which a model with experts on several replicas needs.
+    Replicas with one clip less than others also sample the last clip, and discard it. All replicas
+    thus make the same number of calls, which a model with experts on several replicas needs.
 
     Returns:
         ``[P, c, t, h, w]`` float32 on the model's device, on the reporting rank; None elsewhere.

@@ -115,8 +115,8 @@ def read_prompts(
 
     Args:
         kind: the dataclass of requests, which can be called with only a caption.
-        of_row: takes a row of a jsonl (``text`` and optional fields of ``kind``) and the path of
-            the file, and returns a request; may raise ConfigError, ValueError or TypeError.
+        of_row: makes a request from a row of a jsonl (``text`` and optional fields of ``kind``) and
+            the path of the file; may raise ConfigError, ValueError or TypeError.
 
     Raises:
         DataError: the file cannot be read, has an invalid row, or has no row.
@@ -205,7 +205,7 @@ def encode_requests(
 
     Args:
         codec, text_encoder: encoders of the training data.
-        null: the encoded empty caption of the training data; if None, it is encoded here.
+        null: the encoded empty caption of the training data; None encodes it here.
         conditions: conditions of training, which give the lengths of v2v references.
 
     Raises:

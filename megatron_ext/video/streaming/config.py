@@ -195,7 +195,7 @@ class StreamingConfig(WanConfig):
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
     def sizes(self, role: Role = "generator") -> VideoDiTSizes:
-        """Return the sizes that ``role`` names, or else the generator's, fitted to the data."""
+        """Return the sizes of a network; one without a named size has the generator's."""
         named = SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or SIZES[self.generator_size].channels
         width = self.text_features or named.text_width

@@ -27,7 +27,7 @@ from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 
 @dataclass(frozen=True)
 class NetworkMemory:
-    """The memory of a network on the rank that holds most of the network.
+    """The memory of a network on the rank that holds most of it.
 
     Attributes:
         weights: weights of the network on the rank.
@@ -119,7 +119,7 @@ class _Formulas:
         return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
     def passes(self) -> dict[str, int]:
-        """Return the bytes that each kind of pass holds, keyed by a description of the pass."""
+        """Return the bytes of each pass of a step that trains both networks, by its name."""
         streaming, stage = self._streaming, self._whole("generator")
         critic, block = self._on_clip(self._config, "critic"), self._on_block()
         learned, cost = critic.activations(self._whole("critic")), block.activations(stage)
@@ -157,7 +157,7 @@ class _Formulas:
         return Clip("", frames, height // patch, width // patch, length, micro)
 
     def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> DiTNetwork:
-        """Return the cost formulas of critic or teacher, whose attention spans a whole clip."""
+        """Return the cost formulas of critic or teacher on a clip with bidirectional attention."""
         clip = self._clip(self._streaming.chunk_frames, samples=samples)
         ranks = replace(self._ranks, b=clip.micro_batch_size)
         plan = AttentionPlan.bidirectional(clip.frames)
@@ -175,7 +175,7 @@ class _Formulas:
 
 
 def not_estimated(config: RunConfig) -> list[str]:
-    """Return sentences on what a plan of streaming leaves out."""
+    """Return a sentence for each part of streaming that a plan leaves out."""
     streaming, encoder = config.section(StreamingConfig), config.section(TextEncoderConfig)
     found = [
         f"The text encoder ({encoder.text_encoder}), which lies on the first rank of each replica, "

@@ -26,12 +26,12 @@ Pass = Literal["generator", "critic"]
 
 
 def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
-    """Return whether ``length`` leaves room for another clip after ``current`` frames."""
+    """Return whether a sequence of ``current`` frames has room for a clip within ``length``."""
     return current + streaming.min_new_frames <= length
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return the number of clips in ``length`` frames if later ones add the fewest frames."""
+    """Return the number of clips of a sequence if each after the first adds the fewest frames."""
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 
 
@@ -76,7 +76,7 @@ def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int
 
 
 def num_trained_clips(streaming: StreamingConfig) -> int | None:
-    """Return how many clips of each sequence train a network; None if the number is random."""
+    """Return how many clips of each sequence are trained on; None if the number is random."""
     counts = {num_clips(streaming, length) for length in streaming.sequence_lengths}
     if len(counts) > 1 or streaming.min_new_frames < streaming.max_new_frames:
         return None
@@ -123,7 +123,7 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return how many frames, at most ``remaining``, a clip after the first adds: whole blocks."""
+    """Return how many frames, at most ``remaining``, a clip after the first adds; whole blocks."""
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
     return _choice(choices, seed, sequence, f"streaming growth {clip}")

@@ -284,7 +284,7 @@ class LongVideoSampler:
         return videos
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the blocks of a batch of videos, ``[b, block, c, h, w]`` float32."""
+        """Yield the blocks of a batch, ``[b, block, c, h, w]`` float32, made with a new cache."""
         run, streaming = self._run, self._streaming
         height, width = streaming.latent_size
         (network,) = unwrap_model(run.chunks)

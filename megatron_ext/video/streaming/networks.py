@@ -136,7 +136,7 @@ def load_weights(
     optimizer: MegatronOptimizer | None,
     section: str | None = None,
 ) -> None:
-    """Load the weights of a checkpoint into ``chunks``, or do nothing if ``path`` is None.
+    """Load the weights of a checkpoint, or do nothing if ``path`` is None.
 
     Args:
         section: network to take from the checkpoint of a streaming run; None for the generator.

@@ -42,9 +42,9 @@ class NoiseSchedule:
         self.denoising_timesteps: tuple[float, ...] = tuple(steps.tolist())
 
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """Return the noise level in the table's entry nearest to each timestep, float64.
+        """Return the sigma of the table's entry nearest to each timestep, float64.
 
-        The level is never 0, since the last entry of the table is above 0.
+        It is never 0, since the last entry of the table is above 0.
         """
         table = self._timesteps.to(timesteps.device)
         t = timesteps.double()

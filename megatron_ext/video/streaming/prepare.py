@@ -82,7 +82,7 @@ def coverage(streaming: StreamingConfig, accumulation: int) -> str:
 
 
 def clip_tokens(streaming: StreamingConfig) -> int:
-    """Return the number of tokens in one sample's clip."""
+    """Return the number of tokens of a clip of one sample."""
     return streaming.chunk_frames * _frame_tokens(streaming)
 
 

@@ -1,4 +1,4 @@
-"""Read, check and encode the prompts of training and of long videos."""
+"""Prompts of training and of long videos: read from files, checked and encoded."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class VideoPrompt:
-    """The first caption of a long video, and the switches to later captions.
+    """The first caption of a long video, and its switches to other captions.
 
     Raises:
         ConfigError: the frames of the switches are not above 0 and rising.
@@ -224,7 +224,7 @@ def encode_captions(
     context: ParallelContext,
     device: torch.device,
 ) -> Tensor:
-    """Return embeddings ``[n, l, d]`` float32 of n captions; all ranks call this together.
+    """Return embeddings ``[n, l, d]`` float32 of n captions on all ranks, which call this together.
 
     Args:
         encoder: returns the encoder; called on the first rank of each replica only.

@@ -147,7 +147,7 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[str]:
-    """Return a sentence for each reason why the teacher's layout does not work."""
+    """Return a sentence for each reason why the teacher cannot have its layout."""
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if min(tensor, context) < 1 or parallel.world_size % (tensor * context):
         return []

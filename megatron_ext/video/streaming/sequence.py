@@ -93,7 +93,7 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class Replica:
-    """Data-parallel replica ``dp_rank`` of ``dp_size``; it makes ``batch`` sequences at a time."""
+    """Data-parallel replica ``dp_rank`` of ``dp_size``; generates ``batch`` sequences at a time."""
 
     seed: int
     batch: int = 1
@@ -321,7 +321,7 @@ class StreamingSequence:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sequence's state with its cache; empty before the first sequence."""
+        """Return the state of the sequence with its cache; empty before the first sequence."""
         if self.state is None:
             return {}
         return {**vars(self.state), "cache": self.generator.cache.state_dict()}

@@ -162,7 +162,7 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return sharded objects of the sequence's state ``stands`` and of this rank's cache."""
+        """Return sharded objects of the sequence, one for each replica, and of the rank's cache."""
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()
         ranks = groups.dp.rank(), groups.cp.rank(), groups.tp.rank()
@@ -174,7 +174,7 @@ class StreamingState:
 
 
 def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a clause for each flag whose value differs from the one in the checkpoint."""
+    """Return a clause for each flag whose value differs from that in the checkpoint."""
     return [
         f"`{name}` was {stored.get(name)} and is {value}"
         for name, value in now.items()

@@ -158,7 +158,7 @@ class ParallelTeacher(torch.nn.Module):
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow for ``rows``: latents, timesteps and texts, each ``[n, ...]``."""
+        """Return the flow for rows (latents, timesteps, texts, each ``[n, ...]``) on all ranks."""
         x, staged = rows[0], self._context.layout.pipeline_model_parallel_size > 1
         # With pipeline stages each sample is a micro-batch.
         parts = [part.chunk(x.size(0) if staged else num_microbatches) for part in rows]

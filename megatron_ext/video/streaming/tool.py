@@ -125,7 +125,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def summary(seen: Throughput, block: int) -> str:
-    """Return a line of text on a throughput; a block has ``block`` latent frames."""
+    """Return a line that describes a throughput; a block has ``block`` latent frames."""
     rate = seen.blocks / seen.seconds
     return (
         f"made {seen.videos} videos of {seen.blocks} frame blocks ({seen.blocks * block} latent "
@@ -136,7 +136,7 @@ def summary(seen: Throughput, block: int) -> str:
 
 
 def sample_streaming(argv: Sequence[str]) -> int:
-    """Sample videos as the command-line arguments ask; return the program's exit code."""
+    """Sample videos as the arguments ask, without ``--streaming``; return the exit code."""
     task = dataclasses.replace(
         STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
     )
