@@ -1,4 +1,4 @@
-"""The interface for programs written for Megatron-LM: its ``pretrain``, and what these call.
+"""The interface for programs written for Megatron-LM: ``pretrain`` and functions that they call.
 
 A ``pretrain_*.py`` of Megatron-LM runs if it imports from here instead of ``megatron.training``.
 The providers keep their signatures; docs/porting.md explains how to port a program.
@@ -137,7 +137,7 @@ _current = _Current()
 
 
 def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Build the tokenizer; raise a ConfigError for flags that the program's own code ignores."""
+    """Return configuration and tokenizer; raise a ConfigError for flags that programs ignore."""
     given = {
         "--sft": config.section(SftConfig).sft,
         "--loss-reduction": config.loss.loss_reduction != "token",
@@ -204,7 +204,7 @@ def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
 
 
 def get_args() -> argparse.Namespace:
-    """Return all flags of the run by name; raise a ConfigError before the run has begun."""
+    """Return all flags of the run as a namespace; raise a ConfigError before the run has begun."""
     return _begun(_current.args, "get_args")
 
 

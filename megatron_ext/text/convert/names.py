@@ -165,7 +165,7 @@ _ADAPTER = re.compile(
 
 
 def llama_adapters(model: ModelConfig, root: Path) -> PeftLayers:
-    """Return the Llama layers that match a run's adapters; errors name the folder ``root``."""
+    """Return the mapping of a run's adapters to Llama's layers; errors name the folder ``root``."""
 
     def parts(name: str, matrix: Tensor) -> Iterator[Part]:
         match = _ADAPTER.match(name)

@@ -48,7 +48,7 @@ class Activations:
         return rms_norm(self.sizes, tokens, size, frozen=self.config.lora.lora_rank is not None)
 
     def dropout(self, elements: int, probability: float) -> int:
-        """Return the bytes of a dropout mask: 1 per element on a GPU, an activation's on a CPU."""
+        """Return the bytes of a dropout mask; an element takes 1 on a GPU, more on a CPU."""
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
     def qk(self) -> int:
@@ -232,7 +232,7 @@ class Activations:
         return {"linear_qkv": qkv, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
 
     def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
-        """Return the bytes that adapters keep, less the inputs of layers that have no adapter."""
+        """Return the bytes that adapters keep, less inputs of linear layers without an adapter."""
         lora, sizes = self.config.lora, self.sizes
         rank, targets = lora.lora_rank or 0, lora.lora_target_modules or []
         total = len(targets) * sizes.tokens * rank * sizes.width

@@ -240,7 +240,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return total
 
     def layer_traffic(self, experts: bool) -> Volume:
-        """Return the bytes that a rank sends in one layer: forward, recomputation and backward."""
+        """Return the bytes that a rank sends in all passes of one layer, with recomputation."""
         x = self.sizes
         forward = Volume(
             tensor=(2 if experts else 4) * self._gather(),

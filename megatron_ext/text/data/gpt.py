@@ -166,7 +166,7 @@ def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | 
 
 
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check indexed datasets before training starts; this is cheap, and equal on every rank.
+    """Check indexed datasets before training starts; each rank does so with the same result.
 
     Raise a DataError if files, splits, token ids, given lengths or cached indices are bad, or if
     the indices of samples would not fit into memory.

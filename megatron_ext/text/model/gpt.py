@@ -86,7 +86,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
 
         Args:
             input_ids, position_ids, labels: ``[b, s]``.
-            attention_mask: True where forbidden, ``[b, 1, s, full s]``; None means causal.
+            attention_mask: True where attention is forbidden, ``[b, 1, s, cp * s]``; None: causal.
             mtp_targets: the targets of the MTP depths; without them, MTP adds no losses.
             hidden_states_only: stop before the output head, which the loss applies
                 (`output_head`).

@@ -106,7 +106,7 @@ class Encoded:
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return (fast engine, line for the user); the engine is None unless exact on ``samples``."""
+    """Return (fast engine, message for users); the engine is None unless exact on ``samples``."""
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
     try:

@@ -104,14 +104,14 @@ def identity_of(path: str) -> list[Any]:
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
-    """Return the inputs to copy whole: streams, and packed files if workers outnumber files."""
+    """Return the inputs to copy or unpack: streams, and packed files if workers outnumber files."""
     streams = [path for path in files if is_stream(path)]
     packed = [path for path in files if path not in streams and packing_of(path) != "plain"]
     return [*streams, *packed] if len(files) < workers else streams
 
 
 def spool(source: str, target: Path) -> None:
-    """Copy a stream, or unpack a file, to ``target``; raise a DataError for a bad source."""
+    """Copy a stream, or unpack a file, to ``target``; raise a DataError for a damaged source."""
     temporary = target.with_suffix(".unpacking")
     with open(temporary, "wb") as out:
         if is_stream(source):
@@ -201,7 +201,7 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file."""
+    """Yield (4 MB of whole lines, input bytes read for them); raise a DataError for a bad file."""
     rest: list[bytes] = []
     seen = 0
     pieces = _plain(part) if part.packing == "plain" else unpacked(part.path, part.packing)

@@ -172,7 +172,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Return the `TokenizerConfig` of parsed arguments; raise a ConfigError for bad ranges."""
+    """Return the `TokenizerConfig` of parsed arguments; raise a ConfigError for bad values."""
     section = TokenizerConfig(**{each.field: values[each.field] for each in TOKENIZER_FLAGS})
     check_ranges(section)
     return section

@@ -34,7 +34,7 @@ _SECONDS_FOR_DYING_WORKERS = 1.0
 class PartMarker:
     """The marker of a finished part: numbers of lines read, documents, tokens and refused lines.
 
-    The names of its files begin with ``stem``; ``sizes`` in bytes detect later damage.
+    The names of the part's files begin with ``stem``; ``sizes`` in bytes detect later damage.
     """
 
     stem: str
@@ -80,7 +80,7 @@ class PartWriter:
         self._counts["documents"] += documents
 
     def finish(self) -> None:
-        """Close the files and write the marker."""
+        """Close the files and write the marker, which says that the part is finished."""
         sizes = {}
         for name, stream in self._files.items():
             stream.close()
@@ -97,7 +97,7 @@ class PartWriter:
 
 
 def marker_path(folder: Path, number: int) -> Path:
-    """Return the path of the marker of a part."""
+    """Return the path of the JSON file that marks a part as finished."""
     return folder / f"p{number:06}.json"
 
 
@@ -188,7 +188,7 @@ class WorkDirectory:
         return parts
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
-        """Record fingerprint and parts of a new run, so that a later run can resume it."""
+        """Record a run's parts and fingerprint (of inputs and options), for a run to resume."""
         plan = {"fingerprint": _plain(fingerprint), "parts": [asdict(part) for part in parts]}
         temporary = self.folder / "plan.new"
         temporary.write_text(json.dumps(plan))
@@ -210,13 +210,13 @@ class WorkDirectory:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Return a fingerprint and the version of part files as JSON reads them back."""
+    """Return a fingerprint, with the version of part files, in the form that JSON reads back."""
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Documents [start, end) of one stream of one part; all of them if both are None."""
+    """Documents [start, end) in one output stream of a part; None for both means all documents."""
 
     done: PartMarker
     stream: int
@@ -250,7 +250,7 @@ def _partitions(
 
 
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
-    """Return a list of the segment with a part's lines [first, last); empty if it has none."""
+    """Return a list with the segment of a part's lines [first, last), or an empty list."""
     first, last = max(first, 0), min(last, done.lines)
     if first >= last:
         return []
@@ -287,7 +287,7 @@ class Dataset:
     def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
         """Return start and end of a segment in its file; an end of None means the end of the file.
 
-        They count entries in files of the kinds "doc" and "len", and bytes in those of "bin".
+        Both count entries in files of the kinds "doc" and "len", and bytes in those of "bin".
         """
         start, end = segment.start, segment.end
         if start is None or end is None:

@@ -276,7 +276,7 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """Return the variable in ``names`` that is assigned, whole or but its first item; else None."""
+    """Return which variable in ``names`` is assigned, whole or without its first item, or None."""
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
         part = value.arg

@@ -44,7 +44,7 @@ class Conversation:
     """One checked conversation; `loss_mask` and null values are removed from its messages.
 
     Attributes:
-        trained: for each message, whether its tokens are trained (an assistant's only).
+        trained: for each message, whether its tokens are trained (only an assistant's may be).
         enable_thinking: the value in the row; None if ``--sft-template-kwargs`` decides.
     """
 

@@ -163,7 +163,8 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
 def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
     """Return the plan that says which conversations share a row, and which rows make up a step.
 
-    ``lengths`` are their positions. The seed shuffles each epoch; without one, epochs are equal.
+    ``lengths`` are the positions of each conversation. ``seed`` shuffles each epoch anew; without
+    a seed all epochs are equal.
     """
     micro_batch_size, batch = config.training.batch_sizes
     replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length

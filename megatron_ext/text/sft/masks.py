@@ -168,7 +168,7 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Count the tokens of the first ``count`` messages; None if ``whole`` begins otherwise."""
+    """Count the tokens of the first ``count`` messages; return None if ``whole`` differs."""
     # Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
     # written with and without the generation prompt is that of the messages.
     prefix = template.ids(count)
@@ -183,7 +183,7 @@ def _begins(whole: list[int], prefix: list[int]) -> bool:
 
 
 def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common beginning."""
+    """Return the length of the longest common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

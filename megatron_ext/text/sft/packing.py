@@ -192,8 +192,7 @@ def _filled(rows: list[Row], count: int) -> list[Row]:
 class PackedEpochs:
     """Rows of ``capacity`` tokens that several conversations share.
 
-    Every epoch is packed anew, in which samples of equal length may change places; the number of
-    rows stays the same.
+    Every epoch is packed anew: samples of equal length change places, but the number of rows stays.
     ``seed`` shuffles the rows, except the last one that packing opened. Without a seed all epochs
     are equal, in the order of packing. With fewer than eight rows per rank and step, swaps may not
     suffice to balance the work.

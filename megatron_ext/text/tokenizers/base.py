@@ -70,7 +70,7 @@ class Tokenizer(ABC):
         """Return the text of ids; special tokens are left out if the library can recognize them."""
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the ids of each text, as an array or a list; start no threads."""
+        """Return the ids of each text, as an array or a list, without starting threads."""
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
