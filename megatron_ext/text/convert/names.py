@@ -144,7 +144,7 @@ def to_hf(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """Convert tensors of transformers to our unsharded parameter; the inverse of `to_hf`."""
+    """Convert tensors of transformers to one of our parameters; the inverse of `to_hf`."""
     names = hf_names(name)
     if name in OUTER:
         return theirs[OUTER[name]]

@@ -163,7 +163,7 @@ class GptFlops:
         return total
 
     def _again(self, number: int) -> tuple[float, float]:
-        """Return the operations that layer ``number`` recomputes (linear, attention)."""
+        """Return the operations that layer ``number`` recomputes: (linear, attention)."""
         model, experts = self.config.model, self.sizes.experts[number]
         scores = self._on_rank("scores")
         if model.recompute_granularity == "full":

@@ -1,4 +1,4 @@
-"""The dataset prefixes of each split, given by Megatron-LM's flags, and the source of batches."""
+"""The dataset prefixes of each split, read from the flags, and the source of batches."""
 
 import json
 import math

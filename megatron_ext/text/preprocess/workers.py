@@ -38,7 +38,7 @@ _SECONDS_IN_LOG = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """The objects that all workers share; `dtypes` has one entry for each key."""
+    """The objects of a run that all its workers share; `dtypes` has one entry for each key."""
 
     options: PreprocessOptions
     folder: Path

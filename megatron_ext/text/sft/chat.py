@@ -1,9 +1,9 @@
 """All that determines the tokens of a conversation: tokenizer, chat template, columns of a row.
 
-The loss masks need to know where the first n messages end in a conversation's text. To template
-the first n messages for every n takes quadratic time. But most templates write one message after
-the other, independently of later messages. If the syntax tree of a template shows this, its text is
-generated once with a mark before each message, which gives all places.
+The loss masks need to know where the first n messages end in a conversation's text. To apply the
+template to the first n messages for every n takes quadratic time. But most templates write one
+message after the other, independently of later messages. If the syntax tree of a template shows
+this, the template is applied only once, with a mark before each message; the marks give all places.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _COLUMNS = (
 
 
 class ChatTokenizer(Protocol):
-    """The interface of a transformers tokenizer that is used here."""
+    """The methods and attributes of a transformers tokenizer that this package uses."""
 
     is_fast: bool
     pad_token_id: int | None
@@ -245,7 +245,7 @@ def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] |
 
 @lru_cache(maxsize=8)
 def marked_source(source: str) -> str | None:
-    """Return a template with a mark before each message; None if a message may need later ones."""
+    """Return ``source`` with a mark before each message; None if a message may need later ones."""
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except TemplateSyntaxError:

@@ -3,8 +3,8 @@
 Everything is computed from the samples' lengths and ``(seed, epoch, step)``, in integers and
 without communication: all ranks find the same rows, and a run can resume at any step.
 
-In an epoch every conversation is used exactly once. If its last step has too few rows, it is filled
-with empty rows (``[]``), whose loss weight is 0.
+In an epoch every conversation is used exactly once. If the last step of an epoch has too few rows,
+it is filled with empty rows (``[]``), whose loss weight is 0.
 """
 
 import heapq
@@ -255,7 +255,7 @@ class PaddedEpochs:
 
 @dataclass
 class BudgetEpochs(PackedEpochs):
-    """Steps of ``rows_per_step`` conversations, in as many rows as these need (`token_budget`).
+    """Steps of ``rows_per_step`` conversations, packed into as many rows as they need.
 
     The seed shuffles the conversations. Empty rows make a rank's rows a multiple of ``multiple``.
     """

@@ -117,7 +117,7 @@ def build(
 
 
 def tokenizer_folder(name: str) -> Path:
-    """Return the folder of a tokenizer, given this folder, a file in it or a name on the hub.
+    """Return the folder of a tokenizer, given the folder, a file in it or a name on the hub.
 
     Raise a DataError if the folder does not exist and cannot be downloaded from the hub.
     """
@@ -183,7 +183,7 @@ def _text(token: Any) -> str:
 
 
 def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Load a fast tokenizer with transformers; it may have a chat template.
+    """Load a fast tokenizer by transformers, with its chat template if it has one.
 
     Raise a ConfigError if transformers is not installed, a DataError if it cannot load the folder.
     """
