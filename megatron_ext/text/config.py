@@ -331,7 +331,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[str]:
-    """Return an error for each flag whose attention mask Transformer Engine would ignore."""
+    """Return an error for each flag whose mask Transformer Engine's causal attention ignores."""
     if transformer_impl != "transformer_engine":
         return []
     found = []

@@ -137,7 +137,10 @@ _current = _Current()
 
 
 def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Return configuration and tokenizer; raise a ConfigError for flags that programs ignore."""
+    """Return the configuration with the padded vocabulary size, and the tokenizer.
+
+    Raise a ConfigError for flags that the program's own datasets and loss would ignore.
+    """
     given = {
         "--sft": config.section(SftConfig).sft,
         "--loss-reduction": config.loss.loss_reduction != "token",

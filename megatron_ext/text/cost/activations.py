@@ -87,7 +87,7 @@ class Activations:
 
     @property
     def attends_eagerly(self) -> bool:
-        """Return whether attention keeps its matrix of scores, for want of a fused kernel."""
+        """Return whether attention runs without a fused kernel, and keeps its matrix of scores."""
         model = self.config.model
         drops = model.attention_dropout > 0
         if self.sizes.gpu:
@@ -167,7 +167,7 @@ class Activations:
         return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
 
     def _experts(self) -> LayerBytes:
-        """Return the bytes of router, dispatch and local experts, assuming a balanced load."""
+        """Return the bytes of router, dispatch and local experts, if the load is balanced."""
         sizes, moe = self.sizes, self.config.moe
         count, width = moe.num_experts or 1, sizes.width
         seen = sizes.residual_tokens

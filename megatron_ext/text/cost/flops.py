@@ -98,7 +98,7 @@ def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
 
 @dataclass(frozen=True)
 class GptFlops:
-    """Formulas for the operations of one micro-batch on one rank, layer by layer."""
+    """The operations of one micro-batch on one rank, layer by layer."""
 
     config: RunConfig
     sizes: Sizes
@@ -128,7 +128,7 @@ class GptFlops:
         return self._on_rank("projections") + self._on_rank("experts" if experts else "dense")
 
     def _trained(self, linear: float) -> float:
-        """Return the operations for weight gradients: as many as forward, or 0 if frozen."""
+        """Return the operations for weight gradients: as many as forward, or 0 with LoRA."""
         return linear if self.config.lora.lora_rank is None else 0.0
 
     def _depth_flops(self) -> Flops:

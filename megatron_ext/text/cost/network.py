@@ -64,7 +64,7 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
 
 @dataclass(frozen=True)
 class Parameters:
-    """Formulas for the parameters of a run, in the order in which its modules register them."""
+    """The parameters of a run in the order in which its modules register them."""
 
     config: RunConfig
     sizes: Sizes

@@ -1,4 +1,4 @@
-"""The dataset prefixes of each split, read from the flags, and the source of batches."""
+"""The dataset prefixes of each split, given by Megatron-LM's flags, and the source of batches."""
 
 import json
 import math
@@ -23,7 +23,7 @@ Blend = tuple[list[str], list[float] | None]
 class BlendSpec:
     """The data of a run: one blend that ``--split`` divides, or one blend for each split.
 
-    A blend is a list of dataset prefixes and a list of their weights, or None without weights.
+    A blend is a pair: dataset prefixes, and their weights (None if no weights are given).
     """
 
     blend: Blend | None

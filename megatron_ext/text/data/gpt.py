@@ -2,7 +2,7 @@
 
 Additions to megatron-core: inputs are checked before anything is built; a split without documents
 is an error instead of an endless loop; the key of cached indices includes all that determines
-them, such as path, size and time of the data files.
+them, also path, size and time of the data files.
 """
 
 import copy

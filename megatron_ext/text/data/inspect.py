@@ -74,7 +74,7 @@ def _opened(path: Path, what: str) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 class Inspection(NamedTuple):
-    """The report on a readable dataset: lines to print, and warnings about its content."""
+    """The report on a readable dataset: lines to print, and warnings."""
 
     lines: list[str]
     warnings: list[str]

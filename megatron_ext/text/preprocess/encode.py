@@ -144,8 +144,8 @@ class TextEncoder:
     """A `BlockEncoder` of the texts under ``keys`` in each line.
 
     Line i of an input part goes to output stream ``i % streams``. ``append_eod`` ends each document
-    that is not empty with the tokenizer's eod. If ``fast`` is given, it encodes all texts, and the
-    tokenizer checks one text of each batch.
+    that is not empty with the tokenizer's eod. If ``fast`` is given, it encodes in place of
+    the tokenizer, which checks one text of each batch.
     """
 
     tokenizer: Tokenizer

@@ -38,8 +38,8 @@ _SECONDS_FOR_A_WRITER = 10.0
 class Part:
     """A piece of one input, which one worker encodes into one set of part files.
 
-    It holds bytes ``start`` to ``end`` of a file, both at line ends, or a whole packed file.
-    ``path`` is the file to read, such as the copy of a stream; users are shown ``source``.
+    It has the bytes from ``start`` to ``end`` of a file, both at line ends, or a whole packed file.
+    ``path`` is the file to read, such as the copy of a stream; ``source`` is shown to the user.
     """
 
     path: str
@@ -144,7 +144,10 @@ def _copy_stream(source: str, out: BinaryIO) -> None:
 
 
 def _await_writer(source: str, descriptor: int) -> bytes:
-    """Wait until a program writes to a FIFO, or raise a DataError; return the bytes read so far."""
+    """Wait until a program has opened a FIFO for writing; return a byte read as a test, or none.
+
+    Raise a DataError if no program has opened it after `_SECONDS_FOR_A_WRITER`.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     first = b""
@@ -201,7 +204,7 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (4 MB of whole lines, input bytes read for them); raise a DataError for a bad file."""
+    """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file."""
     rest: list[bytes] = []
     seen = 0
     pieces = _plain(part) if part.packing == "plain" else unpacked(part.path, part.packing)
@@ -233,7 +236,7 @@ def _plain(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def packing_of(path: str) -> str:
-    """Return gzip, zstd, parquet or plain by a file's first bytes; raise a DataError for others."""
+    """Return gzip, zstd, parquet or plain by a file's first bytes; refuse bzip2, xz and zip."""
     with open(path, "rb") as stream:
         head = stream.read(4)
     for magic, name in _OTHER_MAGIC.items():

@@ -25,7 +25,7 @@ _ADVICE = "leave it out for the default"
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The checked options of one preprocessing run."""
+    """The checked options of one run; outputs are such as `<prefix>_<key>_document.bin/.idx`."""
 
     inputs: Sequence[str]
     output_prefix: str
@@ -172,7 +172,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Return the `TokenizerConfig` of parsed arguments; raise a ConfigError for bad values."""
+    """Return the `TokenizerConfig` of parsed arguments; raise a ConfigError for bad numbers."""
     section = TokenizerConfig(**{each.field: values[each.field] for each in TOKENIZER_FLAGS})
     check_ranges(section)
     return section

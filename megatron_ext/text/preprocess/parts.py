@@ -175,7 +175,7 @@ class WorkDirectory:
             ) from value
 
     def resumed_parts(self, fingerprint: dict[str, Any]) -> list[Part] | None:
-        """Return the parts of an earlier run on the same inputs and options, else None."""
+        """Return the parts of an earlier run with the same fingerprint, else None."""
         try:
             plan = json.loads((self.folder / "plan.json").read_bytes())
             if plan["fingerprint"] != _plain(fingerprint):
@@ -188,7 +188,7 @@ class WorkDirectory:
         return parts
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
-        """Record a run's parts and fingerprint (of inputs and options), for a run to resume."""
+        """Record a new run's parts, and the fingerprint by which a later run may resume them."""
         plan = {"fingerprint": _plain(fingerprint), "parts": [asdict(part) for part in parts]}
         temporary = self.folder / "plan.new"
         temporary.write_text(json.dumps(plan))

@@ -56,7 +56,7 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
     """Tokenize the input into one dataset for each key.
 
     Raises:
-        ConfigError, DataError: bad options or input; the same command, run again, resumes.
+        ConfigError, DataError: bad options or input; finished parts are kept for the next run.
     """
     start = time.monotonic()
     # Every worker is a process of its own; threads inside the libraries would only compete.

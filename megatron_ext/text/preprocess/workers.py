@@ -38,7 +38,7 @@ _SECONDS_IN_LOG = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """The objects of a run that all its workers share; `dtypes` has one entry for each key."""
+    """The objects that all workers share; `dtypes` has one entry for each key."""
 
     options: PreprocessOptions
     folder: Path
@@ -52,7 +52,7 @@ class StopAtLine(Exception):
 
 
 class _Board:
-    """Shared memory in which workers note bytes read, documents and process id of each part."""
+    """Shared memory in which workers write bytes, documents and process id of each part."""
 
     def __init__(self, num_parts: int) -> None:
         shared = mmap.mmap(-1, 24 * max(num_parts, 1))

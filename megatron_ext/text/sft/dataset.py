@@ -163,8 +163,8 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
 def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
     """Return the plan that says which conversations share a row, and which rows make up a step.
 
-    ``lengths`` are the positions of each conversation. ``seed`` shuffles each epoch anew; without
-    a seed all epochs are equal.
+    ``lengths`` are the positions that each conversation takes. ``seed`` shuffles each epoch anew;
+    without a seed all epochs are equal.
     """
     micro_batch_size, batch = config.training.batch_sizes
     replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length

@@ -183,7 +183,7 @@ def _begins(whole: list[int], prefix: list[int]) -> bool:
 
 
 def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common beginning of two sequences."""
+    """Return the length of the longest common beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

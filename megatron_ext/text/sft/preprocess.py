@@ -112,7 +112,7 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 
 
 def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
-    """Tokenize conversations into a store by ``chat``; raise a DataError if there are none."""
+    """Tokenize conversations into a store with the tokenizer and template of ``chat``."""
     start = time.monotonic()
     with planned(options, {"sft": chat.identity}, say) as (folder, parts, done):
         resumed = len(done)
