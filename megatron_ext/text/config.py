@@ -71,7 +71,10 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
     def resolved(self) -> "DataConfig":
-        """Return the section with ``split`` unquoted, or with its default if splits share data."""
+        """Return these flags without quotes around the value of ``split``.
+
+        A missing ``split`` becomes `DEFAULT_SPLIT` if all splits are cut from the same data.
+        """
         if self.split is not None and self.split != self.split.strip("'\""):
             return dataclasses.replace(self, split=self.split.strip("'\""))
         blended = self.data_path is not None or self.data_args_path is not None or self.mock_data
@@ -233,7 +236,7 @@ class SftConfig:
     )
 
     def resolved(self, seq_length: int | None) -> "SftConfig":
-        """Return the section; under ``--sft``, ``sft_max_length`` defaults to ``seq_length``."""
+        """Return these flags; under ``--sft``, ``sft_max_length`` defaults to ``seq_length``."""
         if self.sft_max_length is not None or not self.sft:
             return self
         return dataclasses.replace(self, sft_max_length=seq_length)

@@ -127,7 +127,7 @@ def gpt_forward_step(
 
 
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return the samples of a step (its global batch size), tokens and FLOPs of its rows."""
+    """Return a step's samples (the global batch size), and the tokens and FLOPs of its rows."""
     rows = run.rows_of(num_microbatches)
     return StepStats(
         samples=run.batch_size.global_batch_size,

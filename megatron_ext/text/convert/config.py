@@ -108,7 +108,7 @@ def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, 
 
 
 def _window(values: Mapping[str, Any]) -> int | None:
-    """Return the tokens in the sliding attention window; None if no window hides a token."""
+    """Return the size of the attention window in tokens; None if no window hides a token."""
     if not values.get("use_sliding_window", True):
         return None
     window = values.get("sliding_window")

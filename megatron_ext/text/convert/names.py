@@ -94,7 +94,7 @@ def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def join_rows(name: str, parts: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """Join the tensors of transformers' modules to one of ours; the inverse of `split_rows`."""
+    """Join the tensors of transformers' modules into one of ours; the inverse of `split_rows`."""
     modules = modules_of(name)
     if modules == QKV:
         g, n, d = shape.num_query_groups, shape.heads_per_group, shape.kv_channels
@@ -165,7 +165,7 @@ _ADAPTER = re.compile(
 
 
 def llama_adapters(model: ModelConfig, root: Path) -> PeftLayers:
-    """Return the mapping of a run's adapters to Llama's layers; errors name the folder ``root``."""
+    """Return the map from our adapters to Llama's layers; ``root`` is only for error messages."""
 
     def parts(name: str, matrix: Tensor) -> Iterator[Part]:
         match = _ADAPTER.match(name)

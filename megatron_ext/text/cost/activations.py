@@ -7,8 +7,9 @@ SDPA keeps queries, keys, values, its output and a log-sum-exp instead of the sc
 SwiGLU replace LayerNorm and GELU; the cross-entropy is chunked. On a CPU some kernels are not fused
 and keep more. Tests compare the sums with the memory that training allocates.
 
-A linear layer keeps its input for the gradient of its weight: one byte per number in 8 bits
-(`layers.fp8`). A layer with a frozen weight keeps no input, but its adapter (`layers.lora`) does.
+A linear layer keeps its input for the gradient of its weight, in one byte per number if that
+gradient is computed in 8 bits (`layers.fp8`). A layer with a frozen weight keeps no input, but its
+adapter (`layers.lora`) does.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Activations:
         return rms_norm(self.sizes, tokens, size, frozen=self.config.lora.lora_rank is not None)
 
     def dropout(self, elements: int, probability: float) -> int:
-        """Return the bytes of a dropout mask; an element takes 1 on a GPU, more on a CPU."""
+        """Return the bytes of a dropout mask; an element takes 1 byte on a GPU, more on a CPU."""
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
     def qk(self) -> int:
@@ -232,7 +233,10 @@ class Activations:
         return {"linear_qkv": qkv, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
 
     def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
-        """Return the bytes that adapters keep, less inputs of linear layers without an adapter."""
+        """Return the bytes that adapters add, minus the inputs that frozen layers do not keep.
+
+        A frozen linear layer without an adapter keeps no input, unless attention keeps it anyway.
+        """
         lora, sizes = self.config.lora, self.sizes
         rank, targets = lora.lora_rank or 0, lora.lora_target_modules or []
         total = len(targets) * sizes.tokens * rank * sizes.width

@@ -58,7 +58,7 @@ class Sizes(Ranks):
 
 
 def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[str, int]:
-    """Return the multiplications for one token in the forward pass of each part of a model.
+    """Return the multiplications per token in a model's forward pass, by part of the model.
 
     Parts: ``projections`` of queries, keys, values and output in a layer; ``scores`` of causal
     attention in a layer, with the product of scores and values; ``dense``, the MLP of a layer (with

@@ -64,7 +64,7 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a run in the order in which its modules register them."""
+    """Formulas for names and sizes of a stage's parameters, in the order of their registration."""
 
     config: RunConfig
     sizes: Sizes
@@ -130,7 +130,7 @@ class Parameters:
         return found
 
     def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
-        """Return both matrices of an MLP with ``width`` channels, divided among ``ranks`` ranks."""
+        """Return names and sizes of an MLP's weights; ``ranks`` ranks divide ``width`` channels."""
         h, model = self.sizes.h, self.config.model
         layout["bias"], outputs = model.add_bias_linear, width * (2 if model.gated else 1)
         fc1 = self._matrix(f"{name}.linear_fc1", outputs, h, rows=ranks, **layout)
@@ -152,7 +152,7 @@ class Parameters:
         return found
 
     def _depth_weights(self, name: str) -> list[Weight]:
-        """Return the weights of one MTP depth; its layer is like the last decoder layer."""
+        """Return the sizes of an MTP depth's weights; its layer is like the last decoder layer."""
         x = self.sizes
         found = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
         found += self._matrix(f"{name}.eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)

@@ -114,7 +114,7 @@ def check_inputs(
 ) -> str:
     """Check every data file, the splits and the vocabulary before anything is built.
 
-    ``sizes`` are the samples needed of train, valid and test, where None means one epoch. Return a
+    ``sizes`` gives the samples that train, valid and test need; None means one epoch. Return a
     digest of path, size and modification time of all files.
 
     Raises:

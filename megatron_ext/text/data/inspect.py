@@ -85,8 +85,8 @@ def inspect_dataset(
 ) -> Inspection:
     """Check a dataset and describe it; raise a DataError if it is damaged.
 
-    The tokenizer decodes ``samples`` random documents (``seed``) and gives the vocabulary size,
-    against which all ids are checked if ``scan`` is set.
+    The report shows ``samples`` random documents, chosen by ``seed``. With ``scan``, all ids are
+    read, and an id outside the tokenizer's vocabulary gives a warning.
     """
     info, index = check_indexed_dataset(prefix), read_index(prefix)
     ids = id_range(prefix) if scan else None

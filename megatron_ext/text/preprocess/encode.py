@@ -67,7 +67,7 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
     """Return the content of a line by Python's parser, which unlike orjson accepts NaN.
 
-    Raise a BadLine if it fails (with ``complaint``, orjson's error), or for a bad text at ``keys``.
+    Raise a BadLine for half a surrogate pair, or with orjson's ``complaint`` for invalid JSON.
     """
     try:
         document = json.loads(line.decode("utf-8"))
@@ -106,7 +106,7 @@ class Encoded:
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return (fast engine, message for users); the engine is None unless exact on ``samples``."""
+    """Return (fast engine, message); the engine is None if unwanted or inexact on ``samples``."""
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
     try:

@@ -54,7 +54,7 @@ class Part:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files that paths and globs (sorted) name.
+    """Return the files that paths and globs name; the files of one glob are sorted.
 
     Raise a DataError for a pattern without files, an unreadable file or a stream named twice.
     """
@@ -144,7 +144,7 @@ def _copy_stream(source: str, out: BinaryIO) -> None:
 
 
 def _await_writer(source: str, descriptor: int) -> bytes:
-    """Wait until a program has opened a FIFO for writing; return a byte read as a test, or none.
+    """Wait until a program has opened a FIFO for writing; return the 0 or 1 bytes read meanwhile.
 
     Raise a DataError if no program has opened it after `_SECONDS_FOR_A_WRITER`.
     """
@@ -236,7 +236,7 @@ def _plain(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def packing_of(path: str) -> str:
-    """Return gzip, zstd, parquet or plain by a file's first bytes; refuse bzip2, xz and zip."""
+    """Return gzip, zstd, parquet or plain for a file; raise a DataError for bzip2, xz and zip."""
     with open(path, "rb") as stream:
         head = stream.read(4)
     for magic, name in _OTHER_MAGIC.items():
@@ -299,7 +299,7 @@ def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _json_lines(path: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (lines of JSON, one per row; estimated number of file bytes of these rows)."""
+    """Yield (JSON lines of some parquet rows, estimated number of file bytes read for them)."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet

@@ -25,7 +25,7 @@ _ADVICE = "leave it out for the default"
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The checked options of one run; outputs are such as `<prefix>_<key>_document.bin/.idx`."""
+    """The checked options of one run; an output is for example `<prefix>_<key>_document.bin`."""
 
     inputs: Sequence[str]
     output_prefix: str

@@ -127,7 +127,7 @@ class WorkDirectory:
     It stays after a failure if a later run can read the same input again (``resumable``).
 
     Raises:
-        ConfigError: the folder cannot be made, or holds files of other origin.
+        ConfigError: the folder cannot be made, or holds files that no run has written.
         DataError: another run has locked it.
     """
 
@@ -210,7 +210,7 @@ class WorkDirectory:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Return a fingerprint, with the version of part files, in the form that JSON reads back."""
+    """Return ``fingerprint`` with the format version of part files, as read back from JSON."""
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))
 
 

@@ -205,7 +205,7 @@ _OF_PASSED_MESSAGES = ("first", "index", "index0", "previtem", "cycle", "changed
 
 
 def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
-    """Return a function that finds where the first n of ``count`` messages end in ``whole``."""
+    """Return a function that finds the end of the first n messages in ``whole``, the full text."""
 
     def templated(messages: int, prompt: bool) -> int | None:
         text = template.text(messages, prompt=prompt)
@@ -228,7 +228,7 @@ def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Return where the first n messages end in ``whole``, by n < ``count``; None if unknown."""
+    """Return how many characters of ``whole`` the first n messages take, by n; None if unknown."""
     source = marked_source(template.source())
     if source is None or count < 2 or _MARK in whole:
         return None
@@ -276,7 +276,7 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """Return which variable in ``names`` is assigned, whole or without its first item, or None."""
+    """Return the variable in ``names`` that ``node`` copies, whole or from item 1 on; else None."""
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
         part = value.arg
@@ -287,7 +287,7 @@ def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
 
 
 def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
-    """Tell whether a template may read messages after the current one, by ``names`` or `loop`."""
+    """Tell whether a template may read later messages, by a variable in ``names`` or by `loop`."""
     known = [loop.iter]
     for item in tree.find_all(nodes.Getitem):
         if isinstance(item.arg, nodes.Const) and item.arg.value == 0:

@@ -168,7 +168,7 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Count the tokens of the first ``count`` messages; return None if ``whole`` differs."""
+    """Count the tokens of the first ``count`` messages; None if ``whole`` begins otherwise."""
     # Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
     # written with and without the generation prompt is that of the messages.
     prefix = template.ids(count)
@@ -183,7 +183,7 @@ def _begins(whole: list[int], prefix: list[int]) -> bool:
 
 
 def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common beginning."""
+    """Return the length of the longest common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -195,11 +195,10 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 
 
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
-    """Find (start, end) of a turn's tokens, even where ``whole`` does not begin with its prefixes.
+    """Return (start, end) of a turn's tokens in ``whole``; search for them where prefixes differ.
 
-    A prefix is the tokens that the first messages get alone.
-
-    A token that joins generation prompt and turn belongs to the turn.
+    A prefix holds the tokens that the first messages get when they are templated alone. A token
+    that joins generation prompt and turn belongs to the turn.
     """
     messages = template.conversation.messages
     at = _place_of(template, whole, turn)
@@ -230,7 +229,7 @@ def _place_of(template: Template, whole: list[int], count: int) -> int:
 
 
 def _after_longest_tail(whole: list[int], part: list[int], low: int, high: int) -> int | None:
-    """Return where ``part``'s longest suffix in ``whole`` ends, in ``(low, high]``, or None."""
+    """Find the longest suffix of ``part`` in ``whole``; return its end in (low, high], or None."""
     best, length = None, 0
     for end in range(low + 1, high + 1):
         shared = 0

@@ -193,9 +193,9 @@ class PackedEpochs:
     """Rows of ``capacity`` tokens that several conversations share.
 
     Every epoch is packed anew: samples of equal length change places, but the number of rows stays.
-    ``seed`` shuffles the rows, except the last one that packing opened. Without a seed all epochs
-    are equal, in the order of packing. With fewer than eight rows per rank and step, swaps may not
-    suffice to balance the work.
+    ``seed`` shuffles the rows, but the row that packing opened last stays last. Without a seed all
+    epochs are equal, in the order of packing. With fewer than eight rows per rank and step, swaps
+    may not suffice to balance the work.
     """
 
     lengths: ArrayLike
@@ -257,7 +257,8 @@ class PaddedEpochs:
 class BudgetEpochs(PackedEpochs):
     """Steps of ``rows_per_step`` conversations, packed into as many rows as they need.
 
-    The seed shuffles the conversations. Empty rows make a rank's rows a multiple of ``multiple``.
+    The seed shuffles the conversations. Each rank gets empty rows until its number of rows is a
+    multiple of ``multiple``.
     """
 
     multiple: int = 1

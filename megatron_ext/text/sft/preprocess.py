@@ -112,7 +112,7 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 
 
 def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
-    """Tokenize conversations into a store with the tokenizer and template of ``chat``."""
+    """Tokenize conversations into a store with the tokenizer of ``chat``; return a report."""
     start = time.monotonic()
     with planned(options, {"sft": chat.identity}, say) as (folder, parts, done):
         resumed = len(done)
@@ -160,7 +160,7 @@ def open_stores(
         cache: folder for tokenized files; None takes the folder ``cache`` beside each file.
 
     Raises:
-        ConfigError: a name is a weight, or the cache cannot be written.
+        ConfigError: a name is a number (a weight), or the cache cannot be written.
         DataError: a file is missing or holds a bad row, or a store does not fit the run.
     """
     stores = []

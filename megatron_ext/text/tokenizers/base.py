@@ -78,7 +78,7 @@ class Tokenizer(ABC):
         return None
 
     def control_texts(self) -> tuple[str, ...]:
-        """Return texts of control tokens; a `FastEncoder` does not encode a text with one."""
+        """Return control tokens as text; `FastEncoder` leaves input with one to this tokenizer."""
         return ()
 
 
@@ -106,7 +106,7 @@ def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """A tokenizer whose ids are UTF-8 bytes; special tokens get the ids from `vocab_size` on."""
+    """A tokenizer of UTF-8 bytes; special tokens get ids from the argument ``vocab_size`` on."""
 
     kind = "ByteLevelTokenizer"
     eos, pad, unk = 0, 1, 259
@@ -127,7 +127,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """A tokenizer of ids written as integers with single spaces; eod is the id `vocab_size`."""
+    """A tokenizer of ids written as integers with single spaces; eod is the largest id."""
 
     kind = "NullTokenizer"
 

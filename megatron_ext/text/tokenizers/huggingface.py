@@ -1,8 +1,9 @@
 """Hugging Face tokenizers, and GPT-2 BPE from its two files.
 
-A folder whose tokenizer_config.json names the general class (or none) is loaded by the
-`tokenizers` library from tokenizer.json, which takes milliseconds and does not import torch. Any
-other class may change its tokenizer in Python; it is loaded by transformers.
+A folder whose tokenizer_config.json names no class, or a general one such as
+PreTrainedTokenizerFast, is loaded by the `tokenizers` library from tokenizer.json. This takes
+milliseconds and does not import torch. Any other class may change its tokenizer in Python, and is
+loaded by transformers.
 """
 
 import json
@@ -74,7 +75,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Give the missing one of eos and sep, or of bos and cls, the other's text, as core does."""
+    """Return ``named``, in which sep replaces a missing eos, cls a missing bos, and vice versa."""
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
         if one not in out and other in out:

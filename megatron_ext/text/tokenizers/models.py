@@ -17,7 +17,7 @@ _SEPARATOR = "▁"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A tokenizer with a SentencePiece `.model`; eod is its eos.
+    """A tokenizer with a SentencePiece `.model`; the model's eos is also eod.
 
     With `--tokenizer-sentencepiece-legacy`, each of ``special_tokens`` in a text is encoded as one
     id: that of the piece with this text, or else a new id after the vocabulary.
