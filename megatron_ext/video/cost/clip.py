@@ -63,7 +63,7 @@ class BlockBytes:
         return self.rows * self.h * self.ranks.width
 
     def cut(self, width: int) -> int:
-        """Return a rank's bytes of ``width`` features a token, split over tensor-parallel ranks."""
+        """Return the bytes of ``width`` features per token, split over tensor-parallel ranks."""
         return self.rows * width // self.ranks.tp * self.ranks.width
 
     def matrix(self, rows: int, columns: int) -> int:
@@ -71,7 +71,7 @@ class BlockBytes:
         return rows * columns // self.ranks.tp * self.ranks.width
 
     def gradients(self, width: int) -> int:
-        """Return the peak bytes of gradients in the backward pass of attention and its projection.
+        """Return the peak gradient bytes in the backward of attention and its input projection.
 
         The projection makes ``width`` features per token. The peak holds two gradients of these
         features, or the gradients of the projection's weight and input, whichever is more.
@@ -86,7 +86,7 @@ class BlockBytes:
     def exchanged(self, trades_heads: bool) -> int:
         """Return the extra bytes that attention keeps because of context parallelism.
 
-        ``trades_heads`` means an all-to-all of heads for tokens, else keys and values are gathered.
+        With ``trades_heads`` ranks trade heads for tokens, else they gather keys and values.
         """
         if self.ranks.cp == 1:
             return 0
@@ -97,7 +97,7 @@ class BlockBytes:
 class ClipNetwork(Network):
     """Formulas for the cost of a video network on one rank, for one micro-batch of a bucket.
 
-    ``sizes`` are those of the parallel layout, ``model`` those of the network.
+    ``sizes`` holds the run's parallel sizes and micro-batch size, ``model`` the network's sizes.
     """
 
     config: RunConfig
@@ -112,7 +112,7 @@ class ClipNetwork(Network):
 
     @abstractmethod
     def sample_flops(self) -> float:
-        """Return the operations of one clip, forward and backward, as the log counts them."""
+        """Return the operations of one clip, forward and backward, as in the training log."""
 
     @property
     def tokens(self) -> int:
@@ -179,7 +179,7 @@ class ClipNetwork(Network):
         return LayerBytes(block.kept - saved, block.transient)
 
     def in_8_bits(self, block: Flops) -> Flops:
-        """Return a block's operations, with those of linear layers counted as 8-bit in an fp8 run.
+        """Return ``block`` with its linear layers' operations counted as 8-bit in an fp8 run.
 
         The products for gradients of weights count as 8-bit only with ``--fp8-wgrad``.
         """
@@ -194,7 +194,7 @@ class ClipNetwork(Network):
     def velocity_loss(self, rows: int) -> LayerBytes:
         """Return the memory of the loss on the velocities of ``rows`` image tokens.
 
-        It keeps an fp32 tensor of the velocities' shape and, in 16-bit runs, a 16-bit one too.
+        The loss keeps an fp32 tensor of the velocities' shape and, in 16-bit runs, a 16-bit one.
         """
         error = rows * self.model.token_width * FP32
         half = rows * self.model.token_width * self.sizes.width if self.sizes.half else 0

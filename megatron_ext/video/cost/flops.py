@@ -1,4 +1,4 @@
-"""Floating-point operations of the video networks, as the log counts them.
+"""Floating-point operations of the video networks, as the training log counts them.
 
 Only matrix products count. Bidirectional attention counts all pairs of tokens, causal attention
 only the keys that each query attends to. Recomputation does not count.

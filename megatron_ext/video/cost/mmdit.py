@@ -42,7 +42,7 @@ class MMDiTNetwork(ClipNetwork):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
-        """Return the formulas for a resolved run's network on the clips of one bucket."""
+        """Return the formulas for one bucket's clips and a resolved configuration's MMDiT."""
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)
 
@@ -209,7 +209,7 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(3 * width.stream + width.statistics + output, 2 * width.stream + weight)
 
     def _block_flops(self) -> Flops:
-        """Return the operations of a double or single block, which are equal without modulation."""
+        """Return a block's operations without modulation, the same for double and single blocks."""
         h, m = self.model.hidden_size, self.model.mlp_size
         rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp
         linear = rows * (4 * h * h + 2 * h * m)
@@ -232,8 +232,8 @@ class MMDiTNetwork(ClipNetwork):
     def traffic(self, stage: Stage) -> Volume:
         """Return the bytes that a rank of a stage sends for one micro-batch, forward and backward.
 
-        In each direction attention and MLP of a double block, and a single block as a whole, each
-        need one gather and one reduce-scatter (or one all-reduce) over the tensor-parallel ranks.
+        In each direction a single block needs one gather and one reduce-scatter (or one all-reduce)
+        over the tensor-parallel ranks. A double block needs two of each, for attention and MLP.
         """
         halves = sum(2 if self._is_double(number) else 1 for number in stage.layers)
         # A gather and a reduce-scatter, or one all-reduce; in each direction.

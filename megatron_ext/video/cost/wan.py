@@ -62,7 +62,7 @@ class DiTNetwork(ClipNetwork):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
-        """Return the formulas for a resolved flow-matching run on the clips of one bucket."""
+        """Return the formulas for one bucket's clips and a resolved configuration's video DiT."""
         plan, dit = AttentionPlan.bidirectional(clip.frames), config.section(VideoDiTConfig)
         if config.section(VideoConfig).is_causal:
             window = window_of(config.section(WanConfig))
@@ -127,7 +127,7 @@ class DiTNetwork(ClipNetwork):
         )
 
     def _selected(self) -> int:
-        """Return the number of frames whose keys and values attention copies, repeats included."""
+        """Return how many frames' keys and values attention copies; each copy of a frame counts."""
         frames = sum(_count(seen) for _, seen in self.plan.blocks if len(seen) > 1)
         if self.plan.past:
             frames += len(self.plan.past) + self.clip.frames
@@ -250,8 +250,9 @@ class DiTNetwork(ClipNetwork):
     def traffic(self, stage: Stage) -> Volume:
         """Return the bytes that a rank of a stage sends for one micro-batch, forward and backward.
 
-        In each direction both attentions and the feed-forward layers each need one gather and one
-        reduce-scatter (or one all-reduce) over the tensor-parallel ranks.
+        In each direction self-attention, cross-attention and the feed-forward layers each need one
+        gather and one reduce-scatter (or one all-reduce) over the tensor-parallel ranks. Under
+        sequence parallelism each needs another gather in the backward pass.
         """
         x, count = self.sizes, len(stage.layers)
         gathers = 6 * ring(x.tp) * self.block_bytes.whole

@@ -106,7 +106,7 @@ class QKNorm(Part):
 
     @property
     def spec(self) -> Norm:
-        """Return the settings of both norms: kind, epsilon, whether gains are stored minus 1."""
+        """Return the settings of both norms: kind, epsilon, whether scales are stored minus 1."""
         return spec_of(self.q_layernorm)
 
 
@@ -127,7 +127,7 @@ def trades_heads(plan: Blueprint) -> bool:
 
 
 class JointAttention:
-    """Attention from this rank's tokens and heads to all tokens; see `MMDiTOptions.cp_comm_type`.
+    """Attention of this rank's tokens to all tokens, by ``all_gather`` or ``a2a`` (`MMDiTOptions`).
 
     Raises:
         ConfigError: the heads cannot be split equally among the ranks.

@@ -40,7 +40,7 @@ class Part(MegatronModule):  # type: ignore[misc]
 
 
 class Blocks(torch.nn.ModuleDict):
-    """A chunk's blocks by index in the whole model, so that names do not depend on the layout."""
+    """A pipeline chunk's blocks; parameter names hold a block's index in the whole model."""
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None

@@ -4,7 +4,7 @@ A block of an MMDiT runs two streams (text and image), or two branches (attentio
 joint sequence. One collective brings both into the tensor-parallel region, and one takes both out.
 The layers `ColumnPiece` and `RowPiece` do not communicate. If each layer did, as in megatron-core,
 the block would communicate two to four times as often, and under sequence parallelism the ranks
-would have to divide the number of each stream's tokens. The cost is memory: under sequence
+would have to split each stream's tokens equally. The cost is memory: under sequence
 parallelism the gathered input is kept for the backward pass; megatron-core gathers it again.
 
 In a Wan block, each attention and the feed-forward layers enter the region once in any case. Their
@@ -82,8 +82,8 @@ class RowPiece(RowParallelLinear):
     """A linear layer from this rank's ``[s, b, in / tp]`` to a partial sum ``[s, b, out]``.
 
     The caller sums over the ranks (`leave`), then adds the bias. Where several layers add to a sum,
-    only one has a bias, and ``fan_in`` is the number of inputs of all. Weight and bias start as in
-    a torch.nn.Linear with ``fan_in`` inputs.
+    only one of them has a bias, and ``fan_in`` is the total number of their inputs. Weight and bias
+    start as in a torch.nn.Linear with ``fan_in`` inputs.
     """
 
     def __init__(
@@ -141,7 +141,10 @@ def column(
 
 
 def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
-    """Build a layer with separate bias from ``[s, b, inputs / tp]`` to ``[s, b, outputs]``."""
+    """Build a linear layer from ``[s, b, inputs / tp]`` to ``[s, b, outputs]``.
+
+    The layer returns its bias with its output, for the caller to add.
+    """
     method = uniform(plan.config, math.sqrt(6 / (inputs + outputs)))
     return RowParallelLinear(
         inputs, outputs, config=plan.config, init_method=method, bias=True, input_is_parallel=True,

@@ -23,7 +23,7 @@ LatentShape = tuple[int, int, int]
 
 
 def grid(shape: LatentShape, patch_size: int) -> LatentShape:
-    """Return frames, token rows and token columns of latents; DataError if patches do not fit."""
+    """Return frames, token rows and token columns; raise DataError if patches do not fit."""
     frames, height, width = shape
     if patch_size < 1 or height % patch_size or width % patch_size:
         raise DataError(
@@ -48,7 +48,7 @@ def pack(latents: Tensor, patch_size: int) -> Tensor:
 
 
 def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
-    """Return N tokens ``[b, N, c*p*p]`` as latents ``[b, c, t, h, w]``; DataError if N is wrong."""
+    """Undo `pack`: return latents ``[b, c, t, h, w]``; raise DataError if the tokens do not fit."""
     t, rows, columns = grid(shape, patch_size)
     b, n, width = tokens.shape
     if n != t * rows * columns or width % patch_size**2:
@@ -85,7 +85,7 @@ class TokenRange:
         return cls(num_text, num_image, 0, num_text + num_image)
 
     def part(self, index: int, size: int) -> TokenRange:
-        """Return part ``index`` of ``size`` equal contiguous parts; DataError if uneven."""
+        """Return part ``index`` of ``size`` equal contiguous parts; raise DataError if uneven."""
         length = len(self)
         if length % size:
             raise DataError(
@@ -182,22 +182,22 @@ class FrameTokens:
 
 
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
-    """Regroup tokens by frame, given m tokens of each of t frames from each of several ranks.
+    """Regroup tokens by frame, from ``[parts * t * m, ...]`` to ``[t, parts * m, ...]``.
 
-    ``[parts * t * m, ...]`` becomes ``[t, parts * m, ...]``, with a frame's tokens in rank order.
+    Each of ``parts`` ranks gave m tokens of each of t frames. A frame's tokens keep the rank order.
     """
     parts = x.reshape(num_parts, num_frames, -1, *x.shape[1:])
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 def parts_first(x: Tensor, num_parts: int) -> Tensor:
-    """Regroup tokens by rank, from ``[t, parts * m, ...]`` to ``[parts * t * m, ...]``."""
+    """Undo `frames_first`: turn ``[t, parts * m, ...]`` into ``[parts * t * m, ...]``."""
     parts = torch.unflatten(x, 1, (num_parts, -1)).transpose(0, 1)
     return parts.flatten(0, 2)
 
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
-    """Return absolute frame, row and column of m tokens a frame in ``cp_slice``, ``[t, m, 3]``."""
+    """Return ``[t, m, 3]``: absolute frame, row, column of a frame's m tokens in ``cp_slice``."""
     ids = position_ids((tokens.num_frames, tokens.rows, tokens.columns), 1, device)
     ids[:, 0] += tokens.first_frame
     return ids.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]

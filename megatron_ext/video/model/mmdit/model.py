@@ -37,7 +37,7 @@ SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
 def check_inputs(
     sizes: MMDiTSizes, given: Mapping[str, Tensor | None], *, is_first_stage: bool
 ) -> None:
-    """Check the inputs of `MMDiT.forward`; stages after the first need only the ids.
+    """Check the inputs of `MMDiT.forward`; stages after the first need only the position ids.
 
     Raises:
         ConfigError: an optional input is missing, or is given to a model built without it.
@@ -114,8 +114,8 @@ def timestep_sinusoid(u: Tensor) -> Tensor:
 class Embedding(Part):
     """The layers by which the first stage embeds tokens, timestep, pooled text and guidance.
 
-    The layer for ``cond`` starts at zero, so that adding it to a model that was trained without it
-    changes no output.
+    The layer for ``cond`` (reference frames and their mask) starts at zero, so that adding it to a
+    model that was trained without it changes no output.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -163,7 +163,7 @@ class MMDiT(VideoChunk):
         self.final_layer = FinalLayer(plan) if self.post_process else None
 
     def local_tokens(self, num_text: int, num_image: int) -> LocalTokens:
-        """Return the tokens that this rank works on; DataError if the ranks' parts are uneven."""
+        """Return this rank's tokens; raise DataError if ranks cannot hold equal numbers of them."""
         whole = TokenRange.whole(num_text, num_image)
         cp_slice = whole.part(self.cp_group.rank(), self.cp_group.size())
         if not self.config.sequence_parallel:

@@ -67,13 +67,13 @@ def _added(
 
 @compiled
 def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
-    """Return ``hidden`` with each stream's gated output added; `_added` names the arguments."""
+    """Return ``hidden + gate * (output + bias)`` per stream; `_added` names the arguments."""
     return torch.cat(_added(hidden, *added))
 
 
 @compiled
 def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `add_streams`, then its text and its image, each normed and modulated.
+    """Return the sum that `add_streams` returns, and its text and image normed and modulated.
 
     ``parts`` are the arguments of `add_streams`, then text shift and scale, image shift and scale.
     """

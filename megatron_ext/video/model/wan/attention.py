@@ -80,7 +80,7 @@ class FrameWindow:
     def capacity_for(self, chunk_frames: int) -> int:
         """Return how many frames a cache must hold for the newest ``chunk_frames`` to run again.
 
-        The first block of these sees ``window - block`` frames before them.
+        The first block of the chunk sees ``window - block`` frames before the chunk.
         """
         return self.window + chunk_frames - self.block
 
@@ -111,7 +111,7 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Return the plan in which each block attends to the key frames in its window.
 
-        Key frames are the new frames and the cached frames ``past``, ascending absolute numbers.
+        Key frames are the cached frames ``past`` (ascending absolute numbers) and the new frames.
         """
         new = range(first_frame, first_frame + num_frames)
         position = {frame: index for index, frame in enumerate((*past, *new))}
@@ -137,15 +137,15 @@ def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
 class FrameAttention:
     """Attention of each block of frames to all tokens of the frames that it sees.
 
-    With ``trades_heads`` each context-parallel rank attends with, and caches, all tokens of some
-    heads. Otherwise each rank caches its own tokens, and gathers all ranks' keys and values.
+    With ``trades_heads`` each context-parallel rank caches some heads of all tokens, and attends
+    with these heads. Otherwise each rank caches its own tokens, and gathers all keys and values.
     """
 
     def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
         self.cp_group, self.trades_heads = cp_group, trades_heads
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turn the rank's tokens of all heads into all tokens of some heads, with ``trades_heads``.
+        """Trade all heads of the rank's tokens for some heads of all tokens, with ``trades_heads``.
 
         With m tokens a frame, ``[t, m, b, n, d]`` becomes ``[t, m * cp, b, n / cp, d]``. Without
         ``trades_heads`` the arguments are returned unchanged.
@@ -161,10 +161,10 @@ class FrameAttention:
     def __call__(
         self, query: Tensor, new: KeyValue, past: Sequence[KeyValue], plan: AttentionPlan
     ) -> Tensor:
-        """Return the attention's output ``[t, m, b, heads, d]``, in the shape before `exchange`.
+        """Return the attention's output, in the shape that queries had before `exchange`.
 
-        ``query`` and ``new``, keys and values, are results of `exchange`. ``past`` holds the cached
-        keys and values ``[1, m, b, heads, d]`` of each frame in ``plan.past``.
+        ``query``, and the keys and values ``new``, are results of `exchange`. ``past`` holds the
+        cached keys and values ``[1, m, b, heads, d]`` of each frame in ``plan.past``.
         """
         key, value = self._keys(new, past)
         outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]
@@ -176,7 +176,7 @@ class FrameAttention:
         return torch.unflatten(rows, 0, (query.size(0), -1))
 
     def _keys(self, new: KeyValue, past: Sequence[KeyValue]) -> KeyValue:
-        """Return keys and values ``[f, m, b, heads, d]`` of f past and new frames of m tokens."""
+        """Return keys and values of all f frames, past then new: ``[f, tokens, b, heads, d]``."""
         collects = self.cp_group.size() > 1 and not self.trades_heads
         if not past:
             return self._collected(new) if collects else new

@@ -90,13 +90,13 @@ class Conditioning(NamedTuple):
     text: Tensor
 
     def rows(self) -> Tensor:
-        """Return time, modulation and text as rows ``[7 f + l, b, h]`` for the next stage."""
+        """Return rows ``[7 f + l, b, h]`` for the next stage: 7 a timestep, 1 a text token."""
         modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
         return torch.cat((self.time, modulation, self.text))
 
     @classmethod
     def from_rows(cls, rows: Tensor, num_times: int) -> Conditioning:
-        """Restore the conditioning, with f = ``num_times``, from the result of `rows`."""
+        """Restore the conditioning, with ``num_times`` timesteps, from the result of `rows`."""
         time, modulation, text = rows.tensor_split((num_times, 7 * num_times))
         parts = torch.unflatten(modulation, 0, (num_times, 6)).permute(0, 2, 1, 3).flatten(2)
         return cls(time, parts, text)
@@ -128,7 +128,7 @@ class Embedder(Part):
         """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, where l may be 0.
 
         Every rank embeds the whole text and all timesteps. Under sequence parallelism the gradient
-        of the timesteps comes from the rank's own tokens, that of the text from all ranks' tokens.
+        of timesteps comes from the rank's own tokens, the gradient of text from all ranks' tokens.
         """
         b, f = timesteps.shape
         embedded = self.time_in(timestep_sinusoid(timesteps.flatten()))
@@ -148,7 +148,7 @@ class Run:
 
     Attributes:
         num_frames: number of frames of this pass, t.
-        parts: number of tensor-parallel ranks that split the sequence; 1 without sequence parallel.
+        parts: number of ranks that split the tokens in sequence parallelism; 1 without it.
         table: rotary table of the tokens in the context-parallel rank's slice.
         plan: the key frames to which each block of frames attends.
         text: keys and values of the text by block number, which blocks read, or compute and store.

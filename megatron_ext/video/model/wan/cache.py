@@ -1,4 +1,4 @@
-"""A cache of keys and values for later passes: those of earlier frames, and those of the text.
+"""A cache of the keys and values of earlier frames and of the text, for later passes.
 
 The cache records which absolute frame each slot holds. Nothing is shifted when it is full, no frame
 is confused with another, and a slot that was never written is never read. The cached tensors never
@@ -80,7 +80,7 @@ class KVCache:
         self.reset()
 
     def reset(self, *, keep_sink: bool = False) -> None:
-        """Drop the text and all frames, or with ``keep_sink`` all frames except the sinks."""
+        """Drop the cached text and all cached frames; ``keep_sink`` spares the sink frames only."""
         last_kept = self.window.sink if keep_sink else 0
         self._held = {f: held for f, held in self._held.items() if f < last_kept}
         self._absent_before = 0
@@ -159,7 +159,7 @@ class KVCache:
         )
 
     def slices(self, block: int, frames: Iterable[int]) -> list[KeyValue]:
-        """Return a block's keys and values of cached frames, views ``[1, tokens, b, heads, d]``."""
+        """Return a block's keys and values of each frame, as views ``[1, tokens, b, heads, d]``."""
         keys, values = self.keys[block], self.values[block]
         slots = [self.slot_of(f) for f in frames]
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
@@ -305,7 +305,10 @@ class TextMemo:
         return False
 
     def _is_of(self, text: Tensor) -> bool:
-        """Return whether ``text`` equals the memo's text; an unchanged tensor is not compared."""
+        """Return whether ``text`` equals the memo's text.
+
+        No values are compared if ``text`` is the tensor that was copied and is unchanged since.
+        """
         if self._source is not None:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:
@@ -315,15 +318,15 @@ class TextMemo:
         return known.shape == text.shape and torch.equal(known, text.to(known))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the text and its keys and values; current weights might not reproduce them."""
+        """Return the text and its keys and values, which later weights might not reproduce."""
         return {"text": self.text, "key_values": dict(self.key_values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore text, keys and values from the result of `state_dict`."""
         self.clear()
         self.text, self.key_values = state["text"], dict(state["key_values"])
 
 
 def _version(text: Tensor) -> int:
-    """Return the number of writes to a tensor; -1 for inference tensors, which count none."""
+    """Return the number of writes to a tensor; -1 for an inference tensor, which has no count."""
     return -1 if text.is_inference() else text._version

@@ -56,7 +56,7 @@ class WanBatchBuilder(FlowBatchBuilder):
         return normals.repeat_interleave(block, dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return all targets, with weight 0 for the tokens of other context-parallel ranks.
+        """Return all targets, with weight 0 for tokens that other context-parallel ranks count.
 
         Every rank outputs all tokens, so this counts each token's loss on one rank only.
         """
@@ -85,7 +85,7 @@ class VideoDiTVelocity(ParallelVelocity):
     gives_parts = False
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return a velocity predictor for latents (t, h, w); DataError if patches do not fit."""
+        """Return a predictor for latents (t, h, w); raise DataError if patches do not fit."""
         grid(shape, self.patch_size)
         return partial(self.predict_whole, shape)
 
@@ -186,6 +186,6 @@ class WanFlow(FlowNetwork):
 
 
 def wan_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> list[int]:
-    """Return the shape ``[rows, b, h]`` of the tensor that stages send in a training step."""
+    """Return the shape of the hidden states, timesteps and text that stages send in training."""
     shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batches[0].inputs)
     return shape

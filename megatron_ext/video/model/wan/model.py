@@ -34,7 +34,7 @@ class Head(Part):
         mark_replicated(self.linear, plan.config)
 
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
-        """Return patches ``[s, b, c * p * p]`` for ``[s, b, h]`` and timesteps ``[f, b, h]``."""
+        """Return patches ``[s, b, c * p * p]`` for ``[s, b, h]`` and f timesteps, ``[f, b, h]``."""
         shift, scale = self.modulation(time.unsqueeze(2))
         return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]
 
@@ -133,7 +133,7 @@ class VideoDiT(VideoChunk):
 
         Raises:
             ConfigError: the cache does not fit the model or the order of the passes.
-            DataError: an input does not fit, or the cache lacks frames that were to run before.
+            DataError: an input does not fit, or earlier frames have not been run.
         """
         check_inputs(self.sizes, x, timesteps, text)
         tokens = self._tokens(x, first_frame)
@@ -283,7 +283,7 @@ def recache(
 def _checked_sinks(
     cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
 ) -> int:
-    """Check `recache`'s sinks; count the frames of blocks with sinks before ``first_frame``."""
+    """Check `recache`'s arguments; count the frames of blocks with sinks before ``first_frame``."""
     window, num_sinks = cache.window, min(cache.window.sink, first_frame)
     if keep_sink and first_frame < window.sink:
         raise ConfigError(

@@ -45,7 +45,7 @@ class ModulationTable(torch.nn.Module):
         torch.nn.init.normal_(self.weight, std=self.weight.size(-1) ** -0.5)
 
     def forward(self, time: Tensor) -> tuple[Tensor, ...]:
-        """Return table + ``time`` ``[f, b, num_parts or 1, h]`` as tensors ``[f, 1, b, h]``."""
+        """Return parts ``[f, 1, b, h]`` of table + ``time``, ``[f, b, num_parts or 1, h]``."""
         return (self.weight + time).unsqueeze(1).unbind(3)
 
 
@@ -87,7 +87,8 @@ class FullWidthRMSNorm(Part):
     def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Normalize the heads of this rank, ``[s, b, n, d]``, after the bias ``[n * d]`` is added.
 
-        If ``x`` is None, return the scales, which data parallelism has gathered before this call.
+        If ``x`` is None, return only the scales ``[h / tp]``. Calling the module, rather than
+        reading ``weight``, makes data parallelism gather them first.
         """
         if x is None:
             return self.weight
@@ -181,7 +182,7 @@ def gated_and_normed(
     norm_bias: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + gate * (output + bias)``, and the norm by ``spec`` of that sum."""
+    """Return ``x + gate * (output + bias)``, and that sum normed as ``spec`` says."""
     hidden = add_gated(x, output + bias, gate)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -221,8 +222,8 @@ def heads(
     """Return queries and keys, normed and rotated, and values, ``[t, parts * m, b, n, d]`` each.
 
     Args:
-        qkv: each of ``parts`` ranks' m tokens of t frames, ``[parts * t * m, b, n * 3 * d]``: for
-            each head its query, key and value.
+        qkv: m tokens of each of t frames from each of ``parts`` ranks, as
+            ``[parts * t * m, b, n * 3 * d]``: for each head its query, key and value.
         total: sums over all ranks of `squares_of_heads`; None where this rank has all heads.
         q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
         cos, sin: result of `attention.frame_rotary_table`.
