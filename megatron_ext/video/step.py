@@ -64,7 +64,7 @@ class FlowMicrobatch:
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return the tokens' weights in the loss, ``[b, n]``; fails before the last stage."""
+        """Return the tokens' weights in the loss, ``[b, n]``; only the last stage has them."""
         assert self.targets is not None
         return self.targets.weights
 
@@ -220,7 +220,8 @@ class FlowNetwork(ABC):
     ) -> tuple[Tensor, LossFunction]:
         """Run one chunk on one micro-batch; return its output and the loss as a function of it.
 
-        ``counts`` are those of the step's targets, or None; see `Task.forward_step`.
+        ``counts`` are the target counts of the whole step; None in evaluation and before the last
+        stage.
         """
         output: Tensor = model(**batch.inputs)
         return output, partial(self._loss, batch=batch, counts=counts)

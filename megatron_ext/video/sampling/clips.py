@@ -116,10 +116,11 @@ def write_clips(
     seed: int,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write P clips ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST` into a folder.
+    """Write P clips, their contact sheet and a list of them into a folder.
 
-    All files are first written into a temporary folder, which then takes the folder's place. The
-    folder is thus never incomplete. The folder's earlier samples are lost.
+    The files are ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST`. They are first written
+    into a temporary folder, which then takes the folder's place, so that the folder is never
+    incomplete. The folder's earlier samples are lost.
 
     Args:
         pixels: ``[P, 3, f, H, W]``, all finite; they are clamped to [-1, 1].

@@ -50,9 +50,9 @@ def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
 def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float) -> Tensor:
     """Return the velocity v of the module's formula, guided by caption and references.
 
-    ``c`` is the prediction ``[b, n, d]`` with both, ``u`` without caption, and ``u2`` with neither.
-    The scale of the caption is ``text``; ``image``, a number or ``[n, 1]``, is the scale of the
-    references. The result is exactly ``c`` if both scales are 1.
+    ``c`` is the prediction with both, ``u`` without caption, and ``u2`` with neither, ``[b, n, d]``
+    for n tokens. The scale of the caption is ``text``; ``image``, a number or ``[n, 1]``, is the
+    scale of the references. The result is exactly ``c`` if both scales are 1.
     """
     return c + (text - 1) * (c - u) + (image - 1) * (u - u2)
 

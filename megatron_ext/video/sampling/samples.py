@@ -69,10 +69,11 @@ class ClipSampler:
         self._velocity = velocity_of(run)
 
     def __call__(self, folder: Path) -> None:
-        """Sample the clips and write them into a folder, unless a value is not finite.
+        """Sample the clips and write them into a folder.
 
-        Averaged weights are used if the run keeps them and ``--sample-ema`` is on. Raises
-        MegatronExtError on all ranks if the files cannot be written.
+        Nothing is written if a value is not finite; the log then says so. Averaged weights
+        are used if the run keeps them and ``--sample-ema`` is on. Raises MegatronExtError on all
+        ranks if the files cannot be written.
         """
         run, sample = self._run, self._sample
         ema = run.ema if sample.sample_ema else None
@@ -102,7 +103,8 @@ class ClipSampler:
 class SampleWhileTraining(Callback):
     """A callback that samples clips every ``--sample-interval`` steps.
 
-    ``build(run)`` returns a function that samples into a folder; unused without an interval.
+    ``build(run)`` returns a function that samples into a folder. Without an interval ``build`` is
+    not called, and nothing is sampled.
     """
 
     def __init__(self, run: Run, build: Callable[[Run], Callable[[Path], None]]) -> None:

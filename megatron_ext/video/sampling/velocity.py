@@ -78,7 +78,7 @@ class ParallelVelocity:
     - ``image_tokens(num_text, num_image)``: slice of the image tokens that the output on this rank
       covers; needed with context parallelism,
     - ``guidance_embed`` and ``cond_embed``, on the module or on its ``sizes``: true if it takes
-      ``guidance`` and ``cond``; a model without them takes neither.
+      ``guidance`` and ``cond``; a model without these attributes takes neither.
 
     All inputs are given to all stages. Parameters must be gathered: with ``--overlap-param-gather``
     call it inside ``ParameterGather.paused()``, as evaluation does.

@@ -30,7 +30,7 @@ class NetworkMemory:
     """The memory of a network on the rank that holds most of it.
 
     Attributes:
-        weights: weights of the network on the rank.
+        weights: parameters of the network on the rank.
         state: bytes that the rank keeps for the network between steps.
         parameters: number of parameters of the whole network.
     """
@@ -58,7 +58,7 @@ class StreamingMemory:
 
     @property
     def state(self) -> State:
-        """Return the state of all networks."""
+        """Return the memory that the rank keeps for all networks between steps."""
         return sum((network.state for network in self.networks), State())
 
     @property
@@ -88,7 +88,7 @@ class _Formulas:
         self._window = window_of(self._streaming)
 
     def trained(self, name: Role) -> NetworkMemory:
-        """Return the memory of generator or critic; only the first may have averaged weights."""
+        """Return a trained network's memory; only the generator may have averaged weights."""
         run, sizes = self._config, self._streaming.sizes(name)
         if name == "critic":
             run = replace(run, ema=replace(run.ema, ema_decay=None))
@@ -119,7 +119,7 @@ class _Formulas:
         return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
     def passes(self) -> dict[str, int]:
-        """Return the bytes of each pass of a step that trains both networks, by its name."""
+        """Return the bytes of each pass, keyed by a description, if a step trains both networks."""
         streaming, stage = self._streaming, self._whole("generator")
         critic, block = self._on_clip(self._config, "critic"), self._on_block()
         learned, cost = critic.activations(self._whole("critic")), block.activations(stage)

@@ -123,7 +123,7 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return how many frames, at most ``remaining``, a clip after the first adds; whole blocks."""
+    """Return how many frames a clip after the first adds: whole blocks, at most ``remaining``."""
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
     return _choice(choices, seed, sequence, f"streaming growth {clip}")
@@ -170,7 +170,7 @@ def block_noise(
     """Draw the noise of the block that begins at ``frame``, ``[b, *shape]``; see `noise`.
 
     Step 0 is the noise from which the block is denoised. Steps from 1 on are the noise added before
-    later denoising steps. Step -1 is added to the block when it is written into the cache.
+    later denoising steps. Step -1 is the noise added to the block written into the cache.
     """
     return noise(seed, samples, shape, f"frame {frame} step {step}", like=like)
 

@@ -240,7 +240,7 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield batches of this replica's prompts, as numbers, that switch at the same frames."""
+        """Yield numbers of this replica's prompts in batches that switch at the same frames."""
         context, size = self._run.context, self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 

@@ -82,9 +82,9 @@ class Scores:
     """Critic and teacher, and the parameters with which their predictions are compared.
 
     Attributes:
-        critic: predicts the flow as for videos of the generator.
-        teacher: predicts the flow as for real videos. With guidance it gets both prompts in one
-            batch of 2 * b.
+        critic: network that models the flow of generated videos.
+        teacher: network that models the flow of real videos. With guidance it gets both prompts
+            in one batch of 2 * b.
         negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, as long as the
             clip's prompts; unused without guidance.
         guidance_scale: w of the guidance; 1 is no guidance.
@@ -232,8 +232,8 @@ def sid_losses(
 ) -> Tensor:
     """Return the score identity loss of each frame, L_S of the module, ``[b, t]`` float64.
 
-    Arguments and symbols are those of `dmd_direction`, and alpha. The normaliser mean|X - r| gets
-    no gradient. The loss of a sample with r = X is 0.
+    Arguments and symbols are those of `dmd_direction`; ``alpha`` is that of L_S. The normaliser
+    mean|X - r| gets no gradient. The loss of a sample with r = X is 0.
     """
     real = _guided(conditional, unconditional, scale)
     gap, x = real - fake.double(), latents.double()

@@ -68,7 +68,7 @@ class TrainedNetwork:
 
         Args:
             num_frames: number of this rank's frames that count in the loss. Gradients are divided
-                by the sum of it over the replicas. None if the losses were means already.
+                by its sum over the replicas. None averages them, for losses that are means.
             everywhere: leave whole gradients on every rank, also with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
@@ -158,7 +158,7 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return the critic in a checkpoint, if so named, or else the generator, as a `Network`."""
+    """Return the `Network` of the critic if ``name`` is "critic", else that of the generator."""
     if name != CRITIC:
         return Network(build_network)
     return Network(

@@ -73,7 +73,7 @@ class NoiseSchedule:
         Args:
             uniforms: in [0, 1), ``[b]``; each picks one of the 1000 steps before the shift.
             exit_step: denoising step, counted from 0, at which all blocks of the clip end; None if
-                blocks may differ, which sets no bounds by it.
+                blocks may end at different steps, in which case they set no bounds.
         """
         streaming, exits = self.streaming, self.denoising_timesteps
         low, high = 0, NUM_TIMESTEPS

@@ -128,7 +128,7 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
-    """Raise ConfigError if patches or codec do not fit the latents, or a codec is set in vain."""
+    """Raise ConfigError if patches or codec do not fit the latents, or an unused codec is set."""
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError(

@@ -299,7 +299,7 @@ class FilePrompts:
         return encode_captions(captions, encoder, self._text, self._context, self._device)
 
     def first_frame(self, latents: Tensor) -> Tensor:
-        """Encode the last frame of latents as an image, ``[b, 1, c, h, w]`` on all ranks."""
+        """Encode the last frame of latents as an image that begins a clip, ``[b, 1, c, h, w]``."""
 
         def image() -> Tensor:
             assert self.codec is not None

@@ -57,7 +57,7 @@ def check_options(streaming: StreamingConfig) -> None:
     """Check that lengths, window and noise levels, each within its range, fit together.
 
     Raises:
-        ConfigError: a rule is broken; names only the first, which may have caused others.
+        ConfigError: a rule is broken; the error names only the first broken rule.
     """
     low, high, size = streaming.min_new_frames, streaming.max_new_frames, streaming.chunk_frames
     lengths, block = streaming.sequence_lengths, streaming.frame_block

@@ -114,8 +114,8 @@ class StreamingSequence:
 
     Attributes:
         state: None before the first sequence.
-        first: numbers in the run of the sequence that begins if ``state`` is None, and of its first
-            sample. A resumed run that cannot load the old sequence begins after it.
+        first: numbers in the run of the next sequence and of its first sample, used if ``state`` is
+            None. A resumed run that cannot load the old sequence begins after it.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class StreamingSequence:
     def next_clip(self, *, trains_generator: bool) -> StreamClip:
         """Generate the next clip to train on; begin a new sequence if the current one has ended.
 
-        With ``trains_generator`` and ``two_phase``, run the exit steps `StreamClip.blocks` again
-        before the next call, since they read the cache.
+        With ``trains_generator`` and ``two_phase``, the caller must run the exit steps in
+        `StreamClip.blocks` again before the next call, since they read the cache.
         """
         if not self.can_generate_more:
             self.begin()

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 class WorkCounter:
     """Counts the floating-point operations of each `VideoDiT` in some networks, pass by pass.
 
-    The count cannot be computed in advance, since the number of passes is random. Operations of a
-    forward pass count three times if weights get a gradient, and twice if only its input gets one,
-    which includes the backward pass. Recomputation to save memory does not count.
+    The count cannot be computed in advance, since the number of passes is random. To include the
+    backward pass, operations of a forward pass count three times if weights get a gradient, and
+    twice if only its input gets one. Recomputation to save memory does not count.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -77,7 +77,7 @@ class WorkCounter:
             self._flops = flops
 
     def take(self) -> float:
-        """Return the operations counted since the last call; all ranks get the same number."""
+        """Return the operations since the last call, averaged over all ranks of the run."""
         flops, self._flops = self._flops, 0.0
         return flops
 

@@ -162,7 +162,11 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return sharded objects of the sequence, one for each replica, and of the rank's cache."""
+        """Return sharded objects of the sequence's state ``stands`` and of this rank's cache.
+
+        The first rank of each replica writes the sequence, and every rank writes its own cache.
+        Both arguments are None for a load.
+        """
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()
         ranks = groups.dp.rank(), groups.cp.rank(), groups.tp.rank()

@@ -136,7 +136,7 @@ def summary(seen: Throughput, block: int) -> str:
 
 
 def sample_streaming(argv: Sequence[str]) -> int:
-    """Sample videos as the arguments ask, without ``--streaming``; return the exit code."""
+    """Sample videos; return the exit code. The caller removes ``--streaming`` from ``argv``."""
     task = dataclasses.replace(
         STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
     )
