@@ -51,7 +51,8 @@ def leave_out_new(
 ) -> dict[str, dict[str, Tensor]]:
     """Remove from a sharded state, in place, the adapters and new branches that a checkpoint lacks.
 
-    Return them by chunk and name. A new branch changes no output at its start (`is_new_branch`).
+    Return their tensors, by chunk and name. A new branch is a tensor marked as one that an older
+    checkpoint may lack (`is_new_branch`).
     """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
@@ -67,7 +68,10 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return sentences that say which new branches in ``new`` (from `leave_out_new`) start anew."""
+    """Return sentences on the tensors in ``new`` that start anew, since a checkpoint lacks them.
+
+    Adapters in ``new``, which `leave_out_new` returned, are not mentioned.
+    """
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
         f"{path} holds no `{name}`, so it starts at zero."
@@ -82,7 +86,10 @@ def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[st
 def check_adapters(
     path: Path, state: dict[str, Any], chunks: Iterable[str], strictness: str
 ) -> None:
-    """Raise a CheckpointError if an adapter is only in the checkpoint or only in the run."""
+    """Raise a CheckpointError if an adapter is only in the checkpoint or only in the run.
+
+    With a lenient ``strictness`` (``--dist-ckpt-strictness``) nothing is compared.
+    """
     if strictness in LENIENT:
         return
     entries = [entry for chunk in chunks for entry in state.get(chunk, {}).values()]
@@ -173,7 +180,7 @@ class FrozenBase:
         return dataclasses.asdict(self)
 
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
-        """Raise a CheckpointError about ``flag`` if these weights are not the ``recorded`` ones.
+        """Raise a CheckpointError naming ``flag`` if these weights are not the ``recorded`` ones.
 
         The adapters in the checkpoint ``path`` were trained on the ``recorded`` weights.
         """
@@ -195,7 +202,7 @@ def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
-    """Add the current values of the model's other weights to loaded adapters, in place."""
+    """Add to ``loaded``, in place, the model's current value of each weight missing there."""
     for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True):
         loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
 

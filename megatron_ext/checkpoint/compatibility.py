@@ -37,7 +37,10 @@ _MODEL_AXES = ("tensor", "pipeline", "expert")
 
 
 def is_new_branch(value: object) -> bool:
-    """Return whether a tensor belongs to a new branch, which at its start changes no output."""
+    """Return whether a tensor is marked as one that an older checkpoint may lack.
+
+    For example, the weights of an added module that starts at zero are marked.
+    """
     return bool(getattr(value, "new_branch", False))
 
 

@@ -1,12 +1,12 @@
 """Mends five faults of megatron-core's optimizers when their state is saved and loaded.
 
 - With torch's own Adam, the distributed optimizer cannot list its state before the first update.
-- It fails on the step count that torch keeps for each parameter, or resets it.
-- It writes wrong values where a gradient buffer has padding between its buckets.
+- The distributed optimizer fails on torch's step count of each parameter, or resets the count.
+- The distributed optimizer writes wrong values if a gradient buffer has padding between buckets.
 - A checkpoint cannot be loaded if only the saving or only the loading run has expert parallelism.
   With expert parallelism, experts have an optimizer of their own.
-- On a pipeline stage without experts, that optimizer has no parameters. It then cannot be saved, or
-  is saved without the count of its updates.
+- On a pipeline stage without experts, the experts' optimizer has no parameters. It then cannot be
+  saved, or is saved without the count of its updates.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each of ``parts``, from a checkpoint with another number of optimizers."""
+    """Return a state for each distributed optimizer in ``parts``, if more or fewer were saved."""
     # The tensors are already there, since the checkpoint has them by the names of the parameters.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -175,7 +175,7 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each of ``parts`` as `_regrouped` does, if they are not distributed."""
+    """Return a state for each unsharded optimizer in ``parts``, if more or fewer were saved."""
     # Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)

@@ -143,7 +143,7 @@ class BestCheckpoint:
 def with_candidate(
     best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """Return the ``keep`` best of ``best`` and ``new``, by loss, and the others of ``best``."""
+    """Rank ``best`` and ``new`` by loss; return the ``keep`` lowest, and the rest of ``best``."""
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)
     return ranked[:keep], [entry for entry in ranked[keep:] if entry is not new]

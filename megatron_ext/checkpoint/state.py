@@ -173,8 +173,8 @@ def _settle_rates(
 def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
     """Return the states of this rank's random generators; all ranks call this together.
 
-    ``every_replica`` keeps those of all data-parallel ranks, which differ only with
-    ``--data-parallel-random-init``.
+    With ``every_replica`` the states of all data-parallel ranks are returned, as
+    ``--data-parallel-random-init`` needs.
     """
     own = {
         "random_rng_state": random.getstate(),

@@ -12,7 +12,8 @@ token t (1 at a target, 0 elsewhere), and n_i the sum of w_t over the sample i t
     square     w_t / sqrt n_i every sample weighs the square root of its number of targets
 
 The loss of a step is the weighted mean over all micro-batches, data- and context-parallel ranks.
-In packed rows each document is a sample, else each row. Samples without targets weigh nothing.
+In packed rows each document is a sample; in others the whole row is one. Samples without targets
+weigh nothing.
 """
 
 from __future__ import annotations
@@ -162,8 +163,9 @@ class StepLoader:
             other than the first, which receive by broadcast.
         shape: ``(micro_batch_size, seq_length)``.
         mask_documents_at: end-of-document id; neither attention nor multi-token prediction
-            crosses it. None does not split rows at a token.
-        documents_by_position: split rows into documents wherever a position id is 0 instead.
+            crosses it. With None no token ends a document.
+        documents_by_position: a document begins wherever a position id is 0; this setting
+            overrides ``mask_documents_at``.
         with_sample_ids: the samples have ``sample_ids`` too.
         ignore_index: the label of positions that get the loss weight 0.
     """
@@ -212,7 +214,7 @@ class StepLoader:
         return batches
 
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return the ids ``[m, keys, b, s]`` and loss masks ``[m, b, s]`` of m micro-batches."""
+        """Return m micro-batches: k kinds of ids ``[m, k, b, s]``, loss masks ``[m, b, s]``."""
         if self.samples is not None:
             parts, own = list[Tensor](), list[Tensor]()
             for _ in range(num_microbatches):
@@ -244,7 +246,7 @@ class Sample(dict[str, Any]):
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return this context-parallel rank's slice of ``loss_mask``; ones ``[b]`` without one."""
+        """Return this context-parallel rank's slice of ``loss_mask``; ones ``[b]`` if absent."""
         mask = self.get("loss_mask")
         if not isinstance(mask, Tensor):
             first = next(x for x in self.values() if isinstance(x, Tensor))

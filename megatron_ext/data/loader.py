@@ -61,7 +61,7 @@ class BatchSource:
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
-        """Return the next step's number of micro-batches: the plan's, or ``usual`` without one."""
+        """Return the next step's number of micro-batches; ``usual`` if there is no `StepPlan`."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
     def next_step(self, num_microbatches: int) -> list[Any] | None:
@@ -203,7 +203,7 @@ def _samples(
     full_epoch: bool,
     sharded: bool | None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Return the collated micro-batches that this rank draws from a dataset without a plan."""
+    """Return this rank's collated micro-batches from a dataset that has no `StepPlan`."""
     micro_batch_size, global_batch_size = training.batch_sizes
     if full_epoch:
         # Whole global batches, so that every pass over the split starts at its beginning.

@@ -115,7 +115,7 @@ def shuffled(length: int, *seeds: int) -> Ints:
 
 
 class Epochs(Protocol):
-    """The rows, lists of sample indices, of each data-parallel rank in every step of an epoch."""
+    """The rows (lists of sample indices) of each data-parallel rank in every step of an epoch."""
 
     steps_per_epoch: int
 
@@ -170,7 +170,7 @@ class StepPlan:
 
 @dataclass(eq=False)
 class StepSampler(Sampler[list[tuple[int, ...]]]):
-    """One data-parallel rank's micro-batches of a plan from ``first_step`` on; never ends."""
+    """Yields a rank's micro-batches of a `StepPlan` from ``first_step`` on, without end."""
 
     plan: StepPlan
     dp_rank: int

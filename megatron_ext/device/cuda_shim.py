@@ -269,7 +269,7 @@ _saved: list[tuple[Any, str, Any]] = []
 
 
 def _filter(record: logging.LogRecord) -> bool:
-    """Return whether to log a record: all but a warning that the CPU's random state changed."""
+    """Return False, so as not to log, for the warning that the CPU's random state changed."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 

@@ -174,7 +174,7 @@ def _whole_part(parameter: Parameter, main: Tensor) -> _Part:
 
 
 def _parts_of(optimizer: Any) -> Iterator[_Part]:
-    """Yield a `_Part` for each parameter of one optimizer, in one order on all its ranks."""
+    """Yield this rank's `_Part` of each parameter, in an order that all ranks share."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):

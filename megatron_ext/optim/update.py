@@ -27,8 +27,8 @@ from megatron_ext.device import HostCopy
 class UpdateResult:
     """Result of an update, as scalars on the device and as properties on the host.
 
-    The first read of a property waits for this update, but not for work launched after it. On the
-    device ``flag`` (`applied`) is bool, ``norm`` and ``zeros`` are float64, each ``[]``.
+    The first read of a property waits for this update, but not for work launched after it. The
+    scalars, each ``[]``, are ``flag`` (bool, read as `applied`), ``norm`` and ``zeros`` (float64).
     """
 
     def __init__(self, flag: Tensor, norm: Tensor, zeros: Tensor | None = None) -> None:

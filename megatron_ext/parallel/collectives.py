@@ -1,7 +1,8 @@
 """Run work on one or all ranks and raise its error on every rank, so that no rank waits forever.
 
 `gather_or_raise` and `on_first_rank` are for work on checkpoints. `on_reporting_rank` and
-``on_first_of_...`` are for work that one rank does for the run or for its replica.
+``on_first_of_...`` are for work that one rank does for the run or for its replica. The argument
+``what`` begins the message of an unexpected error.
 """
 
 from __future__ import annotations

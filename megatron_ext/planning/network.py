@@ -124,7 +124,7 @@ class Network(ABC):
     sizes: Ranks
 
     def with_config(self, config: RunConfig) -> Network:
-        """Return the model in another run, which has the same ranks and micro-batches."""
+        """Return this network in the run ``config``, which has the same ranks and micro-batches."""
         this: Any = self
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
 
@@ -162,7 +162,7 @@ class Network(ABC):
     def layer(self) -> LayerBytes:
         """Return the bytes of one layer without full recomputation.
 
-        If layers differ, it is the last one or one of the more frequent kind.
+        If layers differ, the network chooses the last one or one of the more frequent kind.
         """
 
     @property
@@ -210,7 +210,7 @@ class Case:
     Attributes:
         name: name of the kind in a report; empty if the run has one kind only.
         share: fraction of the steps of an epoch that have this kind.
-        columns: further cells of the kind in a report's table, by column heading.
+        columns: further cells for the kind in the report's table, by column heading.
     """
 
     network: Network

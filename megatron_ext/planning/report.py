@@ -105,7 +105,10 @@ def model_parameters(ranks: list[RankMemory]) -> int:
 
 
 def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
-    """Return a table of the kinds of batches; it marks the most frequent and the highest peak."""
+    """Return a table of the kinds of batches.
+
+    It marks the most frequent kind, and the kind with the highest memory peak.
+    """
     table = Table(
         "bucket", *cases[0].columns, "share of steps", "peak", "step (s)", "", title="buckets"
     )
@@ -247,7 +250,7 @@ def assumption_table(gpu: Gpu) -> Table:
 
 
 def _advice(found: Estimate, cost: TaskCost) -> str:
-    """Return a sentence with the first remedy that makes the run fit, or that none does."""
+    """Return a sentence with the first remedy that makes the run fit; if none does, it says so."""
     config = found.network.config
     remedies = {"--use-distributed-optimizer": _distributed(config)}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"

@@ -223,7 +223,7 @@ def rank_state(
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
-    """Return how many elements of a bucket a replica updates, and of how many parameters."""
+    """Return how many elements, and how many parameters, of a bucket a replica updates."""
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share
     parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]

@@ -256,7 +256,7 @@ class SearchResult:
 def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
     """Yield the layouts to try, with every mode of recomputation that the run can have.
 
-    Micro-batch sizes are the run's and its halves down to 1.
+    Micro-batch sizes are the run's, its half, its quarter and so on, down to 1.
     """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     layers = config.model.num_layers or 1

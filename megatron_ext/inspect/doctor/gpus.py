@@ -78,7 +78,7 @@ class TorchFacts:
     """Properties of the installed torch and of the GPUs that it can use.
 
     Attributes:
-        cuda, hip: CUDA and ROCm versions that it was built with, None for a build without.
+        cuda, hip: CUDA and ROCm versions that torch was built with, None if built without them.
         archs: GPU architectures that its kernels were compiled for, ``sm_90`` and the like.
         driver_cuda: newest CUDA version that the driver's library supports, 13000 for 13.0; 0
             where there is none, None where torch was built without CUDA.

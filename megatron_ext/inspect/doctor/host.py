@@ -31,8 +31,8 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        status: ``low`` is present but too little; ``broken`` is present but cannot be used;
-            ``unknown`` could not be checked here.
+        status: ``low`` means present but too little, ``broken`` present but not usable, and
+            ``unknown`` that it could not be checked here.
         detail: what was seen.
         cost: what a run loses if the status is not ``found``.
         install: the command that installs or repairs what was checked.

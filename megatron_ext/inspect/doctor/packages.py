@@ -41,7 +41,7 @@ _ONLY_ON_GPU = "Whether it works can be told only where torch can use a GPU."
 
 
 def requirement_of(here: ThisMachine, name: str) -> Requirement | None:
-    """Return this project's requirement on a package; None without one or without an install."""
+    """Return this project's requirement on a package; None if the installed project lists none."""
     for line in here.requirements(OURS) or ():
         requirement = Requirement(line)
         if requirement.name.lower().replace("_", "-") == name:

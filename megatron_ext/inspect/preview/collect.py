@@ -60,7 +60,7 @@ def collect(
 ) -> list[Step]:
     """Return the batches of ``count`` steps from step ``first`` on, counted from 1.
 
-    The task's preflight must have run.
+    `Task.preflight` must have completed ``config``.
 
     Raises:
         ConfigError: the run has no such steps.
@@ -95,7 +95,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Start:
-    """A step's number, the samples before it, and its number of micro-batches without a plan."""
+    """A step's number, the samples before it, and its micro-batches if there is no `StepPlan`."""
 
     iteration: int
     consumed: int
@@ -165,7 +165,7 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Return a step's rows and its counts: targets, weight and K MTP weights, ``[2 + K]``."""
+        """Return a step's rows, and ``[2 + K]``: targets, their weight, K MTP depths' weights."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
             # One at a time: the attention masks of a whole step would not fit many a machine.
@@ -254,7 +254,7 @@ def _columns(length: int, size: int) -> list[Ints]:
 
 
 class Numbered(Dataset[dict[str, Any]]):
-    """Wraps a dataset; without a plan, each sample gets its index in the dataset as ``sample``."""
+    """Wraps a dataset; without a `StepPlan` each sample gets its index under the key ``sample``."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -230,7 +230,7 @@ class Terminal:
             self._console.print(Text.assemble(gutter, line), soft_wrap=True)
 
     def _lines(self, spans: Sequence[TokenSpan]) -> Iterator[tuple[int, Text]]:
-        """Yield a line's first token index and the line, which ends at a newline or the width."""
+        """Yield each line's first token index and text; a newline or the full width ends a line."""
         room = max(20, self._console.width - GUTTER)
         line, first, used, ends, weight = Text(), 0, 0, False, 0.0
         for span in spans:
