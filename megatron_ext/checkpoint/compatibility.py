@@ -247,7 +247,10 @@ def loads_random(
     same = same_model_ranks(arguments, layout)
     apart = getattr(arguments, "data_parallel_random_init", False)
     if layout.expert_model_parallel_size > 1 or apart:
-        same = same and getattr(arguments, "data_parallel_size", None) == layout.data_parallel_size
+        same = same and all(
+            getattr(arguments, name, None) == getattr(layout, name)
+            for name in ("data_parallel_size", "context_parallel_size")
+        )
     if not same:
         notes.append("The layout has changed, so the random states start from `--seed`.")
     return same

@@ -24,6 +24,8 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.builder import start_state
 from megatron_ext.optim.update import parts_of
 
+MAIN_WEIGHTS = "fp32_from_fp16_params"
+"""The key of an optimizer's fp32 weights beside 16-bit ones."""
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """Settings that distinguish an optimizer's parameter groups, besides ``is_expert_parallel``."""
 
@@ -72,6 +74,8 @@ def leave_out_nothing(state: dict[Any, Any]) -> None:
     """Remove, in place, the entries that only optimizers without parameters have.
 
     They are the step count lent by `counted` and empty entries. Other ranks do not save them.
+    The fp32 weights of parameter groups become a mapping from the group's number, without the
+    groups that have no parameters on this pipeline stage.
     """
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
@@ -79,8 +83,10 @@ def leave_out_nothing(state: dict[Any, Any]) -> None:
             inner.get("state", {}).pop(_NOTHING, None)
         if part.get("param_state") == {}:
             del part["param_state"]
-        if not any(part.get("fp32_from_fp16_params", [True])):
-            del part["fp32_from_fp16_params"]
+        if MAIN_WEIGHTS in part:
+            groups = dict(enumerate(part.pop(MAIN_WEIGHTS)))
+            held = {number: weights for number, weights in groups.items() if weights}
+            part.update({MAIN_WEIGHTS: held} if held else {})
 
 
 def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
@@ -140,8 +146,9 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
                 part_state.setdefault("common_step", count)
         for part, part_state in zip(parts, states, strict=True):
             if hasattr(part, "fp32_from_float16_groups"):
-                # An optimizer of no parameter has no weights in the checkpoint.
-                part_state.setdefault("fp32_from_fp16_params", [])
+                held = part_state.get(MAIN_WEIGHTS, {})
+                numbers = range(len(part.fp32_from_float16_groups))
+                part_state[MAIN_WEIGHTS] = [held.get(number, []) for number in numbers]
         optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
         return
     states = _regrouped(parts, state) if regroups else _states_of(optimizer, state)

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megatron_ext.checkpoint.files import Files, describe_file, make_durable
+from megatron_ext.checkpoint.optimizer_state import MAIN_WEIGHTS
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef, check_files
 from megatron_ext.checkpoint.unpickling import (
     MetadataReader,
@@ -193,6 +194,18 @@ def verify(found: CheckpointRef, context: ParallelContext) -> None:
     gather_or_raise(lambda: check_files(found, own), f"{found.path} cannot be read")
 
 
+class _CommonStrategy(PlainCommonStrategy):
+    """A reader that drops what an empty group of parameters leaves in the common state."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        common = super().load_common(checkpoint_dir)
+        optimizer = common.get("optimizer", {})
+        for part in (optimizer, *optimizer.values()):
+            if isinstance(part, dict):
+                part.pop(MAIN_WEIGHTS, None)
+        return common
+
+
 def read_state(
     path: Path,
     state: dict[str, Any],
@@ -210,7 +223,7 @@ def read_state(
         strategy = FullyParallelLoadStrategyWrapper(strategy, context.pgs.dp_cp)
     raises = config.dist_ckpt_strictness == "raise_all"
     strict = "return_all" if raises else config.dist_ckpt_strictness
-    readers = {"sharded_strategy": strategy, "common_strategy": PlainCommonStrategy()}
+    readers = {"sharded_strategy": strategy, "common_strategy": _CommonStrategy()}
     try:
         loaded = dist_checkpointing.load(state, str(path), strict=strict, **readers)
     # torch's exception of a collective read derives from BaseException.

@@ -81,9 +81,9 @@ def parse_args(
     given.append(reading.values)
     try:
         # The flags choose the task, whose defaults stand below them.
-        asked = _joined(given)
-        task = program.choose(RunConfig.from_dict(asked, program.sections))
-        layers = [_by_section(task.defaults, program), _by_section(defaults or {}, program)]
+        asked, replaced = _joined(given), _by_section(defaults or {}, program)
+        task = program.choose(RunConfig.from_dict(_joined([replaced, asked]), program.sections))
+        layers = [_by_section(task.defaults, program), replaced]
         if checkpoint_config is not None:
             bare = RunConfig.from_dict(_joined([*layers, asked]), program.sections)
             layers.append(dict(task.stored_model(checkpoint_config, bare)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megatron_ext.checkpoint import compatibility as unwanted
-from megatron_ext.checkpoint.compatibility import check_changes, check_unexpected
+from megatron_ext.checkpoint.compatibility import check_changes, check_unexpected, loads_random
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import LoadedCheckpoint
+from megatron_ext.checkpoint.stored import CheckpointRef
 from megatron_ext.config.flags import flag
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.parser import parse_args
@@ -32,6 +34,25 @@ from tests.video.test_starts import train_on_latents as train
 
 PATH = Path("somewhere/iter_0000007")
 MOE = "--num-experts 4"
+
+
+@pytest.mark.parametrize(("now", "same"), [((4, 2), True), ((8, 4), False), ((8, 2), False)])
+def test_random_states_of_experts_are_those_of_all_replicas(
+    now: tuple[int, int], same: bool
+) -> None:
+    stored = Namespace(
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        expert_model_parallel_size=2,
+        context_parallel_size=2,
+        data_parallel_size=2,
+    )
+    ranks, context = now
+    layout = Layout(ranks, context_parallel_size=context, expert_model_parallel_size=2)
+    said: list[str] = []
+    found = CheckpointRef(PATH, 7, weights_only=False)
+    assert loads_random(found, CheckpointConfig(), stored, layout, said) == same
+    assert len(said) == (not same)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.data.setup import prepare_video
-from megatron_ext.video.task import FLOW, VIDEO
+from megatron_ext.video.task import FLOW, FLOW_OF_DIT, VIDEO
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, steps, train, write_clips
 from tests.video.cost.test_cost import COMMON
 from tests.video.streaming.runs import flags_of
@@ -48,6 +48,16 @@ def test_printing_is_lossless(name: str, tmp_path: Path, capfd: pytest.CaptureFi
     assert config.optimizer.lr == 7e-5
     assert main(FLOW, [*again, "--num-layers", "77"]) == 2
     assert "`--num-layers` has no effect on a video model" in capfd.readouterr().err
+
+
+def test_defaults_of_a_program_choose_the_task_unless_a_flag_does() -> None:
+    def chosen(*words: str) -> Any:
+        flags = "--video-data-path x --micro-batch-size 1 --lr 1e-3 --train-iters 1 --eval-iters 0"
+        defaults = {"video_model": "video-dit"}
+        how: Any = {"world_size": 1, "device": "cpu", "defaults": defaults}
+        return parse_args([*flags.split(), *words], VIDEO, **how).task
+
+    assert (chosen(), chosen("--video-model", "mmdit")) == (FLOW_OF_DIT, FLOW)
 
 
 def test_a_checkpoint_tells_the_model(clips: Path, valid: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.train.main import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import TextEncoderConfig
@@ -209,7 +209,7 @@ def test_streaming_is_given_embeddings_of_umt5(umt5: Path, tmp_path: Path) -> No
     assert row["iteration"] == 1
 
 
-def test_the_mmdit_refuses_captions_without_pooled_vectors(data: Path, umt5: Path) -> None:
+def test_the_mmdit_refuses_data_that_it_cannot_take(data: Path, umt5: Path) -> None:
     def configured(*words: str) -> Any:
         flags = [*clips.FLAGS, "--video-data-path", str(data), *words]
         return parse_args(flags, VIDEO, world_size=1, device="cpu").config
@@ -217,6 +217,8 @@ def test_the_mmdit_refuses_captions_without_pooled_vectors(data: Path, umt5: Pat
     with pytest.raises(ConfigError, match=r"\(\S+/clips\) holds captions without pooled vectors,"):
         preflight(configured(), FLOW.preflight)
     online = ["--online-encoding", "--video-buckets", '{"64px": {"9": [1, 1]}}']
+    with pytest.raises(DataError, match=r"takes clips, but \S+/clips holds encoded ones; leave"):
+        preflight(configured(*online), FLOW.preflight)
     refused = r"`--text-encoder` \(umt5\) gives no pooled vectors, which the MMDiT"
     with pytest.raises(ConfigError, match=refused):
         configured(*online, "--text-encoder", "umt5", "--t5-path", str(umt5))

@@ -194,6 +194,6 @@ def report(dropped: Sequence[Dropped], total: int) -> list[str]:
     """Return a line per reason, the most frequent first: how many clips it drops, and the first."""
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
-        f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why]}"
+        f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."
         for why, count in Counter(d.reason for d in dropped).most_common()
     ]

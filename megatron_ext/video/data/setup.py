@@ -69,6 +69,11 @@ def _opened(path: str, buckets: str | None, encoding: tuple[Any, ...] | None) ->
     if encoding is None:
         return ShardedVideos(path, plan)
     assert plan is not None
+    if (Path(path) / "manifest.json").is_file():
+        raise DataError(
+            f"`--online-encoding` takes clips, but {path} holds encoded ones; leave it out, or "
+            "give a folder or a list of clips."
+        )
     return open_online(VideoPreprocessOptions(path, "", plan, *encoding), tell=_is_first_rank())
 
 
