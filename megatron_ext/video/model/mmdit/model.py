@@ -204,7 +204,7 @@ class MMDiT(VideoChunk):
             txt_ids: zeros for each of L text tokens, ``[b, L, 3]``.
             img: noised latents of C channels in patches of p x p, ``[b, N, C * p * p]``.
             txt: text embeddings, ``[b, L, text_width]``.
-            timesteps: ``[b]`` float32; 1 is noise.
+            timesteps: ``[b]``, float32, from 0 (clean) to 1 (noise).
             y_vec: pooled text, ``[b, pooled_width]``.
             guidance: guidance strengths, ``[b]``; given exactly if ``guidance_embed`` is set.
             cond: references and their mask, ``[b, N, (C + 1) * p * p]``; given exactly if

@@ -252,7 +252,7 @@ class VideoDiTOptions:
 
 
 def window_of(flags: WanConfig) -> FrameWindow:
-    """Return a causal network's `FrameWindow`; raise ConfigError for a window too small."""
+    """Return a causal network's `FrameWindow`; raise ConfigError if it is too small."""
     block, sink = flags.frame_block, flags.sink_frames
     if flags.window_frames - sink < block:
         raise ConfigError(

@@ -246,7 +246,7 @@ class CachePass:
         return self._cache.slices(block, self.past)
 
     def record(self, block: int, key: Tensor, value: Tensor) -> None:
-        """Keep a block's keys and values of the new frames for `finish`, if the pass updates."""
+        """Keep a block's new keys and values for `finish`, if the pass updates the cache."""
         if self._open:
             self._new[block] = key.detach(), value.detach()
 

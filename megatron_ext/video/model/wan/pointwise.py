@@ -75,7 +75,7 @@ class FullWidthRMSNorm(Part):
 
     In ``y = x / sqrt(mean(x^2) + eps) * weight`` (arXiv:1910.07467) the mean covers all h features,
     so the tensor-parallel ranks sum their squares. Each rank holds the scales of its own heads,
-    ``[h / tp]``, whose gradients need no reduction.
+    ``[h / tp]``, whose gradients need no sum over these ranks.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -224,7 +224,7 @@ def heads(
     Args:
         qkv: m tokens of each of t frames from each of ``parts`` ranks, as
             ``[parts * t * m, b, n * 3 * d]``: for each head its query, key and value.
-        total: sums over all ranks of `squares_of_heads`; None where this rank has all heads.
+        total: `squares_of_heads`, summed over the ranks; None if this rank has all heads.
         q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
         cos, sin: result of `attention.frame_rotary_table`.
         sizes: head size d, hidden size h (all heads' width), and epsilon.
