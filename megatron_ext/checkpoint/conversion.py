@@ -206,7 +206,7 @@ def _load(
     base: FrozenBase | None,
     section: str | None,
 ) -> tuple[int, dict[str, Any]]:
-    """Load the run's model or the network ``section``; return the iteration and the counters."""
+    """Load the run's model or the network ``section``; return iteration and training counters."""
     if section is None:
         manager = CheckpointManager(config, context, base)
         loaded = manager.load(model=chunks)

@@ -232,7 +232,7 @@ class ExtraState(Protocol):
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The result of a load: counters and configuration of the run that saved.
+    """The result of a load: counters and configuration of the run that saved the checkpoint.
 
     The iteration is 0 if only weights were loaded; notes say what was not loaded, and why.
     """

@@ -1,4 +1,4 @@
-"""Writing and joining indexed datasets without holding their tokens in memory.
+"""Writes and joins indexed datasets without holding their tokens in memory.
 
 Files are written under temporary names and renamed when they are complete.
 """

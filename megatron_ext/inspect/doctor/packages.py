@@ -134,7 +134,7 @@ def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
 
 
 def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
-    """Report whether NVIDIA's apex is there, known by its folder of fused optimizers.
+    """Report whether NVIDIA's apex is there, recognized by its folder of fused optimizers.
 
     PyPI's project of that name is a toolkit for web pages, without kernels for megatron-core.
     """

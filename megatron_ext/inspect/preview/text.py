@@ -194,7 +194,7 @@ def describe_row(row: Row) -> str:
 
 
 class Terminal:
-    """Prints rows; ``eod`` ends a document in a stream, a weight of ``heaviest`` is full green."""
+    """Prints rows; ``eod`` ends a document in a stream, and weight ``heaviest`` is full green."""
 
     def __init__(self, console: Console, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
         self._console, self._splitter, self._eod = console, splitter, eod
