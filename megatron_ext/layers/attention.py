@@ -137,7 +137,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_with_traded_heads(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Exchange sequence for heads, attend, and exchange back; return ``[s/cp, b, n, d]``."""
+        """Attend while ranks split the heads, not the sequence; return ``[s/cp, b, n, d]``."""
         size = self.cp_group.size()
         if query.size(2) % size:
             raise ConfigError(

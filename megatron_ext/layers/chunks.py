@@ -91,10 +91,10 @@ _REQUIRED = {
 def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
     """Check that a model has the attributes that megatron-core's schedules and checkpoints use.
 
-    ``tied_stages`` says that two pipeline stages share an embedding, which needs two more of them.
+    If two pipeline stages share an embedding (``tied_stages``), two more attributes are needed.
 
     Raises:
-        ConfigError: with one sentence for each missing attribute.
+        ConfigError: attributes are missing; the message has one sentence for each.
     """
     required = dict(_REQUIRED)
     if tied_stages:

@@ -56,7 +56,7 @@ def compile_nothing() -> None:
 
 @contextmanager
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
-    """Compile functions of CPU tensors too inside the block, to test them or count moved bytes.
+    """Compile functions of CPU tensors too inside the block, to test them or count memory traffic.
 
     ``strict`` raises the compiler's errors instead of falling back to eager.
     """
@@ -101,9 +101,10 @@ def _missing() -> str | None:
 
 
 def _signature(arg: Any, by_shape: bool) -> Any:
-    """Return the properties of an argument; new properties need a new compilation.
+    """Return the properties of an argument for which its function is compiled.
 
-    ``by_shape`` adds the whole shape and the strides of a tensor.
+    These are a tensor's dtype, number of axes, widths and ``requires_grad``, the type of an
+    integer, and any other value itself. ``by_shape`` adds a tensor's whole shape and strides.
     """
     if not isinstance(arg, Tensor):
         return int if type(arg) is int else arg
@@ -119,7 +120,7 @@ class Compiled(Generic[R]):
         function: takes tensors, None, numbers, strings and booleans; its first argument is a
             tensor. It may not branch on values of tensors. It may not return an argument or a view
             of one, since the gradients of these would be summed outside of the graph.
-        by_shape: compile every shape separately, for kernels specialized to all lengths.
+        by_shape: compile every shape separately, into kernels specialized to this shape.
 
     Attributes:
         eager: the uncompiled function, to be called from other compiled functions.

@@ -18,7 +18,7 @@ def slices_of(rank: int, size: int) -> tuple[int, int]:
 
 
 def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` to sequence order from rank order, as ``size`` ranks gather it."""
+    """Reorder ``[s, ...]`` to sequence order from rank order: each rank's two slices in turn."""
     slices = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
     slots = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     # An index tensor would have to be copied to the device.

@@ -62,7 +62,7 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
     """Return the positions ``[length]`` of this rank's ``length`` tokens in the whole sequence.
 
-    With ``cut`` the tensor-parallel ranks split the sequence, as the context-parallel ranks do.
+    With ``cut`` the tensor-parallel ranks split each context-parallel rank's tokens further.
     """
     shards = groups.tp.size() if cut else 1
     whole, size = length * shards, groups.cp.size()
@@ -134,7 +134,7 @@ def attention_dropout(
 ) -> Tensor:
     """Apply dropout to attention probabilities ``[b, n, q, k]``.
 
-    This is a part of the probabilities of all ``num_heads`` heads and ``length`` positions.
+    The tensor is a part of the probabilities of ``num_heads`` heads and ``length`` positions.
     ``first_head`` and ``first_query`` are the indices of the first head and query of this part.
     ``site`` names the layer.
     """

@@ -43,7 +43,7 @@ class Argument:
 
 
 def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
-    """Describe the tensors among a layer's keyword arguments; all others must be None."""
+    """Return the `Argument` of each tensor among a layer's arguments; all others must be None."""
     found = []
     for name, x in ((name, value) for name, value in call.items() if value is not None):
         assert torch.is_tensor(x), f"{name} of a layer is neither a tensor nor None"
@@ -56,7 +56,7 @@ class LayerGraphs:
     """The graphs of one layer.
 
     Attributes:
-        is_first: the layer is the first of its chunk, whose input gradient leaves the chunk.
+        is_first: the layer is the first of its chunk, so its input gradient leaves the chunk.
         live: whether the graphs may be replayed.
         arguments: the tensor arguments of the layer.
         seen: keyword arguments of the first call, with None for those that need a gradient.

@@ -108,7 +108,7 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Rebuild the keys (storages), since a router's weight changes storage once registered."""
+        """Look up every parameter's storage again: a router's weight moves after registration."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
@@ -122,7 +122,7 @@ class Marks:
         parameter.fill_(math.nan)
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
-        """Return the method registered for a parameter or a part of one; None without one."""
+        """Return the method registered for a parameter or a part of one; None if there is none."""
         return self._waiting.get(_memory(tensor), (None, None))[1]
 
     def clear(self) -> None:
@@ -160,7 +160,7 @@ def mark_methods(transformer_config: Any) -> None:
 
 
 def unmark_methods(transformer_config: Any) -> None:
-    """Undo `mark_methods`; modules that are built later initialize at once."""
+    """Undo `mark_methods`, so that modules built later fill their parameters at once."""
     for name in METHODS:
         method = getattr(transformer_config, name)
         if isinstance(method, Marked):
@@ -181,7 +181,7 @@ def initialize_by_name(
 
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
-        transformer_config: the configuration that built them, after `mark_methods`.
+        transformer_config: the configuration that built the chunks, after `mark_methods`.
         vocab_size: entries of the vocabulary before padding, whose weights do not depend on the
             padding; None means all entries.
 
@@ -222,7 +222,7 @@ def initialize_by_name(
 def draw_by_name(
     chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
 ) -> None:
-    """Draw some parameters of an unwrapped model chunk, each seeded by its full tensor's name."""
+    """Draw the given parameters of an unwrapped chunk, each seeded by its full tensor's name."""
     wanted = {_memory(parameter) for parameter in parameters}
     for shard in shards_of(chunk):
         if _memory(shard.tensor) in wanted:

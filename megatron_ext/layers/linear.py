@@ -109,7 +109,7 @@ class _Sent(NamedTuple):
 
 
 def _gathered(part: Tensor, call: LinearCall) -> _Sent:
-    """Start to gather the input of all tokens, if this rank's ``part`` is not all of it."""
+    """Start to gather the input of all tokens, unless this rank's ``part`` holds all of them."""
     if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
         return _Sent(part)
     whole = part.new_empty(part.size(0) * call.tp_group.size(), *part.shape[1:])

@@ -115,7 +115,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum the outputs of each expert's parts, and return those of this rank's own tokens."""
+        """Sum the outputs of each expert's parts; return the sums for this rank's own tokens."""
         sizes = self._unequal_parts()
         if sizes is None:
             return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
@@ -169,11 +169,11 @@ def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
     """Mark the experts' parameters, so that gradients are summed over the ranks that hold copies.
 
-    megatron-core treats them as dense unless ``--expert-model-parallel-size`` is above 1. But the
-    ranks that hold copies also differ from those of dense parameters if the expert-tensor-parallel
-    size is not the tensor-parallel size. Under sequence parallelism megatron-core moreover sums the
-    gradients of an expert's second bias over the tensor-parallel ranks, which hold other experts or
-    copies whose gradients are summed already.
+    megatron-core treats the parameters as dense unless ``--expert-model-parallel-size`` is above 1.
+    But the ranks that hold copies of an expert also differ from those of dense parameters if the
+    expert-tensor-parallel size is not the tensor-parallel size. Under sequence parallelism
+    megatron-core moreover sums the gradients of an expert's second bias over the tensor-parallel
+    ranks, which hold other experts or copies whose gradients are summed already.
     """
     # A model without experts may have no groups for them.
     for parameter in expert_parameters(chunk):

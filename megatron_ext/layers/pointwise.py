@@ -27,7 +27,7 @@ NormSpec = tuple[str, float, bool]
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which parts of a layer may compile, by Megatron-LM's flags.
+    """Switches for the parts of a layer that may be compiled, set by Megatron-LM's flags.
 
     Attributes:
         norm: False with ``--no-persist-layer-norm``, which leaves the norm to torch's own kernel.

@@ -1,11 +1,11 @@
 """Attention by torch's kernels: scaled_dot_product_attention, and FlexAttention for masks on a GPU.
 
-`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs that
-is cuDNN's before FlashAttention 2. torch prefers cuDNN only from version 9.15.1 on, since it does
-not trust older ones at lengths that 128 does not divide (pytorch/pytorch, issue 169849). Both
-kernels accept ``[b, n, s, d]`` with any strides but the last, and lay out results like the queries.
-Tensors in Megatron's order ``[s, b, n, d]`` are therefore passed as views and come back contiguous.
-The keys of a query group are not repeated for its queries.
+`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs
+cuDNN's is tried first, then FlashAttention 2. torch prefers cuDNN only from version 9.15.1 on,
+since it does not trust older ones at lengths that 128 does not divide (pytorch/pytorch, issue
+169849). Both kernels accept ``[b, n, s, d]``, in which only the last axis must be contiguous, and
+lay out results like the queries. Tensors in Megatron's order ``[s, b, n, d]`` are therefore passed
+as views and come back contiguous. The keys of a query group are not repeated for its queries.
 
 `flex_attend` skips blocks that are fully masked, which SDPA's kernels compute with a dense mask. A
 summary of the mask in blocks of 128 x 128 is made once for all layers; the mask itself is read only
@@ -62,7 +62,7 @@ def attend(
     scale: float | None = None,
     backend: AttnBackend = AttnBackend.auto,
 ) -> Tensor:
-    """Return ``softmax(q k * scale) v``, ``[b, n, q, d]``.
+    """Return ``softmax(query key^T * scale) value``, ``[b, n, q, d]``, for q queries and k keys.
 
     Args:
         query: ``[b, n, q, d]``, with contiguous last dimension and any other strides.
@@ -112,7 +112,10 @@ def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SD
 
 
 def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[int]) -> bool:
-    """Return whether cuDNN (91501 is 9.15.1) is fastest on this GPU and safe at these lengths."""
+    """Return whether cuDNN is fastest on this GPU and safe at these lengths of queries and keys.
+
+    ``version`` is cuDNN's, for example 91501 for 9.15.1.
+    """
     whole_tiles = all(length % TILE == 0 for length in lengths)
     trusted = version >= (CUDNN_OF_TORCH_2_8 if whole_tiles else CUDNN_ANY_LENGTH)
     return capability[0] in CUDNN_GENERATIONS and trusted
@@ -147,7 +150,7 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
 
 
 def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Return ``softmax(q k * scale) v``, ``[b, n, q, d]``, over the keys that the mask allows."""
+    """Return the attention ``[b, n, q, d]`` of q queries over the keys that the mask allows."""
     out: Tensor = compiled_flex_attention()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
     )

@@ -138,7 +138,7 @@ def check_core(config: RunConfig) -> None:
     """Check a run by megatron-core's rules, which a TransformerConfig asserts when it is built.
 
     Raises:
-        ConfigError: with the first rule of megatron-core that the run breaks.
+        ConfigError: the run breaks a rule of megatron-core; the message says which.
     """
     try:
         build_transformer_config(config)

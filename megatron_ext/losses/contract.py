@@ -1,4 +1,4 @@
-"""The loss contract: a loss returns ``(sum, count, report)``, and only the step divides.
+"""The loss contract: a loss returns ``(sum, count, report)`` and leaves division to the step.
 
 megatron-core's schedules also accept two values or a fractional count, with which they crash or
 silently compute wrong gradients. `checked` refuses both when the loss is called.
@@ -77,7 +77,7 @@ def checked(loss: LossFunction) -> LossFunction:
 
 
 def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
-    """Return ``loss(output, non_loss_data=True)``; raise a ConfigError if it lacks the argument."""
+    """Return ``loss(output, non_loss_data=True)``; raise a ConfigError without such an argument."""
     parameters = inspect.signature(loss).parameters.values()
     if not any(p.name == "non_loss_data" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(

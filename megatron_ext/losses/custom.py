@@ -2,8 +2,9 @@
 
 ``--loss my_module:MyLossConfig`` names a frozen dataclass that the user wrote. Its fields are the
 options (``--loss-args gamma=2.0``), and its ``loss_class`` is the class that computes the losses of
-tokens; see ``examples/custom_loss/focal.py``. The caller cuts tokens into blocks, handles tensor
-and sequence parallelism, reduces, normalizes over the global batch and logs.
+tokens; see ``examples/custom_loss/focal.py``. The framework cuts tokens into blocks and handles
+tensor and sequence parallelism. It sums the losses, normalizes them over the global batch and logs
+them.
 """
 
 import dataclasses

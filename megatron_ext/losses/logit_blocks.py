@@ -55,7 +55,7 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int, hidden_size: int | None = None) -> int:
-        """Return the number of tokens in a block; give ``hidden_size`` if logits are in 16 bits."""
+        """Return the number of tokens in a block; pass ``hidden_size`` only with 16-bit logits."""
         usual = fused_rows(num_tokens, hidden_size) if hidden_size else default_rows(num_tokens)
         return max(1, min(self.block_size or usual, num_tokens))
 
@@ -246,7 +246,7 @@ class Gradients:
         self._is_zero = True
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients, scaled except for the weight's.
+        """Multiply the gradients except the weight's by ``scale``, and return all three.
 
         Raises:
             RuntimeError: on a second call.
@@ -353,7 +353,7 @@ def weighted_sum(
     head: Head,
     values_of: ValuesOf,
 ) -> tuple[Tensor, ...]:
-    """Return the sum of the losses times ``weights``; then losses and extra values, ``[b, s]``.
+    """Return the sum of losses times ``weights``, then losses and extra values, each ``[b, s]``.
 
     Only the sum is differentiable. ``values_of`` computes losses and extra values.
     """

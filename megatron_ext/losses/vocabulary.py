@@ -61,7 +61,7 @@ class VocabularyHead:
         return parts * self.weight.shape[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return this rank's logits ``[C, v/tp]`` in float32 of C tokens' states ``[C, h]``."""
+        """Return this rank's float32 logits ``[C, v/tp]`` of C hidden states ``[C, h]``."""
         logits = torch.mm(hidden, self.weight.t()).float()
         return logits if self.bias is None else logits + self.bias
 
@@ -70,7 +70,7 @@ class VocabularyHead:
         return self._over_parts(values.sum(dim=1))
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """Return the log-sum-exp ``[C]`` over the whole vocabulary of C tokens' logits."""
+        """Return the log-sum-exp ``[C]`` of C tokens' logits over the whole vocabulary."""
         highest = logits.detach().amax(dim=1, keepdim=True)
         if self._is_cut:
             torch.distributed.all_reduce(highest, op=ReduceOp.MAX, group=self.tp_group)
@@ -171,6 +171,8 @@ def default_rows(num_tokens: int) -> int:
 
 def fused_rows(num_tokens: int, hidden_size: int) -> int:
     """Return the number C of tokens in a block on a GPU, where its logits stay in 16 bits.
+
+    C is 2 h, but at least `MIN_FUSED_ROWS` and at most a quarter of all tokens.
 
     Adding a block's part to the weight's float32 gradient takes 2 C h v operations and moves
     8 h v bytes: C / 4 operations per byte. An H200 does about 200 operations in the time that it

@@ -232,7 +232,7 @@ def check_layout(
     of ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6 to 2.13.
 
     Raises:
-        ValueError: with the rule that is broken.
+        ValueError: a rule is broken; the message names it.
     """
     m, k, n = a.size(0), a.size(1), b.size(1)
     by_rows = bool(scale_a.dim() or scale_b.dim())

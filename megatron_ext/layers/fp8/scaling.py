@@ -31,7 +31,7 @@ class Role(IntEnum):
 
 
 class Parts:
-    """The groups of ranks that share a scale: they hold parts of one tensor, row or column.
+    """The groups of ranks that share a scale because they hold parts of one tensor, row or column.
 
     Args:
         cuts_input: the layer is row-parallel and splits its input features; other layers split
@@ -82,7 +82,7 @@ class Parts:
         return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return groups to reduce over in turn, which together cover all ranks with this layer."""
+        """Return the groups over which to reduce in turn, to cover all ranks with this layer."""
         return (self._pgs.tp_dp_cp,)
 
 
@@ -118,7 +118,7 @@ HISTORY = ".fp8.amax_history"
 
 
 def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return ``amax``, or with a group the ranks' maximum: inf if any rank has inf or NaN."""
+    """Return ``amax`` if ``group`` is None, else its maximum over the ranks with NaN as inf."""
     if group is None:
         return amax
     # Collectives do not define how they compare NaN.
@@ -128,7 +128,7 @@ def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """A matrix ``[m, k]`` in 8 bits and its transpose ``[k, m]``, or None if not requested."""
+    """A matrix ``[m, k]`` in 8 bits and its transpose ``[k, m]`` (None if not requested)."""
 
     rows: Quantized
     columns: Quantized | None
@@ -172,9 +172,9 @@ class Scaling(torch.nn.Module):
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]`` in 8 bits with the scales of `columns`, but not transposed.
+        """Return a matrix ``[m, k]`` in 8 bits with the scales that `columns` gives its transpose.
 
-        ``rows`` is the result of `rows` for the same matrix, which has the same scale here.
+        ``rows`` is the result of `rows`. With one scale per tensor it already has these scales.
         """
         return rows
 
@@ -187,7 +187,7 @@ class Scaling(torch.nn.Module):
         return self.kept_weight
 
     def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
-        """Return the transpose ``[in, out]`` of the weight in 8 bits, cast with ``scale``."""
+        """Return the transposed 8-bit weight ``[in, out]``: a kept one, or a cast by ``scale``."""
         if self.kept_weight is not None and self.kept_weight.columns is not None:
             return self.kept_weight.columns
         return self.columns(weight, Role.WEIGHT, scale)
@@ -204,7 +204,7 @@ class RowScaling(Scaling):
     """One scale for each vector that a product sums over (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """Return ``[m, k]`` with one scale per row, and with ``columns`` its transpose likewise."""
+        """Return ``[m, k]``, and with ``columns`` its transpose, in 8 bits with a scale per row."""
         rows = self._along(x, role, 1, "rows")
         return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
@@ -237,7 +237,7 @@ class DelayedScaling(Scaling):
 
     Attributes:
         amax_history: largest magnitudes by step and `Role`, ``[steps, 3]`` float32, the latest
-            first; zero for steps that are still missing. A checkpoint saves nothing else of this.
+            first; zero for steps that are still missing. Checkpoints save this attribute only.
         scale: scales that follow from the history, ``[3]``.
         amax: largest magnitudes of the current step on this rank, ``[3]``.
         has_history: on the host, whether all three tensors have a history. If so, the pass that
