@@ -1,8 +1,9 @@
 """Flow matching on latent videos: timesteps, paths from data to noise, velocities, and the loss.
 
-Rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps and the shift of
-arXiv:2403.03206; the shift grows with the size and the length of a clip, as in Open-Sora 2.0
-(arXiv:2503.09642). For data x0 and noise x1, x_t is x1 at t = 1, and x0 + sigma_min * x1 at t = 0:
+The method is rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps
+and the shift of arXiv:2403.03206. The shift grows with the size and the length of a clip, as in
+Open-Sora 2.0 (arXiv:2503.09642). For data x0 and noise x1, x_t is x1 at t = 1, and
+x0 + sigma_min * x1 at t = 0:
 
     x_t = (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1
     v   = d x_t / d t = (1 - sigma_min) * x1 - x0
@@ -66,7 +67,7 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
     """Return the noisy x_t and the velocity v for data ``x0`` and noise ``x1``, ``[b, ...]``.
 
     ``times`` are ``[b]``, or ``[b, t]`` with one per frame of data ``[b, c, t, h, w]``. The results
-    are float32, or wider if the data is.
+    are float32, or float64 if the data is.
     """
     dtype = torch.promote_types(x0.dtype, torch.float32)
     x0, x1 = x0.to(dtype), x1.to(dtype)
@@ -77,10 +78,11 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
 
 
 def token_weights(mask: Tensor, normalization: str) -> Tensor:
-    """Return the weight of each token in the loss, ``[b, n]`` float32, from a mask of whole clips.
+    """Return the weight of each token in the loss, ``[b, n]`` float32.
 
-    ``mask`` ``[b, n]`` is 1 for tokens that count, else 0. With "per_token" it is the result; with
-    "per_sample" each clip's weights sum to 1, or to 0 if no token counts.
+    ``mask`` ``[b, n]`` is 1 for tokens that count, else 0, and covers all tokens of each clip. With
+    "per_token" the weights are the mask. With "per_sample" the weights of each clip sum to 1, or
+    to 0 if none of its tokens counts.
     """
     return reduced_weights(mask, None, _REDUCTIONS[normalization])
 
@@ -114,12 +116,12 @@ class FlowTargets:
 
     Attributes:
         velocity: v of the tokens, ``[b, n, d]`` float32.
-        weights: result of `token_weights`, ``[b, n]`` float32.
+        weights: weights of the tokens in the loss from `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: indices into `MODES`, ``[b]``.
-        usual_weight: sum of the weights of the whole micro-batch, divided by the context-parallel
-            size. `losses.contract.share_of_step` needs it, since the first ranks hold the text and
-            therefore fewer image tokens.
+        usual_weight: mean over the context-parallel ranks of each rank's sum of weights.
+            `losses.contract.share_of_step` takes it in place of the rank's own sum, since the ranks
+            hold unequal numbers of image tokens. None takes this rank's sum.
     """
 
     velocity: Tensor
@@ -140,7 +142,7 @@ def flow_matching_loss(
 
     Args:
         prediction: predicted velocity of the n image tokens, ``[b, n, d]``.
-        share: factor on the returned sum; see `losses.contract.share_of_step`.
+        share: factor on the returned sum, as `losses.contract.share_of_step` computes it.
         reported_modes: condition modes that get an entry in the log; the same on all ranks.
     """
     weights = targets.weights
@@ -154,7 +156,7 @@ def flow_matching_loss(
         quarter = quarter.flatten()
 
     def among(sums: Tensor, groups: Tensor, number: int) -> Tensor:
-        """Return the sum ``[2]`` of the rows of ``sums`` ``[k, 2]`` whose group is ``number``."""
+        """Return the sum ``[2]`` of those rows of ``sums`` whose ``groups`` are ``number``."""
         return torch.where((groups.to(sums.device) == number)[:, None], sums, 0.0).sum(dim=0)
 
     report = {"loss": pair(total, weights.sum())}

@@ -110,7 +110,7 @@ class TextEncoderConfig:
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """How clips are cut into samples; a value out of range raises ConfigError."""
+    """Flags of how clips are cut into samples; a value out of range raises ConfigError."""
 
     fps_cap: int = flag(
         24,

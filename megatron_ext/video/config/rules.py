@@ -146,8 +146,8 @@ def resolve_dit(config: RunConfig) -> RunConfig:
 def resolve_streaming(config: RunConfig) -> RunConfig:
     """Return the configuration with engine settings filled in from the flags of streaming.
 
-    These are the model section, the adapters' layers and how they are saved, the first step of the
-    averaged weights, and whether critic or teacher load a checkpoint of their own.
+    The settings are the model section, the layers that get adapters, whether only adapters are
+    saved, the first step of the averaged weights, and whether critic or teacher load a checkpoint.
     """
     streaming, lora, ema = config.section(StreamingConfig), config.lora, config.ema
     if lora.lora_rank is not None:

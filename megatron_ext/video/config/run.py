@@ -74,7 +74,7 @@ class VideoConfig:
         return self.task == "flow" and self.video_model == CAUSAL
 
     def own_errors(self) -> list[str]:
-        """Return a sentence for the first flag that flow matching needs and lacks, if any."""
+        """Return a sentence on the first missing flag that flow matching needs, or ``[]``."""
         if self.video_data_path is None:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
@@ -163,9 +163,10 @@ REFERENCE_LOSSES = ("masked", "all", "trimmed")
 class ConditionConfig:
     """Flags of how often each condition mode is drawn, and how reference frames enter the loss.
 
-    The default lengths of v2v, 9 and 17 latent frames, are 33 and 65 frames of a VAE with temporal
-    stride 4. ConfigError is raised for a value out of range, for weights that are all 0, and for an
-    unknown ``reference_loss``.
+    A condition mode says which frames of a clip the model is given: none (t2v), one frame at an end
+    or at both (i2v), or several at one end (v2v). The default lengths of v2v, 9 and 17 latent
+    frames, are 33 and 65 frames of a VAE with temporal stride 4. ConfigError is raised for a value
+    out of range, for weights that are all 0, and for an unknown ``reference_loss``.
     """
 
     SECTION: ClassVar[str] = "conditions"
@@ -260,10 +261,10 @@ NORMALIZATIONS = ("per_token", "per_sample")
 class FlowConfig:
     """Flags of rectified flow with times ``shift(sigmoid(mean + std * u))``, u standard normal.
 
-    The shift is linear in the number of tokens of a latent frame: ``shift_base`` at
-    ``shift_base_tokens``, ``shift_max`` at ``shift_max_tokens``, and on the same line beyond them.
-    With ``shift_by_length`` it is multiplied by the square root of the number of latent frames. A
-    given ``flow_shift`` replaces it for all clips. A value out of range raises ConfigError.
+    The shift is a linear function of the number of tokens of a latent frame, without bounds. It is
+    ``shift_base`` at ``shift_base_tokens`` and ``shift_max`` at ``shift_max_tokens``. With
+    ``shift_by_length`` it is multiplied by the square root of the number of latent frames. If
+    ``flow_shift`` is given, all clips have that shift. A value out of range raises ConfigError.
     """
 
     sigma_min: float = flag(1e-5, "noise that is left at t = 0", BELOW_ONE)

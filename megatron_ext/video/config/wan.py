@@ -99,8 +99,8 @@ class WanConfig:
 class VideoDiTConfig(Changeable):
     """The flags of a video DiT that ``--task flow`` trains.
 
-    Its checkpoint can start a streaming run. The flags that also apply to the networks of streaming
-    are in `WanConfig`.
+    A streaming run can start from a checkpoint of this video DiT. The flags that also apply to the
+    networks of streaming are in `WanConfig`.
 
     Attributes:
         dit_channels, dit_text_width: latent channels and text features of the data.

@@ -1,7 +1,7 @@
 """Translates the config.json of Wan 2.1 into a named size of the video DiT, and back.
 
-Sources: the arguments of diffusers' ``WanTransformer3DModel`` and of the original's ``WanModel``.
-Entries that a file leaves out have the defaults of these classes.
+The entries of a file are the arguments of diffusers' ``WanTransformer3DModel`` or of the original
+``WanModel``. An entry that the file leaves out has the default of its class.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
     """Return the model that a config.json describes.
 
     ``raw`` is the content of the file at ``path``. A class that cannot be converted, an entry that
-    the video DiT does not support, and sizes without a name raise CheckpointError.
+    the video DiT does not support, and sizes that match no named size raise CheckpointError.
     """
     naming = CLASSES.get(str(raw.get(CLASS)))
     if naming is None:
@@ -126,7 +126,7 @@ def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path
     """Return the model at ``path``, inferred from ``found``, the shapes of its tensors by name.
 
     No shape shows the number of heads; it is taken from a named size of the same hidden size.
-    Tensors that are not Wan's, or have sizes without a name, raise CheckpointError.
+    Tensors that are not Wan's, or whose sizes match no named size, raise CheckpointError.
     """
 
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
@@ -151,10 +151,10 @@ _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_
 
 
 def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
-    """Return the model with the named size that has these sizes; its text width may differ.
+    """Return the model whose sizes are ``values``, which must match a named size.
 
     ``values`` are hidden size, heads, feed-forward width, blocks, latent channels and text width.
-    If no named size fits, a CheckpointError gives the nearest one.
+    Any text width is allowed. If no named size fits, a CheckpointError gives the nearest one.
     """
     h, heads, ffn, blocks, channels, text = values
     try:

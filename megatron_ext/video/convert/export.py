@@ -63,9 +63,9 @@ def export_wan(
         step: iteration; None takes the latest.
         dtype: dtype to write; None keeps the run's.
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
-        network: a key of `NETWORKS`.
+        network: the network to write, ``"generator"`` or ``"critic"``.
         ema: write the generator's averaged weights (``--ema-decay``) in place of the last ones.
-        naming: code whose names the tensors and entries of config.json get.
+        naming: whether tensors and entries of config.json get diffusers' or the original's names.
 
     Raises:
         CheckpointError: a weight is missing, has another shape, or does not exist in Wan; or a
@@ -98,7 +98,10 @@ def export_wan(
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
-    """Check that the tensors named ``prefix...`` in a checkpoint are exactly a network's."""
+    """Check that the tensors ``prefix...`` of a checkpoint are exactly those of a video DiT.
+
+    A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
+    """
     held = {
         name.removeprefix(prefix): tuple(entry.size)
         for name, entry in stored_entries(path).items()

@@ -112,7 +112,7 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
 
 
 def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
-    """Return the names of Wan's tensors that `from_wan` joins to our parameter, in order."""
+    """Return, in order, the names of Wan's tensors that together make our parameter ``name``."""
     prefix, key = "", name
     if name.startswith("blocks."):
         blocks, number, inner = name.split(".", 2)
@@ -160,7 +160,7 @@ _ADAPTER = re.compile(
 
 
 def wan_adapters(head_dim: int) -> PeftLayers:
-    """Return how our adapters map to the layers of diffusers' WanTransformer3DModel.
+    """Return the mapping of our adapters to the layers of diffusers' WanTransformer3DModel.
 
     That class loads the exported file by ``load_lora_adapter``, with ``prefix="base_model.model"``.
     """

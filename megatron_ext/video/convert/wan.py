@@ -75,7 +75,7 @@ def is_wan(source: Path) -> bool:
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
     """Open the model in a folder of safetensors or a file of torch.save; yield it and its tensors.
 
-    ``entry`` is a key of the file; None takes the whole file or the only key with tensors.
+    ``entry`` is a key of the file; None takes the whole file, or else its only key with tensors.
     CheckpointError is raised for a model that cannot be read or converted.
     """
     if source.is_file():
@@ -98,8 +98,8 @@ class TensorFile:
     """The tensors of a file of torch.save, mapped into memory; see `TensorSource`.
 
     ``entry`` is the key of the file that holds them, such as ``"generator_ema"``. None takes the
-    whole file or the only key with tensors. A file that cannot be read, has no tensors there, or
-    has several keys to choose from raises CheckpointError.
+    whole file if it is a dictionary of tensors, else its only key with tensors. A file that cannot
+    be read, has no tensors there, or has several keys to choose from raises CheckpointError.
     """
 
     def __init__(self, path: Path, entry: str | None) -> None:
@@ -129,7 +129,7 @@ class TensorFile:
 
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors under a key; None takes the whole file or its only key with tensors."""
+    """Return the tensors under a key; None takes the whole file, or else its only key with them."""
     # No code that the file may hold is run. One from before torch 1.6 is no archive, and cannot be
     # mapped.
     content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
@@ -165,7 +165,7 @@ def import_wan(
         source: folder with config.json and safetensors, or a file of torch.save.
         save: folder for the checkpoint.
         dtype: dtype of the checkpoint; None keeps the source's.
-        entry: key of a file of torch.save; None takes the whole file or the only key with tensors.
+        entry: key in a torch.save file; None takes the whole file, else its only key with tensors.
 
     Returns:
         The named size of the model, and the dtype of the checkpoint, such as ``"bfloat16"``.

@@ -44,8 +44,8 @@ class Clip:
     Attributes:
         path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
             images, which are its frames in the order of their names, 10 after 9.
-        caption: without the suffix of `with_suffix`; may be empty.
-        fps: frame rate that the row gives; it replaces that of the file, or `FOLDER_FPS`.
+        caption: the row's text, without the suffix that `with_suffix` adds; may be empty.
+        fps: frame rate that the row gives; None takes the file's, or `FOLDER_FPS` for a folder.
         motion: motion score that the row gives, which the suffix tells the text encoder.
     """
 
@@ -58,8 +58,8 @@ class Clip:
 def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> str:
     """Return the caption with its suffix, such as ``A cat. 24 FPS, 4 motion score.``
 
-    Text encoders get this text in training and sampling. ``fps`` is the rate after subsampling; it
-    is left out for images (None or 0), and ``motion`` if it is None.
+    Text encoders get this text in training and sampling. The suffix gives ``fps``, the frame rate
+    after subsampling, unless ``fps`` is None or 0 (images), and ``motion``, unless that is None.
     """
     parts = [f"{fps} FPS"] if fps else []
     if motion is not None:

@@ -25,7 +25,7 @@ from megatron_ext.video.data.randomness import generator
 
 
 class VideoCodec(ABC):
-    """The part of a codec that preprocessing, online encoding and sampling need.
+    """The interface of a codec for preprocessing, online encoding and sampling.
 
     Attributes:
         channels: latent channels, c.
@@ -44,12 +44,13 @@ class VideoCodec(ABC):
         """Encode ``[b, 3, f, H, W]`` in [-1, 1] as ``[b, c, t, h, w]`` float32.
 
         Random latents, such as a VAE's posterior samples, depend only on the codec's seed, the
-        ``number`` of the clip in its list and ``piece``, the name of the part that is encoded.
+        clip's ``number`` in the list of clips, and ``piece``. The piece is ``"clip"`` for a whole
+        clip, or the name of reference frames, for example ``"head1"``.
         """
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; another c raises DataError."""
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; a wrong c raises DataError."""
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return the shape ``(c, t, h, w)`` of a clip's latents.
@@ -145,7 +146,7 @@ class PatchCodec(VideoCodec):
 
 
 def _cosines(n: int) -> Tensor:
-    """Return the orthonormal DCT-II (Ahmed et al., 1974), ``[n, n]`` float64, a frequency a row."""
+    """Return the orthonormal DCT-II (Ahmed et al., 1974), ``[n, n]`` float64; rows are cosines."""
     k, x = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
     waves = torch.cos(math.pi * k.double() * (x.double() + 0.5) / n)
     return waves * torch.where(k == 0, math.sqrt(1 / n), math.sqrt(2 / n))

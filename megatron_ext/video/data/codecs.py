@@ -5,9 +5,9 @@ is exact only if each part gets all the earlier latent frames on which its pixel
 
 - The patch codec decodes each latent frame by itself, which is exact.
 - Wan's VAE caches two earlier frames for every convolution: exact, and nothing is decoded twice.
-- Any other VAE decodes the `OVERLAP` latent frames before a part again. HunyuanVideo's depends on
-  frames farther back, and its norms cover all frames of a call, so its pixels only come close to
-  those of decoding the whole video.
+- Any other VAE decodes the `OVERLAP` latent frames before a part again. HunyuanVideo's VAE
+  depends on frames farther back, and its norms cover all frames of a call, so its pixels only come
+  close to those of decoding the whole video.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Section:
 
 
 def _min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return the fewest latent frames of a clip for ``mode``; in v2v, its references plus one."""
+    """Return the fewest latent frames that a clip may have in the condition mode ``mode``."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -131,9 +131,9 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
     """Return 1 for tokens that count in the loss, else 0, ``[b, t * tokens_per_frame]`` float32.
 
-    ``masks`` ``[b, t]`` are True at reference frames. With ``reference_loss`` "masked" these do not
-    count, with "all" they do. With "trimmed" they count only in clips with references between the
-    first and the last frame. If all frames of a clip are left out, no token of the clip counts.
+    ``masks`` ``[b, t]`` are True at reference frames. With ``reference_loss`` "masked" no reference
+    frame counts, with "all" every one does. With "trimmed" the reference frames of a clip count
+    only if one of them lies between the clip's first and last frame.
     """
     left_out = masks
     if reference_loss == "all":
@@ -145,7 +145,7 @@ def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tens
 
 @dataclass(frozen=True)
 class Text:
-    """Encoded captions: token embeddings ``[b, l, d]`` and pooled embeddings ``[b, e]``."""
+    """Encoded captions: embeddings of l tokens, ``[b, l, d]``, and pooled ones, ``[b, e]``."""
 
     sequence: Tensor
     pooled: Tensor

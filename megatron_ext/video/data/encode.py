@@ -64,7 +64,7 @@ class VideoSample:
 
 
 def reference_name(side: str, num_frames: int) -> str:
-    """Return the name of reference frames by side and latent frames: ``head1``, ``tail9``."""
+    """Return the name of the first or last latent frames, such as ``head1`` or ``tail9``."""
     return f"{side}{num_frames}"
 
 
@@ -191,7 +191,7 @@ def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return a line per reason, the most frequent first: how many clips it drops, and the first."""
+    """Return a line per reason, the most frequent on top: its number of clips, and the first."""
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."

@@ -181,7 +181,7 @@ def _rule(given: Any) -> BucketRule:
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number, or text of one as in JSON's keys, as int; else raise ValueError."""
+    """Turn a whole number, or the text of one, into an int; raise ValueError for anything else."""
     number = int(value)
     if isinstance(value, bool) or (not isinstance(value, str) and number != value):
         raise ValueError(f"{value!r} is no whole number")
@@ -237,7 +237,7 @@ def assign(
     """Return the bucket of a clip, or why it has none.
 
     Resolutions are tried from large to small. In each, a video fits the longest bucket that it has
-    enough frames for, and an image the bucket of one frame. The clip enters the bucket with its
+    enough frames for, and an image the bucket of one frame. The clip enters it with the bucket's
     probability; otherwise the next resolution is tried. ``seed`` and ``number``, the clip's number
     in its list, decide the draws.
     """

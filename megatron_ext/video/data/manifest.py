@@ -194,7 +194,8 @@ _SIZES = {
 def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | None]]:
     """Yield the name and fault of each entry of ``value`` that is not as ``wanted`` demands.
 
-    The fault of a missing entry is None. ``wanted`` has the form of `_ENTRIES`.
+    A fault is a clause for an error message, or None if the entry is missing. ``wanted`` has the
+    form of `_ENTRIES`, and ``name`` is the name of ``value`` itself.
     """
     if not isinstance(wanted, dict | list):
         if not wanted[1](value):

@@ -109,7 +109,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
 
 
 def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
-    """Return a function that reports the clips done so far, at most every 5 seconds."""
+    """Return a function that takes the number of clips done and reports it, at most every 5 s."""
     start = last = time.monotonic()
 
     def tick(done: int) -> None:
@@ -218,7 +218,7 @@ def _work(part: _Part, fingerprint: str) -> dict[str, Any]:
 def write_shard(
     encoder: ClipEncoder, options: VideoPreprocessOptions, part: _Part, fingerprint: str
 ) -> dict[str, Any]:
-    """Encode and publish one shard; return its ``.json``, with a list of undecodable clips."""
+    """Encode and publish one shard; return its ``.json``, which lists the undecodable clips."""
     folder = Path(options.output)
     names = reference_names(options.encode.reference_lengths)
     bad: list[list[Any]] = []

@@ -152,10 +152,10 @@ def build_video_datasets(
 
 
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
-    """Open the data, check that it fits the run, and fill in the settings that follow from it.
+    """Open and check the data; return the configuration with the settings that follow from it.
 
-    See `Task.preflight`. Data that is damaged or does not fit the flags raises ConfigError or
-    DataError.
+    The second value is None, since the task has no assets (`Task.preflight`). Data that is damaged
+    or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
     manifest = open_videos(config, str(video.video_data_path)).manifest
@@ -190,7 +190,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the optimizer's flags with a warm-up that fits the run; the default may be shortened.
+    """Return the optimizer's flags with a missing warm-up filled in, shorter in a short run.
 
     Flags that do not fit the number of steps raise ConfigError.
     """
@@ -248,7 +248,7 @@ def planned_clips(config: RunConfig) -> list[Clip]:
 
 
 def bucket_table(split: VideoSplit) -> str:
-    """Return text with a line for each bucket: clips, those left out of an epoch, and tokens."""
+    """Return text with a line per bucket: clips, clips left out of an epoch, sequence length."""
     steps = split.plan.steps
     lines = [
         f"  {bucket!s:28} {len(members.clips):8d} clips, micro-batches of "
@@ -290,9 +290,9 @@ EVALUATION_SEED = 1 << 32
 class VideoSource(BatchSource):
     """The batches of one split on this rank, grouped by step; see `Task.source`.
 
-    Training starts at the run's step. Its random decisions depend on the number of the sample in
+    Training starts at the run's step. Random decisions then depend on the number of the sample in
     the run, so a clip gets new ones in each epoch. Validation (``full_epoch``) starts at the first
-    step. Its decisions depend on the number of the clip, so they are the same in every pass.
+    step. Random decisions then depend on the number of the clip and are the same in every pass.
     """
 
     def __init__(

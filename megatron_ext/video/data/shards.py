@@ -70,7 +70,7 @@ def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
 
 
 def dtype_of(field: str, storage: str) -> np.dtype[Any]:
-    """Return the dtype of one field in its files."""
+    """Return the dtype in which one field is stored on disk."""
     numbers = np.int16 if storage == "bfloat16" else np.float32
     return np.dtype({"geometry": np.int32, "caption": np.uint8}.get(field, numbers))
 

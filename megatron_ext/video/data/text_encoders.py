@@ -25,7 +25,7 @@ from megatron_ext.video.data.codec import compared, public
 
 
 class TextEncoder(Protocol):
-    """The part of a text encoder that preprocessing, online encoding and sampling need.
+    """The interface of a text encoder for preprocessing, online encoding and sampling.
 
     Attributes:
         length: rows of an encoded caption, l: embeddings of its tokens or words, then padding.
@@ -93,8 +93,8 @@ def load_model(
     """Load a model of transformers and its tokenizer from local folders.
 
     ConfigError is raised if transformers is missing, the model's type is not one of ``types``, it
-    lacks weights, or a folder cannot be loaded. For the message, ``text_encoder`` is the value of
-    that option, and ``name`` is the option that gives ``path``.
+    lacks weights, or a folder cannot be loaded. The messages name ``text_encoder``, the chosen
+    encoder, and ``name``, the option that gives ``path``.
     """
     try:
         import transformers
@@ -188,7 +188,7 @@ class T5AndClip:
 
 
 class UMT5:
-    """A text encoder that gives UMT5's last hidden states, zero at pad tokens, and nothing pooled.
+    """A text encoder that gives UMT5's last hidden states, zero at pads, and no pooled vector.
 
     As in `diffusers.WanPipeline`, the encoder masks pad tokens, and the denoiser attends to their
     zero rows. Captions are cleaned as that pipeline does without the optional package ftfy:
