@@ -43,7 +43,7 @@ class Clip:
 
     Attributes:
         path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
-            images, which are its frames in the order of their names, 10 after 9.
+            images, which are its frames, sorted by name with numbers by value (10 after 9).
         caption: the row's text, without the suffix that `with_suffix` adds; may be empty.
         fps: frame rate that the row gives; None takes the file's, or `FOLDER_FPS` for a folder.
         motion: motion score that the row gives, which the suffix tells the text encoder.

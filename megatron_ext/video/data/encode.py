@@ -48,7 +48,7 @@ class VideoSample:
         latents: ``[c, t, h, w]``.
         text, pooled: embeddings of the caption, by token ``[l, d]`` and as a whole ``[e]``.
         references: latents ``[c, k, h, w]`` of the first or last k latent frames, encoded without
-            the rest of the clip and named by `reference_name`. Lengths k of t or more are missing.
+            the rest of the clip and named by `reference_name`. There are none with k >= t.
         fps: frames per second after subsampling; 0 for an image.
         number: number of the clip in its list.
         caption: the caption that the text encoder got, suffix included.
@@ -191,7 +191,7 @@ def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return a line per reason, the most frequent on top: its number of clips, and the first."""
+    """Return a line per reason, most frequent on top: its number of clips, and the first clip."""
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."
