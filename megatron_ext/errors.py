@@ -19,7 +19,7 @@ EXIT_CODE_INTERRUPTED = 130
 
 
 class MegatronExtError(Exception):
-    """The base class of every error that this package raises on purpose, with its messages."""
+    """The base class of every error that this package raises on purpose; holds its messages."""
 
     def __init__(self, messages: str | Sequence[str]) -> None:
         self.messages = (messages,) if isinstance(messages, str) else tuple(messages)

@@ -219,7 +219,10 @@ def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
 
 
 def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
-    """Return a field's flag; the hint ``list[int] | None`` makes it optional with int values."""
+    """Return the flag that a field declares; the field's type ``hint`` gives the flag's type.
+
+    For example, ``list[int] | None`` makes a flag with integers as values that may also be None.
+    """
     optional = type(None) in typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(x for x in typing.get_args(hint) if x is not type(None))

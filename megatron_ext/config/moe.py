@@ -128,7 +128,7 @@ class MoEConfig(Changeable):
         return layers_with_experts(self.layer_pattern(), num_layers)
 
     def errors(self, expert_size: int) -> Iterator[str]:
-        """Yield a sentence for each fault in these flags; ``expert_size``: expert-parallel size."""
+        """Yield a sentence for each fault in these flags, given the expert-parallel size."""
         if self.num_experts is None:
             if expert_size > 1:
                 yield (

@@ -118,7 +118,7 @@ class OptimizerConfig(Changeable):
     """Steps of warm-up of a run whose flags give none."""
 
     def warmup_notes(self) -> list[str]:
-        """Return a note if the task's warm-up, used without a flag, was shortened for the run."""
+        """Return a note if no flag sets the warm-up, and the task's default was shortened."""
         usual, warmup = self.usual_warmup_iters, self.lr_warmup_iters
         if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:
             return []

@@ -16,7 +16,7 @@ STRICTNESS = (
 
 @dataclass(frozen=True)
 class CheckpointConfig(Changeable):
-    """Checkpoints; as Megatron-LM's, except that any layout can load their optimizer state."""
+    """Saving and loading checkpoints as in Megatron-LM, but any layout can load optimizer state."""
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(

@@ -87,6 +87,6 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return how many of embedding and output layer count as layers of stages: 0, 1 or 2."""
+        """Return how many of the embedding and the loss count as a layer of a stage: 0, 1 or 2."""
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

@@ -311,7 +311,7 @@ def _unknown(named: str, near: list[str]) -> str:
 
 
 def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -> list[str]:
-    """Return a note on each given flag without effect: always, on this device, or in this run."""
+    """Return a note for each given flag with no effect at all, on this device, or in this run."""
     reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
     if config.device == "cpu":
         reasons += [(flag, GPU_ONLY.get(flag.field), " on a CPU") for flag in given]

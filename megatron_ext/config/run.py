@@ -71,7 +71,7 @@ class RunConfig:
         return any(isinstance(section, kind) for section in self.sections)
 
     def with_section(self, *changed: Any) -> RunConfig:
-        """Return a copy in which each given section is added, or replaces the one of its class."""
+        """Return a copy in which each given section is added or replaces one of the same class."""
         by_kind = {type(section): section for section in self.sections}
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))
@@ -139,7 +139,8 @@ class TaskFlags:
         left_out: the reason why the task does not use a flag of the engine, by section and field
             (``"*"`` is every field). A program does not accept flags that all tasks leave out.
         defaults: values that replace the usual defaults of flags, by field.
-        needs: fields without effect unless a flag is given, by this flag (`megatron_flags.NEEDS`).
+        needs: maps a flag, such as ``"--position-embedding-type rope"``, to the fields that have no
+            effect unless this flag is given, separated by spaces.
         resolve: fills in values that the task decides, before the engine derives the others.
         rules: takes ``(given, resolved)`` and returns a sentence for each fault. ``given`` is the
             configuration before anything was derived.

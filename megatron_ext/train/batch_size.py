@@ -17,7 +17,7 @@ from megatron_ext.errors import ConfigError
 
 
 class _Steps:
-    """Batch sizes of ``--step-batch-size-schedule``, each from a number of consumed tokens on.
+    """Batch sizes of ``--step-batch-size-schedule``, each used from a number of samples on.
 
     megatron-core 0.17 has a class with the same names, which can then replace this one.
     """
@@ -173,7 +173,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Build counters from `to_dict`'s values; ignore unknown keys, as of newer versions."""
+        """Build counters from `to_dict`'s values; ignore unknown keys, as newer versions add."""
         names = {field.name for field in fields(cls)}
         known = {name: value for name, value in values.items() if name in names}
         best = [BestCheckpoint(**entry) for entry in known.pop("best_checkpoints", [])]

@@ -92,7 +92,8 @@ class _Supervisor:
     def _ended(self, rank: int, status: int) -> None:
         """Record a rank's exit, and end all ranks if it failed by itself.
 
-        If the rank only gave up waiting for another, all end a little later, so the cause shows.
+        If the rank only gave up waiting for another one, all ranks end a little later. Until then
+        the rank that caused the failure can report it.
         """
         if status in _FOLLOWS and self._code == 0:
             self._code = status

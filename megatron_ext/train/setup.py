@@ -143,7 +143,7 @@ def attach_data(run: Run, task: Task, assets: Any) -> None:
 def _evaluation_sources(
     run: Run, datasets: Datasets, source: Callable[..., BatchSource]
 ) -> tuple[list[BatchSource], list[BatchSource]]:
-    """Return batch sources of validation sets, after the consumed samples, and of the test set."""
+    """Return batch sources in two lists: one for each validation set, and one for the test set."""
     training, several = run.config.training, datasets.valid
     valid, test = list[BatchSource](), list[BatchSource]()
     if training.evaluates:
@@ -160,7 +160,7 @@ def _evaluation_sources(
 
 
 def _exists(dataset: Any, device: torch.device) -> bool:
-    """Return whether any rank opened the split; ``--split 95,5,0`` makes no test split."""
+    """Return whether any rank has the dataset of a split; all ranks call this together."""
     found = torch.tensor(int(dataset is not None), device=device)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return bool(found)

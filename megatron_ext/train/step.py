@@ -108,7 +108,7 @@ class StepRunner:
         return self.chunks
 
     def model_steps(self, steps: int) -> int:
-        """Return how many of a run's first ``steps`` steps train its model; here all do so."""
+        """Return how many of a run's first ``steps`` steps train its model: all, in this class."""
         return steps
 
     def _connect(self, optimizer: MegatronOptimizer) -> None:
@@ -177,7 +177,7 @@ class StepRunner:
     def _masks(
         self, consumed_samples: int
     ) -> Callable[[torch.nn.Module], AbstractContextManager[None]]:
-        """Return a function from a chunk to the dropout context of its next micro-batch."""
+        """Return a function that gives a chunk the dropout context of its next micro-batch."""
         if not self.config.model.deterministic_dropout:
             return lambda chunk: nullcontext()
         seen: Counter[torch.nn.Module] = Counter()
@@ -267,7 +267,7 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Queue an update for its learning-rate ``scheduler``; settle if its outcome is known."""
+        """Queue an update for ``scheduler``; settle the queue if the update's outcome is known."""
         self._unsettled.append((update, scheduler, num_samples))
         if update.known:
             self.settle()

@@ -28,8 +28,8 @@ CUTS = (
 def stages_of(layout: str) -> list[str]:
     """Return the stages of ``--pipeline-model-parallel-layout``, each as letters.
 
-    E is the embedding, t a layer, m multi-token prediction, L the loss. Another letter, or more
-    than `MOST_REPETITIONS` of a part, raises a ValueError.
+    E is the embedding, t a layer, m multi-token prediction, L the loss. Another letter, or a
+    repetition such as ``*99`` with a number above `MOST_REPETITIONS`, raises a ValueError.
     """
     if any(int(times) > MOST_REPETITIONS for times in re.findall(r"\*(\d+)", layout)):
         raise ValueError(f"no part can be repeated more than {MOST_REPETITIONS} times")

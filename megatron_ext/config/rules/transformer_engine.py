@@ -1,7 +1,8 @@
 """Rules of Transformer Engine: which runs its layers refuse, and which version a run needs.
 
 The versions are those that megatron-core 0.16.1 requires (``is_te_min_version``), or later ones
-where Transformer Engine's own source requires them. What `MINIMUM` has is not listed in `NEEDS`.
+where Transformer Engine's own source requires them. `NEEDS` omits options of the layers that
+`MINIMUM`, the oldest supported version, already has.
 """
 
 from __future__ import annotations
@@ -122,16 +123,17 @@ def needs_torch_layers(run: RunConfig) -> bool:
 
 
 def _recomputes_biases(model: ModelConfig) -> bool:
-    """Return whether an MLP with biases is recomputed, with which megatron-core's backward hangs.
+    """Return whether an MLP with biases is recomputed; megatron-core's backward would hang.
 
-    megatron-core's recomputed function returns the bias, a parameter; our MLP adds it inside.
+    megatron-core's recomputed function returns the bias, which is a parameter. This package's MLP
+    adds the bias inside the recomputed function.
     """
     selective = model.recompute_granularity == "selective"
     return selective and "mlp" in (model.recompute_modules or ()) and model.add_bias_linear
 
 
 def read_overlap_settings(path: str | None) -> dict[str, Any]:
-    """Return the settings of ``--tp-comm-overlap-cfg`` by matrix product; none without a file.
+    """Return the settings of ``--tp-comm-overlap-cfg`` by matrix product; {} without a file.
 
     A file that cannot be read, or names a product not in `OVERLAPPED`, raises a ConfigError.
     """
@@ -264,7 +266,7 @@ NEEDS: tuple[Need, ...] = (
 
 
 def found_version() -> str | None:
-    """Return the installed version of Transformer Engine, without an import; None without one."""
+    """Return the installed version of Transformer Engine without importing it, or None."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:

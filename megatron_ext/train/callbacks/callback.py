@@ -64,7 +64,7 @@ class Callback:
         """Request a checkpoint or the run's end in ``decision``, once each `after_step` has run."""
 
     def on_train_end(self) -> None:
-        """Run once after the last step, also of a run that ends early."""
+        """Run once after the last step, also if the run ends early."""
 
 
 def due(iteration: int, interval: int | None) -> bool:
@@ -157,7 +157,7 @@ EXIT_INTERVAL = "exit interval"
 
 
 class StopConditions(Callback):
-    """Saves every ``--save-interval`` steps; ends the run at a signal, time limit or interval."""
+    """Saves at ``--save-interval``; ends the run at a signal, time limit or ``--exit-interval``."""
 
     def decide(self, decision: Decision) -> None:
         run, config = self.run, self.run.config

@@ -25,8 +25,8 @@ from megatron_ext.train.step import StepRunner, means_of, reduce_reports
 class EarlyStopping(Callback):
     """Keeps the checkpoints of lowest validation loss, and ends a run that stopped improving.
 
-    The constructor raises a DataError, on all ranks, if a flag for this is given but the run has
-    no validation split.
+    The constructor raises a DataError, on all ranks, if ``--keep-best`` or
+    ``--early-stop-patience`` is given but the run has no validation split.
     """
 
     def __init__(self, run: Run) -> None:
@@ -116,7 +116,7 @@ class EarlyStopping(Callback):
 
 
 def mean_validation_loss(losses: Losses) -> float:
-    """Return the mean of the first loss of each validation set; NaN on all but the last stage."""
+    """Return the first loss, averaged over validation sets; NaN on all but the last stage."""
     first = [next(iter(each.values()), math.nan) for each in losses]
     return math.fsum(first) / len(first) if first else math.nan
 

@@ -41,7 +41,7 @@ class Invariants(Callback):
 def named_parameters(
     chunks: Sequence[DistributedDataParallel],
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the trainable parameters by name; of several chunks, names begin with "chunk 0: "."""
+    """Return trainable parameters by name; with several chunks, names begin like "chunk 0: "."""
     several = len(chunks) > 1
     return [
         (f"chunk {index}: {name}" if several else name, parameter)

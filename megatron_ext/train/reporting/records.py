@@ -21,7 +21,7 @@ class IterationRecord:
         nans: skipped steps whose loss was not finite.
         peak_flops: peak of one GPU in floating-point operations per second, None if unknown.
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
-        memory: bytes of this rank's GPU by name; empty on a CPU.
+        memory: allocated and reserved bytes of this rank's GPU, by name; empty on a CPU.
         epoch: passes through the training data so far; None where the data has no epochs.
     """
 

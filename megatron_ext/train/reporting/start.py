@@ -126,9 +126,9 @@ def parameters_line(total: int, trained: int, largest: int) -> str:
 
 
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
-    """Return package and class of the optimizer, such as "torch AdamW".
+    """Return the package and class of the optimizer, such as "torch AdamW".
 
-    For an optimizer class of this package, that is its base class.
+    If this package defines the class, its first base class from another package is named.
     """
     if optimizer is None:
         return "none"
