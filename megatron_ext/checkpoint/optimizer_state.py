@@ -1,4 +1,4 @@
-"""Mends five faults of megatron-core's optimizers when their state is saved and loaded.
+"""Mends six faults of megatron-core's optimizers when their state is saved and loaded.
 
 - With torch's own Adam, the distributed optimizer cannot list its state before the first update.
 - The distributed optimizer fails on torch's step count of each parameter, or resets the count.
@@ -7,6 +7,7 @@
   With expert parallelism, experts have an optimizer of their own.
 - On a pipeline stage without experts, the experts' optimizer has no parameters. It then cannot be
   saved, or is saved without the count of its updates.
+- A 16-bit run with a parameter group that is empty on a pipeline stage cannot load its state.
 """
 
 from __future__ import annotations
