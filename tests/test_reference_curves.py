@@ -45,9 +45,13 @@ def run(name: str, data: Path, save: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", sorted(CURVES["runs"]))
 def test_curve_equals_megatron_lms(name: str, data: Path, tmp_path: Path) -> None:
-    """Loss within 2e-6 (bf16: 2e-4) relative, grad norm within 0.001, learning rate exact."""
+    """Loss within 2e-6 (bf16: 2e-4) relative, grad norm within 0.001 (bf16: 0.003), rate exact.
+
+    In bf16 the CPU's instructions decide the norm's last digit: with those of the recording it is
+    met, with AVX2, AVX-512 and AMX (``ONEDNN_MAX_CPU_ISA``) it is off by 0.0011 to 0.0015.
+    """
     recorded = CURVES["runs"][name]
-    tolerance = 2e-4 if "--bf16" in recorded["extra_flags"] else 2e-6
+    tolerance, of_norm = (2e-4, 3e-3) if "--bf16" in recorded["extra_flags"] else (2e-6, 1e-3)
     rows = run(name, data, tmp_path / "save")
     steps = [row for row in rows if row["kind"] == "train"]
     assert len(steps) == len(recorded["iterations"])
@@ -55,7 +59,7 @@ def test_curve_equals_megatron_lms(name: str, data: Path, tmp_path: Path) -> Non
         where = f"{name} iteration {want['iteration']}"
         assert row["iteration"] == want["iteration"], where
         assert math.isclose(row["lm loss"], want["lm_loss"], rel_tol=tolerance), where
-        assert abs(row["grad_norm"] - want["grad_norm"]) <= 1e-3, where
+        assert abs(row["grad_norm"] - want["grad_norm"]) <= of_norm, where
         assert f"{row['learning_rate']:.6E}" == f"{want['learning_rate']:.6E}", where
         for depth, value in enumerate(want.get("mtp", []), start=1):
             assert math.isclose(row[f"mtp_{depth} loss"], value, rel_tol=tolerance), where

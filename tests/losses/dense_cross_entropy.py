@@ -54,7 +54,9 @@ def weighted_sum(values: Inputs, **options: Any) -> Tensor:
 def weighted(values: Inputs, *, scale: float = 1.0, **options: Any) -> Result:
     losses, total = weighted_linear_cross_entropy(*values, **options)
     assert not losses.requires_grad
-    torch.testing.assert_close(total, (values[3] * losses).sum())
+    # Terms of either sign cancel, so the terms themselves say what rounding may change.
+    terms = values[3].double() * losses
+    assert abs(float(total) - float(terms.sum())) <= TOLERANCE * float(terms.abs().sum())
     (total * scale).backward()
     return losses, values[0].grad, values[1].grad
 
