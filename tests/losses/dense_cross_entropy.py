@@ -56,7 +56,7 @@ def weighted(values: Inputs, *, scale: float = 1.0, **options: Any) -> Result:
     assert not losses.requires_grad
     # Terms of either sign cancel, so the terms themselves say what rounding may change.
     terms = values[3].double() * losses
-    assert abs(float(total) - float(terms.sum())) <= TOLERANCE * float(terms.abs().sum())
+    assert abs(total.item() - terms.sum().item()) <= TOLERANCE * terms.abs().sum().item()
     (total * scale).backward()
     return losses, values[0].grad, values[1].grad
 
