@@ -275,7 +275,7 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 
 def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:
-    """Return whether Transformer Engine's layers are used; a dry run also needs the package."""
+    """Return whether to use Transformer Engine's layers; in a dry run, only if it is installed."""
     te = model.transformer_impl == TE_IMPL
     return te and (not planning.dry_run or find_spec("transformer_engine") is not None)
 

@@ -334,8 +334,8 @@ def _can_reset(module: torch.nn.Module) -> bool:
 def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
     """Initialize a float32 copy of the module on the CPU, and copy the values to the module.
 
-    A parameter that was written more often than ``reset_parameters`` writes it was initialized by
-    the user's own code and stays as it is.
+    A parameter keeps its values if it was written more often than by ``reset_parameters`` alone,
+    because the user's own code has then initialized it.
     """
     fresh = copy.copy(module)
     fresh._parameters = {

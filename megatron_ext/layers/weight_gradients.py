@@ -60,9 +60,9 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
     """Mark a weight's gradient as added to the buffer; return a tensor ``[out, in]`` for autograd.
 
     Autograd needs some gradient to run megatron-core's hooks on the thread of the backward pass.
-    The mark stops the hooks from adding the returned tensor, whose values are undefined. But for a
-    weight with ``zero_out_wgrad``, which is also used elsewhere in the step, the hooks ignore the
-    mark, and the tensor is zero.
+    The mark stops the hooks from adding the returned tensor, whose values are undefined. A weight
+    that the step also uses elsewhere has the attribute ``zero_out_wgrad``: for it, the hooks ignore
+    the mark, and the tensor is zero.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     shared: Tensor | None = getattr(weight, "gradient_placeholder", None)  # see layers.graphs

@@ -1,7 +1,7 @@
-"""The GPU that a run is planned for, and the assumed shares of its datasheet rates that runs reach.
+"""The GPU that a run is planned for, and the fractions of its datasheet rates that runs reach.
 
-The GPU is a kind in `device.gpus` or a measured machine. `Efficiency` holds the assumed shares and
-their sources. Rates that ``tools/doctor.py --json`` has measured replace the first three of them.
+The GPU is a kind in `device.gpus` or a measured machine. `Efficiency` holds the assumed fractions
+and their sources. The rates measured by ``tools/doctor.py --json`` replace its first three fields.
 """
 
 from __future__ import annotations

@@ -138,11 +138,11 @@ def sid_direction(
     scores: Scores,
     whole_gradient: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of L_S, summed over a clip's frames, and L_S of each frame ``[b, t]``.
+    """Return the gradient of the sum of L_S over frames, and L_S of each frame, ``[b, t]``.
 
-    The gradient for the clip, ``[b, t, c, h, w]`` float64, is multiplied by the number of elements
-    of a frame. It goes through critic and teacher, but their weights get none. If ranks divide the
-    tokens, ``whole_gradient`` maps a rank's gradient of the networks' input to the full one.
+    The gradient with respect to the latents, ``[b, t, c, h, w]`` float64, is multiplied by the
+    number of elements of a frame. The weights of critic and teacher get no gradients. If ranks
+    divide the tokens, ``whole_gradient`` maps a rank's gradient of the input to the full one.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):

@@ -82,7 +82,7 @@ def coverage(streaming: StreamingConfig, accumulation: int) -> str:
 
 
 def clip_tokens(streaming: StreamingConfig) -> int:
-    """Return the number of tokens of a clip of one sample."""
+    """Return the number of tokens that the networks see of one clip, for a batch of 1."""
     return streaming.chunk_frames * _frame_tokens(streaming)
 
 

@@ -108,8 +108,8 @@ class ParallelTeacher(torch.nn.Module):
     Args:
         network: this rank's stage.
         context: parallel groups of the teacher; each teacher group is a data-parallel replica.
-        peers: ranks with this rank's position in each replica that its teacher group covers, or,
-            for a group within a replica, in each teacher group of that replica.
+        peers: the ranks with this rank's position in each replica that its teacher group covers. If
+            a replica holds several teacher groups, those with its position in each of these.
         num_replicas: number of replicas of the run that a teacher group covers; 1 if the group lies
             within a replica.
     """
