@@ -168,7 +168,7 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each distributed optimizer, if the checkpoint holds more or fewer states."""
+    """Return a state for each distributed optimizer, if the checkpoint holds more or fewer."""
     # The tensors are already there, since the checkpoint has them by the names of the parameters.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -183,7 +183,7 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each unsharded optimizer, if the checkpoint holds more or fewer states."""
+    """Return a state for each unsharded optimizer, if the checkpoint holds more or fewer."""
     # Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
