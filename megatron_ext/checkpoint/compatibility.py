@@ -45,7 +45,7 @@ def is_new_branch(value: object) -> bool:
 
 
 def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
-    """Return whether the saving run had the same tensor, pipeline and expert parallel sizes."""
+    """Return whether the saving run had this run's tensor, pipeline and expert parallel sizes."""
     return all(
         getattr(arguments, f"{axis}_model_parallel_size", 1)
         == getattr(layout, f"{axis}_model_parallel_size")
@@ -151,8 +151,8 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
     left out. Optimizer and random states, averages, and other networks are not compared.
 
     Args:
-        expected: names of the network's weights on all ranks; the second network's have `CRITIC`
-            as prefix.
+        expected: names of the network's weights on all ranks. In the second network of a run, all
+            of them begin with `CRITIC`.
         strictness: ``--dist-ckpt-strictness``; with the lenient values nothing is compared.
     """
     if strictness in LENIENT:
@@ -238,7 +238,7 @@ def loads_random(
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether to load random states: the run wants them, and they fit the run's layout."""
+    """Return whether to load random states: they are wanted, were saved, and fit the layout."""
     if found.weights_only or config.no_load_rng:
         return False
     if getattr(arguments, "no_save_rng", False):

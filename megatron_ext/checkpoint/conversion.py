@@ -76,7 +76,7 @@ def read_settings(path: Path, advice: str) -> dict[str, Any]:
 
 
 def only_dtype(tensors: TensorSource) -> str:
-    """Return the dtype that all tensors have, such as ``"bfloat16"``, or raise CheckpointError."""
+    """Return the dtype of all tensors (``"bfloat16"``); raise a CheckpointError if they differ."""
     found = sorted(set(tensors.dtypes().values()))
     if len(found) != 1:
         raise CheckpointError(

@@ -141,7 +141,7 @@ def size_fault(folder: Path, files: Files) -> str | None:
 
 
 def checksum_fault(folder: Path, files: Files, names: Iterable[str]) -> str | None:
-    """Describe the first file among ``names`` with another checksum; return None if all match."""
+    """Describe the first file in ``names`` that fails its checksum; return None if all match."""
     for name in names:
         if describe_file(folder / name)["blake2b"] != files[name]["blake2b"]:
             return f"{folder / name} does not match its checksum"

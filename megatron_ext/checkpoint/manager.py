@@ -41,7 +41,7 @@ class CheckpointManager:
 
     Args:
         base: the model's frozen weights, if checkpoints hold only its adapters.
-        section: prefix of the weights to take from a checkpoint whose weights alone are loaded. A
+        section: a prefix for weights' names in the checkpoint, used if only weights are loaded. A
             weight that is not stored under this prefix is loaded by its bare name.
     """
 

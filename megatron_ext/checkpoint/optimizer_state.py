@@ -74,9 +74,9 @@ _NOTHING: Any = "no parameter"
 def leave_out_nothing(state: dict[Any, Any]) -> None:
     """Remove, in place, the entries that only optimizers without parameters have.
 
-    They are the step count lent by `counted` and empty entries. Other ranks do not save them.
-    The fp32 weights of parameter groups become a mapping from the group's number, without the
-    groups that have no parameters on this pipeline stage.
+    These are empty entries and the step count lent by `counted`; other ranks do not save them.
+    The list of each group's fp32 weights becomes a mapping from group numbers to weights. Groups
+    without parameters on this pipeline stage are left out of it.
     """
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
@@ -168,7 +168,7 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each distributed optimizer, if the checkpoint holds more or fewer."""
+    """Return one state per distributed optimizer, from a checkpoint that holds more or fewer."""
     # The tensors are already there, since the checkpoint has them by the names of the parameters.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -183,7 +183,7 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each unsharded optimizer, if the checkpoint holds more or fewer."""
+    """Return one state per unsharded optimizer, from a checkpoint that holds more or fewer."""
     # Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)

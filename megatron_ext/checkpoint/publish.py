@@ -132,7 +132,7 @@ class BestCheckpoint:
     """A checkpoint with one of the lowest validation losses.
 
     Attributes:
-        regular: whether it would have been saved without this loss too.
+        regular: whether it was saved for another reason too, such as ``--save-interval``.
     """
 
     iteration: int
