@@ -119,9 +119,9 @@ class FlowTargets:
         weights: weights of the tokens in the loss from `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: indices into `MODES`, ``[b]``.
-        usual_weight: mean over the context-parallel ranks of each rank's sum of weights.
-            `losses.contract.share_of_step` takes it in place of the rank's own sum, since the ranks
-            hold unequal numbers of image tokens. None takes this rank's sum.
+        usual_weight: sum of ``weights``, averaged over the context-parallel ranks. The ranks hold
+            unequal numbers of image tokens, so `losses.contract.share_of_step` takes this average
+            in place of the rank's own sum. None takes the rank's own sum.
     """
 
     velocity: Tensor
@@ -156,7 +156,7 @@ def flow_matching_loss(
         quarter = quarter.flatten()
 
     def among(sums: Tensor, groups: Tensor, number: int) -> Tensor:
-        """Return the sum ``[2]`` of those rows of ``sums`` whose ``groups`` are ``number``."""
+        """Return the sum, ``[2]``, of the rows of ``sums`` where ``groups`` equals ``number``."""
         return torch.where((groups.to(sums.device) == number)[:, None], sums, 0.0).sum(dim=0)
 
     report = {"loss": pair(total, weights.sum())}

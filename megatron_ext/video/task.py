@@ -36,7 +36,7 @@ from megatron_ext.video.streaming.task import STREAMING
 
 
 def cases(config: RunConfig) -> Sequence[Case]:
-    """Open the training data; return a planning `Case` for each of its buckets."""
+    """Open the training data; return a cost model's `Case` for each bucket that some step uses."""
     return [
         Case(
             network=network_of(config).planned(clip),

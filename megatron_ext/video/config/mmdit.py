@@ -174,7 +174,7 @@ class MMDiTConfig(Changeable):
     Attributes:
         channels, caption_width, pooled_caption_width: latent channels and text features of the
             data.
-        cond_embed: the model takes reference frames, since some condition mode gives them.
+        cond_embed: the model takes reference frames; True if a condition mode gives any.
     """
 
     SECTION: ClassVar[str] = "mmdit"

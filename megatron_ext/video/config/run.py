@@ -74,7 +74,7 @@ class VideoConfig:
         return self.task == "flow" and self.video_model == CAUSAL
 
     def own_errors(self) -> list[str]:
-        """Return a sentence on the first missing flag that flow matching needs, or ``[]``."""
+        """Return a sentence on the first missing flag, or ``[]`` if no needed flag is missing."""
         if self.video_data_path is None:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
@@ -129,7 +129,7 @@ class SampleConfig(Changeable):
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
     def own_errors(self, save: str | None) -> list[str]:
-        """Return a sentence for each fault in the flags of sampling; ``save`` is ``--save``."""
+        """Return a sentence for each fault in the sampling flags; ``save`` is the flag `--save`."""
         found = []
         if self.sample_prompts is not None and self.sample_texts is not None:
             found.append(

@@ -56,7 +56,7 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[
 
 
 def _kind(video: Mapping[str, Any]) -> str:
-    """Return the kind of model, a key of `_NAMES`, that a run with the section ``video`` built."""
+    """Return the kind of model, such as ``"mmdit"``, that a run with the flags ``video`` built."""
     if not video.get("video"):
         return _OTHER
     if video.get("task") == "streaming":

@@ -1,7 +1,7 @@
 """Translates the config.json of Wan 2.1 into a named size of the video DiT, and back.
 
 The entries of a file are the arguments of diffusers' ``WanTransformer3DModel`` or of the original
-``WanModel``. An entry that the file leaves out has the default of its class.
+``WanModel``. An entry that the file leaves out has the default of the class that the file names.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) and
 ``models/transformers/transformer_wan.py`` of diffusers. Four things differ beside the names:
 
-- ``linear_qkv`` and ``linear_kv`` are fused, head by head: each head's rows of query, key and value
-  follow one another, ``[n, 3, d, h]`` flattened to ``[3 h, h]``, so a contiguous part of the rows
-  is whole heads.
+- ``linear_qkv`` and ``linear_kv`` are fused head by head: the rows of a head's query, key and value
+  follow one another. The weight of ``linear_qkv`` is ``[n, 3, d, h]``, flattened to ``[3 h, h]``.
+  Tensor parallelism, which gives each rank contiguous rows, therefore gives it whole heads.
 - ``patch_in`` is a linear layer over the numbers of a patch, in the order channel, row, column. Wan
   has a convolution: ``[h, c, 1, p, p]``.
 - The head outputs the numbers of a patch in the same order; Wan's is row, column, channel.

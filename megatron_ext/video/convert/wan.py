@@ -75,8 +75,8 @@ def is_wan(source: Path) -> bool:
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
     """Open the model in a folder of safetensors or a file of torch.save; yield it and its tensors.
 
-    ``entry`` is a key of the file; None takes the whole file, or else its only key with tensors.
-    CheckpointError is raised for a model that cannot be read or converted.
+    ``entry`` is a key of a torch.save file; None takes the file's only dictionary of tensors.
+    CheckpointError is raised for a model that cannot be read or converted, or a key for a folder.
     """
     if source.is_file():
         tensors = TensorFile(source, entry)
@@ -129,7 +129,7 @@ class TensorFile:
 
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors under a key; None takes the whole file, or else its only key with them."""
+    """Return the tensors under a key; None takes the file's only dictionary of tensors."""
     # No code that the file may hold is run. One from before torch 1.6 is no archive, and cannot be
     # mapped.
     content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
@@ -165,7 +165,7 @@ def import_wan(
         source: folder with config.json and safetensors, or a file of torch.save.
         save: folder for the checkpoint.
         dtype: dtype of the checkpoint; None keeps the source's.
-        entry: key in a torch.save file; None takes the whole file, else its only key with tensors.
+        entry: key in a torch.save file; None takes the file's only dictionary of tensors.
 
     Returns:
         The named size of the model, and the dtype of the checkpoint, such as ``"bfloat16"``.

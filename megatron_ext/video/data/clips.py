@@ -46,7 +46,7 @@ class Clip:
             images, which are its frames, sorted by name with numbers by value (10 after 9).
         caption: the row's text, without the suffix that `with_suffix` adds; may be empty.
         fps: frame rate that the row gives; None takes the file's, or `FOLDER_FPS` for a folder.
-        motion: motion score that the row gives, which the suffix tells the text encoder.
+        motion: the row's motion score, or None; `with_suffix` adds it to the caption.
     """
 
     path: str
@@ -59,7 +59,7 @@ def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> s
     """Return the caption with its suffix, such as ``A cat. 24 FPS, 4 motion score.``
 
     Text encoders get this text in training and sampling. The suffix gives ``fps``, the frame rate
-    after subsampling, unless ``fps`` is None or 0 (images), and ``motion``, unless that is None.
+    after subsampling, and ``motion``. A motion of None, and an fps of None or 0, are left out.
     """
     parts = [f"{fps} FPS"] if fps else []
     if motion is not None:
@@ -196,7 +196,7 @@ def probe(clip: Clip) -> ClipShape:
 def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, int]) -> Tensor:
     """Return frames of a clip, scaled and cropped by `fit`: ``[3, count, H, W]`` in [-1, 1].
 
-    They are float32, of the file's frames ``first``, ``first + interval`` and so on. A file that
+    The result is float32 and shows frames ``first``, ``first + interval`` and so on. A file that
     cannot be read or ends too early raises DataError; a missing package raises ConfigError.
     """
     wanted = range(first, first + interval * (count - 1) + 1, interval)

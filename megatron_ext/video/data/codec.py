@@ -29,7 +29,7 @@ class VideoCodec(ABC):
 
     Attributes:
         channels: latent channels, c.
-        spatial: pixels on each side of a latent pixel.
+        spatial: side of the square of pixels that a latent pixel encodes.
         temporal: frames that a latent frame encodes; the first latent frame encodes only one.
         identity: settings that decide the latents, stored with a dataset for comparison.
     """
@@ -73,7 +73,7 @@ class VideoCodec(ABC):
         return self.channels, t, height // self.spatial, width // self.spatial
 
     def check_channels(self, latents: Tensor) -> None:
-        """Raise DataError if latents ``[b, c, t, h, w]`` have not as many channels as the codec."""
+        """Raise DataError if c of latents ``[b, c, t, h, w]`` is not the codec's `channels`."""
         if latents.size(1) != self.channels:
             raise DataError(
                 f"The latents have {latents.size(1)} channels, but the codec has {self.channels}; "
@@ -216,7 +216,7 @@ class DiffusersCodec(VideoCodec):
         self._mean, self._std = self._statistics()
 
     def _number(self, *names: str) -> int:
-        """Return the first of the named numbers that the loaded VAE has; raise ConfigError if none.
+        """Return the VAE's value for the first of ``names`` that it has; raise ConfigError if none.
 
         The VAE's class gives defaults for entries that an old config.json lacks.
         """

@@ -191,7 +191,7 @@ def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return a line per reason, most frequent on top: its number of clips, and the first clip."""
+    """Return a line per reason: the number of dropped clips, and the first one's path or error."""
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."

@@ -236,10 +236,10 @@ def assign(
 ) -> Bucket | Drop:
     """Return the bucket of a clip, or why it has none.
 
-    Resolutions are tried from large to small. In each, a video fits the longest bucket that it has
-    enough frames for, and an image the bucket of one frame. The clip enters it with the bucket's
-    probability; otherwise the next resolution is tried. ``seed`` and ``number``, the clip's number
-    in its list, decide the draws.
+    Resolutions that are not far larger than the clip are tried from large to small. A video fits
+    the longest bucket that it has enough frames for, an image fits the bucket of one frame. The
+    clip enters the bucket with the bucket's probability; otherwise the next resolution is tried.
+    ``seed`` and ``number``, the clip's number in its list, decide the draws.
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap)

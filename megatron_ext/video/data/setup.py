@@ -154,7 +154,7 @@ def build_video_datasets(
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     """Open and check the data; return the configuration with the settings that follow from it.
 
-    The second value is None, since the task has no assets (`Task.preflight`). Data that is damaged
+    The second value is None; another task may return a tokenizer, for example. Data that is damaged
     or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)

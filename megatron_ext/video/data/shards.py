@@ -79,7 +79,7 @@ class ShardWriter:
     """Writes the fields of one shard, clip by clip.
 
     Leaving the context publishes the files; after an exception none are published.
-    ``references`` are the names of all references that clips may have.
+    ``references`` names all encoded reference frames that clips may have, such as ``head1``.
     """
 
     def __init__(self, folder: Path, name: str, references: Sequence[str], storage: str) -> None:
