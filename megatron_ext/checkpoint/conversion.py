@@ -76,7 +76,7 @@ def read_settings(path: Path, advice: str) -> dict[str, Any]:
 
 
 def only_dtype(tensors: TensorSource) -> str:
-    """Return the dtype of all tensors (``"bfloat16"``); raise a CheckpointError if they differ."""
+    """Return the dtype of all tensors, such as ``"bfloat16"``; raise an error if they differ."""
     found = sorted(set(tensors.dtypes().values()))
     if len(found) != 1:
         raise CheckpointError(

@@ -100,7 +100,7 @@ def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse
 def common_state(
     iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state that all ranks share: flags, format version, iteration, operation count."""
+    """Return the state that all ranks share: flags, format version, iteration, FLOPs so far."""
     return {
         "args": flat_arguments(run_config, progress),
         "checkpoint_version": 3.0,
@@ -221,7 +221,7 @@ class ExtraState(Protocol):
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Check that a checkpoint fits; return a state like `state_to_save` to fill from it."""
+        """Check that a checkpoint fits, or raise an error; return the state to fill from it."""
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """Apply the state of `state_to_load` after it was filled from a checkpoint.
@@ -249,7 +249,7 @@ def holds_averages(path: Path) -> bool:
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether checkpoint and run both have averaged weights; note if only one has."""
+    """Return whether checkpoint and run both have averaged weights; add a note if only one has."""
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")

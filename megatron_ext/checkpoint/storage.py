@@ -118,10 +118,10 @@ def save_strategy(config: CheckpointConfig, replicas: ProcessGroup) -> Any:
 
 
 def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
-    """Write sharded and common state as `dist_checkpointing.save` does.
+    """Write sharded and common state in the format of `dist_checkpointing.save`.
 
-    If one rank cannot write, all ranks raise a CheckpointError. `dist_checkpointing.save` may fail
-    on rank 0 alone.
+    megatron-core's function may fail on rank 0 alone. Here all ranks raise a CheckpointError if
+    one rank cannot write.
     """
     sharded, common = save_preprocess(state)
     on_first_rank(lambda: torch.save(common, folder / COMMON_STATE_FNAME), COMMON_STATE_FNAME)
@@ -185,7 +185,7 @@ def one_line(error: BaseException) -> str:
 
 
 def verify(found: CheckpointRef, context: ParallelContext) -> None:
-    """Check a checkpoint's files against their checksums; each rank reads some of the files."""
+    """Raise a CheckpointError if a file fails its checksum; each rank checks some of the files."""
 
     def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
@@ -195,7 +195,7 @@ def verify(found: CheckpointRef, context: ParallelContext) -> None:
 
 
 class _CommonStrategy(PlainCommonStrategy):
-    """A reader that drops what an empty group of parameters leaves in the common state."""
+    """A reader that drops the empty entries of fp32 weights from the common state."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         common = super().load_common(checkpoint_dir)
@@ -215,8 +215,8 @@ def read_state(
 ) -> dict[str, Any]:
     """Return the values of a sharded state, and the common state; all ranks call this together.
 
-    ``notes`` gets sentences on names that only the checkpoint or only the run has, where
-    ``--dist-ckpt-strictness`` asks for them.
+    If ``--dist-ckpt-strictness`` asks for it, ``notes`` gets sentences on the entries that only
+    the checkpoint or only the run has.
     """
     strategy: Any = PlainLoadStrategy()
     if config.ckpt_fully_parallel_load:

@@ -106,7 +106,7 @@ def check_weights(flag: str, folder: str | None) -> None:
 
 
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
-    """Check that there is a checkpoint to load, if the run initializes no weights itself."""
+    """Raise a CheckpointError if the run neither initializes nor loads its weights."""
     if find(config) is None and not initializes:
         raise CheckpointError(
             "`--no-initialization` leaves the weights to a checkpoint, but there is none to load; "
@@ -142,9 +142,9 @@ def newest_whole(root: Path) -> int | None:
 
 
 def choose(root: Path, step: int | None) -> int | None:
-    """Return ``step``, or else the latest iteration in a folder; None if it holds no checkpoint.
+    """Return ``step``, or the latest iteration if it is None; None if there is no checkpoint.
 
-    A missing or damaged checkpoint raises a CheckpointError that names the newest complete one.
+    If that iteration is missing or damaged, raise a CheckpointError naming the newest whole one.
     """
     iteration = step
     if iteration is None:

@@ -134,7 +134,7 @@ def other_threads_go_on() -> Iterator[None]:
 
 
 def destroy_graphs() -> None:
-    """Destroy all CUDA graphs of this process, since NCCL would wait forever for their operations.
+    """Destroy all CUDA graphs of this process; otherwise NCCL's shutdown would wait for them.
 
     The traceback of a failed step may keep graphs alive:
     https://docs.nvidia.com/dl-cuda-graph/troubleshooting/process-hang.html

@@ -135,7 +135,7 @@ def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
 class Heading(Enum):
     """How a stand-in differs from the attribute on a GPU.
 
-    TRUE_ON_A_CPU: the result is right, such as that no work is outstanding.
+    TRUE_ON_A_CPU: the result is right; for example, no work is outstanding.
     REDIRECTED: the CPU does the work.
     UNTRUE: the result is wrong, but megatron-core needs it.
     DENIED: a call raises an error, since any result would be an invented measurement.

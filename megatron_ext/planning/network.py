@@ -36,7 +36,7 @@ class Flops(Summed):
     """Floating-point operations of one micro-batch on one rank.
 
     Attributes:
-        linear, fp8: forward matrix products with weights, in 16 or 32 bits and in 8 bits.
+        linear, fp8: forward matrix products with weights; ``fp8`` counts those in 8 bits.
         scores: forward matrix products without weights, such as those of attention.
         again, fp8_again: matrix products that the backward pass recomputes.
         weights, fp8_weights: matrix products for the gradients of weights.

@@ -202,7 +202,7 @@ def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
 
 
 def schedule_line(plan: Plan) -> str:
-    """Return a line with the bubble of the schedule if all stages take the same time."""
+    """Return a line with the bubble of the schedule, assuming that all stages are equally slow."""
     return (
         f"schedule {plan.schedule}: bubble {price(plan).bubble_share:.1%} of the step with "
         f"{plan.num_microbatches} micro-batches (equal stages, forward : input gradient : weight "
@@ -250,7 +250,7 @@ def assumption_table(gpu: Gpu) -> Table:
 
 
 def _advice(found: Estimate, cost: TaskCost) -> str:
-    """Return a sentence with the first remedy that makes the run fit; if none does, it says so."""
+    """Return a sentence that advises the first remedy that makes the run fit, else more ranks."""
     config = found.network.config
     remedies = {"--use-distributed-optimizer": _distributed(config)}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"

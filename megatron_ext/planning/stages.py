@@ -130,10 +130,10 @@ def in_order(*parts: LayerBytes) -> LayerBytes:
 def recomputed(
     layers: Sequence[LayerBytes], layer_input: int, *, size: int, limit: int
 ) -> list[LayerBytes]:
-    """Return the memory of a stage whose first ``limit`` layers are recomputed.
+    """Return the memory of a stage's layers, of which the first ``limit`` are recomputed.
 
-    They are recomputed in groups of ``size`` layers. A group becomes one entry, which keeps only
-    its input of ``layer_input`` bytes.
+    Each group of ``size`` recomputed layers is one item of the list. The group keeps only its
+    input of ``layer_input`` bytes.
     """
     run_again, others, found = layers[:limit], layers[limit:], []
     for first in range(0, len(run_again), size):
