@@ -23,7 +23,7 @@ from megatron_ext.errors import ConfigError
 def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -> RunConfig:
     """Fill in the values that follow from given ones, and check that the result can be run.
 
-    A ConfigError has one sentence for each error. If ``world_size`` is 0, the flags decide it.
+    Raises a ConfigError with all errors. If ``world_size`` is 0, flags give the number of ranks.
     """
     given, wrong = _within_ranges(config)
     run = derived(task.resolve(given), world_size, device)

@@ -110,7 +110,7 @@ elsewhere, or is meant to change.
 
 
 class Changeable:
-    """The base class of sections whose flags may differ from the checkpoint's by default."""
+    """The base class of sections whose flags, by default, may differ from the checkpoint's."""
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 

@@ -96,7 +96,7 @@ a CPU keeps no memory cache:
 
 
 def _by_name(text: str) -> dict[str, str]:
-    """Map indented names to the reason above them, which ends with a colon in ``text``."""
+    """Return a reason by name; in ``text`` a reason ends with a colon before its indented names."""
     return {
         name: " ".join(reason.split()).removesuffix(":")
         for reason, names in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", text, re.MULTILINE)

@@ -194,7 +194,7 @@ class ModelConfig(Changeable):
         return self.swiglu or self.quick_geglu
 
     def resolved(self, *, has_te: bool) -> ModelConfig:
-        """Return a copy with derived sizes and, for "auto", Transformer Engine if ``has_te``."""
+        """Return a copy with derived sizes; "auto" layers use Transformer Engine if ``has_te``."""
         h, n = self.hidden_size or 0, self.num_attention_heads or 0
         ffn = self.ffn_hidden_size
         if ffn is None:

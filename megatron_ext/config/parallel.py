@@ -87,6 +87,6 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return how many of the embedding and the loss count as a layer of a stage: 0, 1 or 2."""
+        """Return 2 if embedding and loss each count as a layer, 1 if one of them does, else 0."""
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

@@ -163,7 +163,7 @@ class _Reading:
     """The state of parsing a command line: the flags that it may have, and the results so far.
 
     Attributes:
-        table: flag by spelling, and whether the spelling sets True (or a value).
+        table: flags by spelling, with False for a spelling that sets False, else with True.
         elsewhere: names of other programs by the spellings of their flags.
         left_out: reasons why the program lacks flags of the engine, by spelling.
         settled: file, key, flag and value of each config-file entry for a flag in ``left_out``.
@@ -311,7 +311,7 @@ def _unknown(named: str, near: list[str]) -> str:
 
 
 def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -> list[str]:
-    """Return a note for each given flag with no effect at all, on this device, or in this run."""
+    """Return a note for each given flag that has no effect in this run, on this device, or ever."""
     reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
     if config.device == "cpu":
         reasons += [(flag, GPU_ONLY.get(flag.field), " on a CPU") for flag in given]

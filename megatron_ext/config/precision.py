@@ -105,7 +105,7 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Return a copy, with 8-bit weights off for layers other than Transformer Engine's."""
+        """Return a copy; 8-bit weights are off unless the layers are Transformer Engine's."""
         if te or self.fp8_format is None:
             return self
         return dataclasses.replace(self, fp8_param_gather=False)

@@ -195,7 +195,7 @@ def reason_left_out(left_out: LeftOut, flag: Flag) -> str | None:
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
-    """Map each canonical spelling to its flag, and to False if it sets False, else to True."""
+    """Map each spelling to its flag, with False for a spelling that sets False, else with True."""
     table: dict[str, tuple[Flag, bool]] = {}
     for each in flags:
         table.update({canonical(name): (each, False) for name in each.negative})

@@ -303,7 +303,7 @@ class LossConfig:
     loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
-        """Return a copy with a missing ``cross_entropy_impl`` set by fusion flags, or "chunked"."""
+        """Return a copy; a missing ``cross_entropy_impl`` follows fusion flags, or is "chunked"."""
         loss = None if self.loss == CROSS_ENTROPY else self.loss
         impl = self.cross_entropy_impl or "chunked"
         if self.cross_entropy_impl is None and fused and loss is None:

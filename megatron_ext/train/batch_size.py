@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError
 class _Steps:
     """Batch sizes of ``--step-batch-size-schedule``, each used from a number of samples on.
 
-    megatron-core 0.17 has a class with the same names, which can then replace this one.
+    megatron-core 0.17 has a class with the same attributes and methods, which can replace this one.
     """
 
     def __init__(self, steps: list[tuple[int, int]], seq_length: int, multiple: int) -> None:
@@ -99,7 +99,7 @@ class BatchSize:
 def number_of_iterations(
     training: TrainingConfig, seq_length: int | None, data_parallel_size: int
 ) -> int:
-    """Return the number of training iterations, computed from the samples if flags give those."""
+    """Return the number of training iterations, computed from ``--train-samples`` if given."""
     if training.train_samples is None:
         return training.train_iters or 0
     size = BatchSize(training, seq_length, data_parallel_size)
@@ -145,7 +145,7 @@ class Progress:
         best_checkpoints: checkpoints to keep (``--keep-best``), lowest validation loss first.
         lowest_loss: validation loss that early stopping compares with; None before the first.
         stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
-        data_plan: digest of what decides the samples of each step; empty if the data has none.
+        data_plan: digest of all that decides each step's samples; empty for data without a digest.
     """
 
     iteration: int = 0

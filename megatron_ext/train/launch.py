@@ -171,8 +171,8 @@ def refuse(error: MegatronExtError) -> int:
     """Print a user's error before the run starts, and return the program's exit code.
 
     All ranks read the same flags. Rank 0 prints at once, and its exit ends the other ranks. A rank
-    that still runs after `SECONDS_FOR_RANK_0`, as when only it lacks a file, prints too. Under
-    torchrun the process exits instead of returning.
+    that still runs after `SECONDS_FOR_RANK_0` prints too, for example if only that rank lacks a
+    file. Under torchrun the process exits instead of returning.
     """
     text = "\n".join(f"error: {sentence}" for sentence in error.messages)
     if os.environ.get("RANK", "0") != "0":

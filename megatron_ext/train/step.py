@@ -203,9 +203,9 @@ class StepRunner:
         return length, self._micro_batch_size, self.transformer_config.hidden_size
 
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
-        """Return the target counts of the step, None before the last stage; scale auxiliary losses.
+        """Set the scale of auxiliary losses, and return the target counts of the step.
 
-        All ranks call this together.
+        The counts are None before the last stage. All ranks call this together.
         """
         counts = None
         if batches is not None and self.context.is_last_stage:

@@ -12,7 +12,7 @@ from megatron_ext.config.training import TrainingConfig
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Fill in a missing warm-up: the task's default, or decay / 10 if the decay is not longer."""
+    """Fill in a missing warm-up: the task's default if shorter than the decay, else decay / 10."""
     usual, decay = optimizer.usual_warmup_iters, optimizer.lr_decay_iters or training.train_iters
     if optimizer.lr_warmup_iters is not None:
         return optimizer

@@ -1,8 +1,8 @@
 """Rules of Transformer Engine: which runs its layers refuse, and which version a run needs.
 
 The versions are those that megatron-core 0.16.1 requires (``is_te_min_version``), or later ones
-where Transformer Engine's own source requires them. `NEEDS` omits options of the layers that
-`MINIMUM`, the oldest supported version, already has.
+where Transformer Engine's own source requires them. `NEEDS` leaves out the layers' options that
+the oldest supported version (`MINIMUM`) already has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
-    """Yield a sentence for each fault in using Transformer Engine, or in its version if known."""
+    """Yield a sentence for each fault in using Transformer Engine, or in its version if given."""
     yield from _environment_errors(run.model, run.training)
     yield from _overlap_errors(run.engine, run.model, run.parallel, not needs_torch_layers(run))
     yield from _context_errors(run.parallel, run.engine, run.model)
@@ -123,10 +123,10 @@ def needs_torch_layers(run: RunConfig) -> bool:
 
 
 def _recomputes_biases(model: ModelConfig) -> bool:
-    """Return whether an MLP with biases is recomputed; megatron-core's backward would hang.
+    """Return whether an MLP with biases is recomputed, which only this package's MLP can do.
 
-    megatron-core's recomputed function returns the bias, which is a parameter. This package's MLP
-    adds the bias inside the recomputed function.
+    This package's MLP adds the bias inside the recomputed function. megatron-core's MLP returns the
+    bias, a parameter, from that function, and the backward pass hangs.
     """
     selective = model.recompute_granularity == "selective"
     return selective and "mlp" in (model.recompute_modules or ()) and model.add_bias_linear
@@ -266,7 +266,7 @@ NEEDS: tuple[Need, ...] = (
 
 
 def found_version() -> str | None:
-    """Return the installed version of Transformer Engine without importing it, or None."""
+    """Return Transformer Engine's version without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:

@@ -61,7 +61,7 @@ class Callback:
         """Run after the validation split has been evaluated between steps."""
 
     def decide(self, decision: Decision) -> None:
-        """Request a checkpoint or the run's end in ``decision``, once each `after_step` has run."""
+        """Request a checkpoint or the run's end in ``decision``; every `after_step` is over."""
 
     def on_train_end(self) -> None:
         """Run once after the last step, also if the run ends early."""
@@ -120,7 +120,7 @@ class GarbageCollection(Callback):
 
 
 class StepProfiler(Callback):
-    """Records the steps from ``--profile-step-start`` until before ``--profile-step-end``.
+    """Records the steps from ``--profile-step-start`` to the one before ``--profile-step-end``.
 
     torch's trace, for chrome://tracing or Perfetto, goes to ``profile_rank<r>.json`` in the
     TensorBoard folder, else in the save folder, else in the working folder.

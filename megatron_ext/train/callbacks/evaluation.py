@@ -63,7 +63,7 @@ class EarlyStopping(Callback):
             self.judge(losses, decision)
 
     def judge(self, losses: Losses, decision: Decision) -> bool:
-        """Count an evaluation, complete ``decision``, and return whether its loss is a best one.
+        """Count an evaluation, update ``decision``, and return whether the loss is among the best.
 
         All ranks call this together; the loss of the reporting rank decides.
         """
@@ -159,7 +159,7 @@ def evaluate_at_end(run: Run) -> None:
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
     """Evaluate and report the validation or test split, also with averaged weights (--eval-ema).
 
-    Return each set's losses with the current weights, by name; empty but on the last stage.
+    Return each set's losses by name, for the current weights; {} before the last stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
     with run.parameter_gather.paused():
@@ -216,7 +216,7 @@ def evaluate(
         collects: also collect the data that `Task.process_non_loss_data` takes.
 
     Returns:
-        The losses by name on the last pipeline stage, nothing on the others; and collected data.
+        The losses by name ({} before the last pipeline stage), and collected data ([] if none).
     """
     for chunk in runner.chunks:
         chunk.eval()

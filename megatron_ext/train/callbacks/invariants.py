@@ -56,10 +56,10 @@ def check_replicas(
 ) -> None:
     """Compare every parameter with its copies on other ranks; all ranks call this together.
 
-    Dense parameters are equal on all data- and context-parallel ranks, experts on their own
-    replicas, whole parameters on all tensor-parallel ranks, copies of the embedding on their
-    stages, and amax histories of fp8 on all ranks with a part or copy of their layer. An
-    InvariantError names the first tensor that differs, and the ranks.
+    Dense parameters must agree over data- and context-parallel ranks, and experts over their
+    replicas. Dense parameters that are not split must agree over tensor-parallel ranks, and a tied
+    embedding over its stages. fp8's amax histories must agree over all ranks with a part or copy
+    of the layer. An InvariantError names the first tensor that differs, and the ranks.
     """
     named = named_parameters(chunks)
     of_experts = {id(p) for chunk in chunks for p in expert_parameters(chunk)}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
-    """Return a report's log line: Megatron-LM's fields, with ours before the last two."""
+    """Return a report's log line: Megatron-LM's fields, with this package's before the last two."""
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
