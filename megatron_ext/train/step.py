@@ -59,7 +59,7 @@ class StepRunner:
 
     Attributes:
         engine: runs the pipeline; None if megatron-core's own schedule does.
-        observer: called before the update, when every data-parallel rank holds whole gradients.
+        observer: called before the update, when each data-parallel rank has all reduced gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
         extra_state: state that a checkpoint holds besides the run's model; None for none.
     """

@@ -61,7 +61,7 @@ class Callback:
         """Run after the validation split has been evaluated between steps."""
 
     def decide(self, decision: Decision) -> None:
-        """Request a checkpoint or the run's end in ``decision``; every `after_step` is over."""
+        """Run after all `after_step` calls; may request a checkpoint or an end in ``decision``."""
 
     def on_train_end(self) -> None:
         """Run once after the last step, also if the run ends early."""
