@@ -86,7 +86,7 @@ class BlockBytes:
     def exchanged(self, trades_heads: bool) -> int:
         """Return the extra bytes that attention keeps because of context parallelism.
 
-        With ``trades_heads`` ranks trade heads for tokens, else they gather keys and values.
+        If ``trades_heads`` is set, ranks trade heads for tokens, else they gather keys and values.
         """
         if self.ranks.cp == 1:
             return 0

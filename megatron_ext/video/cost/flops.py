@@ -92,7 +92,7 @@ def _frames_seen(
 ) -> Iterable[tuple[int, int]]:
     """Return, for each block of new frames, its number of frames and the number it attends to.
 
-    Only frames in ``present`` count as attended to. Without a window all new frames are one block.
+    Keys exist only for frames in ``present``. Without a window all new frames are one block.
     """
     if window is None:
         return [(len(new), len(new))]

@@ -217,7 +217,7 @@ class MMDiTNetwork(ClipNetwork):
         return self.in_8_bits(block)
 
     def flops(self, stage: Stage) -> Flops:
-        """Return the operations of one micro-batch in a stage."""
+        """Return the operations of a stage's blocks for one micro-batch on one rank."""
         h, total = self.model.hidden_size, Flops()
         for number in stage.layers:
             parts = 12 if self._is_double(number) else 3

@@ -236,7 +236,7 @@ class DiTNetwork(ClipNetwork):
         return max(0, min(len(stage.layers), limit))
 
     def flops(self, stage: Stage) -> Flops:
-        """Return the operations of one micro-batch in a stage."""
+        """Return the operations of a stage's blocks for one micro-batch on one rank."""
         block = self._block_flops()
         total = sum((block for _ in stage.layers), Flops())
         return total + Flops(again=block.forward * self._run_again(stage))

@@ -127,7 +127,7 @@ def trades_heads(plan: Blueprint) -> bool:
 
 
 class JointAttention:
-    """Attention of this rank's tokens to all tokens, by ``all_gather`` or ``a2a`` (`MMDiTOptions`).
+    """Attention of this rank's tokens to all tokens; ranks gather keys and values, or trade heads.
 
     Raises:
         ConfigError: the heads cannot be split equally among the ranks.

@@ -124,9 +124,9 @@ def column(
 ) -> ColumnParallelLinear:
     """Build a linear layer from ``[s, b, inputs]`` to ``[s, b, projections * outputs / tp]``.
 
-    It fuses ``projections`` layers, and returns its bias with its output, for the caller to add.
-    Weights start uniform in +-``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010). With
-    ``whole_input`` every rank is given all tokens, even under sequence parallelism.
+    The layer fuses ``projections`` projections. It returns its bias with its output, for the caller
+    to add. Weights start uniform in +-``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010).
+    With ``whole_input`` every rank is given all tokens, even under sequence parallelism.
     """
     config, tp = plan.config, plan.groups.tp
     method = uniform(config, math.sqrt(6 / (inputs + outputs)))

@@ -189,7 +189,7 @@ class DoubleBlock(Part):
     def _leave(
         self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens
     ) -> tuple[Tensor, ...]:
-        """Return text and image outputs, summed over tensor-parallel ranks, then their biases."""
+        """Sum text and image outputs over TP ranks; return both sums, then both biases."""
         (txt, txt_bias), (img, img_bias) = partial_sums
         if self.tp_group.size() > 1:
             total = leave(torch.cat((txt, img)), self.tp_group, self.config.sequence_parallel)

@@ -1,7 +1,7 @@
 """Flow matching with an MMDiT.
 
-The network's inputs are packed image tokens, text tokens, pooled text and, where the flags ask for
-them, references and a guidance strength. A rank's output is the velocity of its image tokens.
+The network's inputs are packed image tokens, text tokens and pooled text. Flags may add reference
+frames and a guidance strength. A rank's output is the velocity of its image tokens.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class MMDiTFlow(FlowNetwork):
         return self.config.with_section(mmdit)
 
     def checked(self) -> RunConfig:
-        """Return the configuration, with ``cond_embed`` set if a mode conditions on references.
+        """Return the configuration, with ``cond_embed`` True unless text-to-video is the only mode.
 
         Raises:
             ConfigError: there are too many stages, or ``a2a`` cannot split the heads equally.

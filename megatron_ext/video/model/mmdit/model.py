@@ -207,7 +207,7 @@ class MMDiT(VideoChunk):
             timesteps: ``[b]``, float32, from 0 (clean) to 1 (noise).
             y_vec: pooled text, ``[b, pooled_width]``.
             guidance: guidance strengths, ``[b]``; given exactly if ``guidance_embed`` is set.
-            cond: references and their mask, ``[b, N, (C + 1) * p * p]``; given exactly if
+            cond: reference frames and their mask, ``[b, N, (C + 1) * p * p]``; given exactly if
                 ``cond_embed`` is set.
 
         Returns:

@@ -67,7 +67,10 @@ def _added(
 
 @compiled
 def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
-    """Return ``hidden + gate * (output + bias)`` per stream; `_added` names the arguments."""
+    """Return text and image, each ``x + gate * (output + bias)``, as one joint tensor.
+
+    ``hidden`` holds both tensors x; ``added`` holds the outputs, biases and gates, text first.
+    """
     return torch.cat(_added(hidden, *added))
 
 

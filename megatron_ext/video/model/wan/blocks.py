@@ -90,7 +90,7 @@ class Conditioning(NamedTuple):
     text: Tensor
 
     def rows(self) -> Tensor:
-        """Return rows ``[7 f + l, b, h]`` for the next stage: 7 a timestep, 1 a text token."""
+        """Return one tensor ``[7 f + l, b, h]``, with 7 rows per timestep and 1 per text token."""
         modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
         return torch.cat((self.time, modulation, self.text))
 
@@ -151,8 +151,8 @@ class Run:
         parts: number of ranks that split the tokens in sequence parallelism; 1 without it.
         table: rotary table of the tokens in the context-parallel rank's slice.
         plan: the key frames to which each block of frames attends.
-        text: keys and values of the text by block number, which blocks read, or compute and store.
-            If None, blocks compute them in every pass, with gradients.
+        text: keys and values of the text by block number; a block computes and stores those that
+            are missing. If None, blocks compute them in every pass, with gradients.
     """
 
     num_frames: int
@@ -217,7 +217,7 @@ class CrossAttention(Part):
         return out
 
     def _key_value(self, text: Tensor, number: int, known: dict[int, KeyValue] | None) -> KeyValue:
-        """Return keys and values of the text, ``[l, b, n, d]``; read or store them in ``known``."""
+        """Return the text's keys and values, ``[l, b, n, d]``; ``known``, if given, caches them."""
         if known is not None and number in known:
             return known[number]
         projected, bias = self.linear_kv(text)

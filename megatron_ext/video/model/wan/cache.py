@@ -1,7 +1,7 @@
 """A cache of the keys and values of earlier frames and of the text, for later passes.
 
-The cache records which absolute frame each slot holds. Nothing is shifted when it is full, no frame
-is confused with another, and a slot that was never written is never read. The cached tensors never
+The cache records which absolute frame each slot holds. A full cache shifts no slots, no frame is
+confused with another, and a slot that was never written is never read. The cached tensors never
 belong to an autograd graph.
 """
 
@@ -305,10 +305,7 @@ class TextMemo:
         return False
 
     def _is_of(self, text: Tensor) -> bool:
-        """Return whether ``text`` equals the memo's text.
-
-        No values are compared if ``text`` is the tensor that was copied and is unchanged since.
-        """
+        """Return whether ``text`` is the tensor that was copied, unchanged, or has equal values."""
         if self._source is not None:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:

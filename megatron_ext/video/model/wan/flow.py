@@ -56,10 +56,7 @@ class WanBatchBuilder(FlowBatchBuilder):
         return normals.repeat_interleave(block, dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return all targets, with weight 0 for tokens that other context-parallel ranks count.
-
-        Every rank outputs all tokens, so this counts each token's loss on one rank only.
-        """
+        """Return all targets; a token has its weight on one context-parallel rank, 0 on others."""
         times, num_tokens = whole.times, whole.weights.size(1)
         if times.dim() == 2:
             times = times.repeat_interleave(num_tokens // times.size(1), dim=1)
@@ -130,7 +127,7 @@ class WanFlow(FlowNetwork):
         return wan_options(self.config.section(WanConfig), self.config.parallel, causal=causal)
 
     def checked(self) -> RunConfig:
-        """Return the configuration unchanged, or raise ConfigError if the layout does not fit."""
+        """Return the configuration unchanged; raise ConfigError if ranks cannot split the model."""
         sizes, parallel = self.sizes, self.config.parallel
         stage_blocks(sizes.num_blocks, num_stages(parallel))
         shared = parallel.tensor_model_parallel_size

@@ -80,8 +80,8 @@ class VideoDiT(VideoChunk):
         """Return an empty cache for latents ``[b, t, c, height, width]``.
 
         Args:
-            chunk_frames: number of newest frames whose blocks may be run again (in the second phase
-                of a rollout, or by recomputation). None means one block, as in sampling.
+            chunk_frames: number of newest frames that may be run again, for example to train on a
+                rollout's blocks, or by recomputation. None means one block, as in sampling.
             capacity_frames: frames that the cache holds; None means as few as the chunk needs.
 
         Raises:
@@ -283,7 +283,7 @@ def recache(
 def _checked_sinks(
     cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
 ) -> int:
-    """Check `recache`'s arguments; count the frames of blocks with sinks before ``first_frame``."""
+    """Check `recache`'s arguments; return how many frames ``sink_latents`` needs to have."""
     window, num_sinks = cache.window, min(cache.window.sink, first_frame)
     if keep_sink and first_frame < window.sink:
         raise ConfigError(

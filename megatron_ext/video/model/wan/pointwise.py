@@ -45,7 +45,10 @@ class ModulationTable(torch.nn.Module):
         torch.nn.init.normal_(self.weight, std=self.weight.size(-1) ** -0.5)
 
     def forward(self, time: Tensor) -> tuple[Tensor, ...]:
-        """Return parts ``[f, 1, b, h]`` of table + ``time``, ``[f, b, num_parts or 1, h]``."""
+        """Return table + ``time`` as one tensor ``[f, 1, b, h]`` for each part.
+
+        ``time``, for f timesteps, is ``[f, b, num_parts, h]``, or ``[f, b, 1, h]`` for all parts.
+        """
         return (self.weight + time).unsqueeze(1).unbind(3)
 
 
@@ -151,7 +154,7 @@ def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the ranks; sum the gradients too, since the sums enter the outputs of all ranks."""
+    """All-reduce ``sums``, and in backward their gradients, since all ranks use the result."""
     total: Tensor = copy_to_tensor_model_parallel_region(
         reduce_from_tensor_model_parallel_region(sums, group=group), group=group
     )
