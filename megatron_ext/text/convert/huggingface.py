@@ -205,7 +205,7 @@ class Import:
 
     Attributes:
         dtype: dtype of the checkpoint; None keeps the source's.
-        tensor_parallel_size: tensor-parallel ranks among which the padded vocabulary is divisible.
+        tensor_parallel_size: tensor-parallel ranks that can share the padded vocabulary equally.
         make_vocab_size_divisible_by: divisor of the vocabulary size on each tensor-parallel rank.
         seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores
             max_position_embeddings.

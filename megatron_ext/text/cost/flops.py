@@ -1,8 +1,8 @@
 """The sizes of a GPT run, and the floating-point operations of a sequence and of a stage.
 
-Only matrix products count: a multiply-add as two operations, causal attention as half of the full
-one. The log reports the forward pass of all stages and ranks times three, which includes the
-backward pass, as Megatron-LM does.
+Almost only matrix products count: a multiply-add as two operations, causal attention as half of
+full attention. Like Megatron-LM, the log reports three times the whole model's forward pass, since
+the backward pass takes twice as many operations.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
     """Return the operations of one sequence in the forward and backward pass of the model.
 
     Recomputation is not counted. The formula is Megatron-LM's, for comparable figures: it counts
-    the gate of SwiGLU but of no other gated MLP, and the norms of multi-token prediction.
+    the norms of multi-token prediction, and the gate of SwiGLU but of no other gated MLP.
     """
     products, depths = token_products(model, moe, gated=model.swiglu), model.mtp_num_layers or 0
     layers = moe.expert_layers(model.num_layers or 0)
@@ -128,7 +128,7 @@ class GptFlops:
         return self._on_rank("projections") + self._on_rank("experts" if experts else "dense")
 
     def _trained(self, linear: float) -> float:
-        """Return the operations for weight gradients: as many as forward, or 0 with LoRA."""
+        """Return the operations for weight gradients: as many as the forward pass, 0 with LoRA."""
         return linear if self.config.lora.lora_rank is None else 0.0
 
     def _depth_flops(self) -> Flops:

@@ -264,7 +264,7 @@ class GptNetwork(Parameters, Activations, GptFlops, Network):
         return ring(x.tp) * x.tokens * x.h * x.width
 
     def _context(self) -> float:
-        """Return the bytes of context parallelism that a rank sends in one layer's forward pass."""
+        """Return the bytes that a rank sends in a layer's forward pass for context parallelism."""
         x = self.sizes
         tokens, size = x.tokens, x.d * x.width // x.tp
         if self.config.parallel.cp_comm_type[0] == "a2a":

@@ -37,7 +37,7 @@ class BlendSpec:
 def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
     """Parse a list of prefixes, or of weights and prefixes in turn, as Megatron-LM does.
 
-    Return None without words; raise a DataError if they mix both forms, or for bad weights.
+    Return None if there are no words. Raise a DataError for bad weights or a mix of both forms.
     """
     if not words:
         return None

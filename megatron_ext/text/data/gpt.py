@@ -1,8 +1,8 @@
 """GPT datasets: megatron-core's GPTDataset and blending, with checks.
 
 Additions to megatron-core: inputs are checked before anything is built; a split without documents
-is an error instead of an endless loop; the key of cached indices includes all that determines
-them, also path, size and time of the data files.
+is an error instead of an endless loop; the key of cached indices covers all that determines them,
+including path, size and modification time of the data files.
 """
 
 import copy
@@ -78,7 +78,7 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
         """Open a dataset with the dtype of its file.
 
         With ``--per-dataset-sequences-path``, megatron-core guesses the dtype from the size of
-        the vocabulary, wrongly if that is near 65,536.
+        the vocabulary. For a size near 65,536 this guess can be wrong.
         """
         if config.sequences_per_dataset:
             config = copy.copy(config)
@@ -88,7 +88,7 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
     def _query_document_sample_shuffle_indices(
         self, idx: int
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return a sample's token ids and document numbers; raise a DataError for unknown ids."""
+        """Return a sample's ids and document numbers; raise a DataError for an invalid token id."""
         # An embedding that is shared over ranks takes any id, and only a dataset's first were seen.
         text, documents = super()._query_document_sample_shuffle_indices(idx)
         if text.min() < 0 or text.max() >= self.config.vocab_size:
@@ -168,8 +168,8 @@ def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | 
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Check indexed datasets before training starts; each rank does so with the same result.
 
-    Raise a DataError if files, splits, token ids, given lengths or cached indices are bad, or if
-    the indices of samples would not fit into memory.
+    Raise a DataError if files, splits, token ids, cached indices or the counts of
+    ``--per-dataset-sequences-path`` are bad, or if the indices of samples do not fit into memory.
     """
     data, training, length = config.section(DataConfig), config.training, config.model.seq_length
     iterations = number_of_iterations(training, length, config.parallel.data_parallel_size)

@@ -177,7 +177,7 @@ def digest_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the SHA-256 of the .bin and .idx file by name; raise a DataError if unreadable."""
+    """Return the SHA-256 of .bin and .idx by file name; raise a DataError if one is unreadable."""
     return {path.name: _digest(path) for path in (bin_path(prefix), idx_path(prefix))}
 
 

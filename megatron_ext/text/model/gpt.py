@@ -137,7 +137,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
     def before_head(self, hidden: Tensor) -> Tensor:
         """Return the input of the output head; a subclass may change each hidden state here.
 
-        Every loss is computed from it. Hidden states are ``[s, b, h]``, or ``[s/tp, b, h]``
+        Every loss is computed from the result. Hidden states are ``[s, b, h]``, or ``[s/tp, b, h]``
         under sequence parallelism; those of the MTP depths follow along the first axis.
         """
         return hidden

@@ -67,7 +67,7 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
     """Return the content of a line by Python's parser, which unlike orjson accepts NaN.
 
-    Raise a BadLine for half a surrogate pair, or with orjson's ``complaint`` for invalid JSON.
+    Raise a BadLine for half a surrogate pair or invalid JSON; ``complaint`` is orjson's message.
     """
     try:
         document = json.loads(line.decode("utf-8"))

@@ -38,7 +38,7 @@ _SECONDS_FOR_A_WRITER = 10.0
 class Part:
     """A piece of one input, which one worker encodes into one set of part files.
 
-    It has the bytes from ``start`` to ``end`` of a file, both at line ends, or a whole packed file.
+    A part is a whole packed file, or the lines between bytes ``start`` and ``end`` of a plain file.
     ``path`` is the file to read, such as the copy of a stream; ``source`` is shown to the user.
     """
 

@@ -250,7 +250,7 @@ def _partitions(
 
 
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
-    """Return a list with the segment of a part's lines [first, last), or an empty list."""
+    """Return a list with the segment of a part's lines [first, last); empty if it has none."""
     first, last = max(first, 0), min(last, done.lines)
     if first >= last:
         return []

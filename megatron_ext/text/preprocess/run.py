@@ -106,8 +106,8 @@ def planned(
 ) -> Iterator[tuple[Path, list[Part], dict[int, PartMarker]]]:
     """Lock the work directory; yield it, the parts of the input, and markers of finished parts.
 
-    The parts of an interrupted run with the same input and ``identity`` are resumed; otherwise the
-    input is cut anew.
+    The parts of an interrupted run with the same input and settings (``identity``) are resumed;
+    otherwise the input is cut anew.
     """
     files = inputs.expand(options.inputs)
     resumable = not any(map(inputs.is_stream, files))

@@ -204,7 +204,7 @@ class _Row:
         return role == ASSISTANT and (mask is None or bool(mask))
 
     def _tools(self) -> tuple[Any, ...] | None:
-        """Return the tool schemas of the row, or None.
+        """Return the tool schemas of the row; None if it has none.
 
         The column may hold JSON text, since parquet gives every object the keys of all objects.
         """

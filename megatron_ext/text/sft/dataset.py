@@ -149,8 +149,8 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
     """Return the compute of a forward pass as a function of document lengths L, up to a factor.
 
     A layer of width h takes ``12 h**2 L + h L**2`` where the MLP is ``4 h`` wide, so that attention
-    costs as much as all else at ``L = 12 h``. Source: Narayanan et al. 2021 (arXiv:2104.04473),
-    ``1 + s / (6 h) + ...``, which counts full attention; here the causal half counts.
+    costs as much as all else at ``L = 12 h``. The formula ``1 + s / (6 h) + ...`` of
+    Narayanan et al. 2021 (arXiv:2104.04473) counts full attention; here the causal half counts.
     """
     products = token_products(model, moe, gated=model.swiglu)
     mlp, layers = products["experts" if moe.num_experts else "dense"], model.num_layers or 1

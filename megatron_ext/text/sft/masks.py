@@ -95,7 +95,7 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
 
 
 def _by_text(template: Template) -> TokenizedConversation | None:
-    """Return ids and mask by the positions of the turns in the text; None if these do not suffice.
+    """Return ids and mask by the turns' bounds in the text; None unless all are token boundaries.
 
     If a byte-pair encoding has a token boundary at a position, no merge crosses it, and the text
     before it has the same tokens when it is encoded alone.
@@ -195,10 +195,10 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 
 
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
-    """Return (start, end) of a turn's tokens in ``whole``; search for them where prefixes differ.
+    """Return (start, end) of a turn's tokens in ``whole``, the ids of the whole conversation.
 
-    A prefix holds the tokens that the first messages get when they are templated alone. A token
-    that joins generation prompt and turn belongs to the turn.
+    If the first messages get other tokens alone than in ``whole``, their end is searched for.
+    A token that joins generation prompt and turn belongs to the turn.
     """
     messages = template.conversation.messages
     at = _place_of(template, whole, turn)
@@ -229,7 +229,7 @@ def _place_of(template: Template, whole: list[int], count: int) -> int:
 
 
 def _after_longest_tail(whole: list[int], part: list[int], low: int, high: int) -> int | None:
-    """Find the longest suffix of ``part`` in ``whole``; return its end in (low, high], or None."""
+    """Return where ``part``'s longest suffix in ``whole`` ends, in (low, high]; None if absent."""
     best, length = None, 0
     for end in range(low + 1, high + 1):
         shared = 0

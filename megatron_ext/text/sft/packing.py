@@ -96,7 +96,7 @@ def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
     """Deal the rows of one step to ranks: equally many for each, and about the same cost.
 
     Each row, costliest first, goes to the cheapest rank that has room (Graham 1969). Then the
-    busiest rank swaps rows with others as long as this lowers the higher of the two loads.
+    busiest rank swaps rows until it is near the mean, or no swap lowers the higher of two loads.
     `small_ends` orders the rows of all ranks in the same way, since expert parallelism synchronizes
     ranks in every micro-batch.
 
@@ -127,7 +127,7 @@ def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
 
 
 def _swap_rows(ranks: Ints, weights: Ints) -> None:
-    """Swap rows in ``ranks [ranks, rows]``, in place, while this relieves the busiest rank."""
+    """Swap rows in ``ranks [ranks, rows]`` until the busiest is near the mean or no swap helps."""
     loads = weights[ranks].sum(axis=1)
     mean = int(loads.sum()) // len(loads)
     while True:

@@ -45,7 +45,7 @@ KEYS = ("document", "mask")
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """An encoder of conversations: each becomes one document of ids, and one of its mask."""
+    """An encoder that turns each conversation into two documents: its token ids and its mask."""
 
     chat: Chat
 

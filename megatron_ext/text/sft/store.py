@@ -84,7 +84,7 @@ class SftStore:
         return np.memmap(bin_path(prefix), dtype=dtype, mode="r")
 
     def conversation(self, number: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Return ids and mask ``[s]`` of one conversation; raise a DataError for unknown ids."""
+        """Return token ids and mask ``[s]`` of a conversation; raise a DataError for bad ids."""
         if self._arrays is None:
             begins = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
             self._arrays = begins, self._map("document"), self._map("mask")

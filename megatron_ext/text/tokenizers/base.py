@@ -74,11 +74,11 @@ class Tokenizer(ABC):
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return kind and model (path or JSON text) for a `FastEncoder`; None if unsupported."""
+        """Return ("sentencepiece", path) or ("json", text) for gigatoken; None if unsupported."""
         return None
 
     def control_texts(self) -> tuple[str, ...]:
-        """Return control tokens as text; `FastEncoder` leaves input with one to this tokenizer."""
+        """Return the texts of control tokens; gigatoken never encodes a text that contains one."""
         return ()
 
 

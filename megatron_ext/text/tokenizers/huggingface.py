@@ -75,7 +75,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Return ``named``, in which sep replaces a missing eos, cls a missing bos, and vice versa."""
+    """Return ``named`` with a missing eos set to sep, a missing bos to cls, and vice versa."""
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
         if one not in out and other in out:

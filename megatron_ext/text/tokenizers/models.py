@@ -117,7 +117,7 @@ def _user_defined(model: bytes) -> Iterator[str]:
 
 
 def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of each field of a protobuf message; a varint is an int, else bytes."""
+    """Yield (number, value) of each protobuf field: an int for a varint, bytes for other types."""
     at = 0
     while at < len(buffer):
         key, at = _varint(buffer, at)
