@@ -82,8 +82,8 @@ class LayerGraphs:
         """Return the tensors from which a graph reads its arguments.
 
         Arguments that need no gradient are copies of the first call's tensors. ``copies`` maps ids
-        of originals to their copies; all layers of a slot share it, since layers cache what they
-        derive from a tensor by its identity.
+        of originals to their copies. All layers of a slot share this mapping, since they cache
+        results by the identity of a tensor.
         """
         found = []
         for argument in self.arguments:

@@ -62,7 +62,7 @@ def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tenso
 
 
 class _Linear(torch.autograd.Function):
-    """``y = x W^T + b``; the weight gradient goes to the queue or into the gradient buffer."""
+    """Autograd function ``y = x W^T + b``; the weight gradient may be queued or added in place."""
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ def _gathered(part: Tensor, call: LinearCall) -> _Sent:
 
 
 def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
-    """Start to sum the input's gradient over the ranks; the result covers this rank's input."""
+    """Start to sum the input's gradient over the ranks; the sum has the input's shape."""
     group = call.tp_group
     if group is None or group.size() == 1:
         return _Sent(whole)
@@ -144,7 +144,7 @@ class _ParallelLinear:
         """Scaling for 8-bit products, set by `layers.fp8`; None without them."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the output, including an adapter's, and a bias for the caller to add, or None."""
+        """Return the output, adapter included, and None or a bias that the caller must add."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return (output if self.lora is None else output + self.lora(input_)), bias
 

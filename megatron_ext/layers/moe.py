@@ -149,7 +149,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Convert the split sizes to numpy arrays, which the collective needs, on CPUs too."""
+        """Convert split sizes to numpy arrays also on CPUs; megatron-core does so on GPUs only."""
         tokens_per_expert = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         if point == self.cuda_dtoh_point:
             for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -169,11 +169,11 @@ def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
     """Mark the experts' parameters, so that gradients are summed over the ranks that hold copies.
 
-    megatron-core treats the parameters as dense unless ``--expert-model-parallel-size`` is above 1.
-    But the ranks that hold copies of an expert also differ from those of dense parameters if the
-    expert-tensor-parallel size is not the tensor-parallel size. Under sequence parallelism
-    megatron-core moreover sums the gradients of an expert's second bias over the tensor-parallel
-    ranks, which hold other experts or copies whose gradients are summed already.
+    megatron-core treats the parameters as dense if ``--expert-model-parallel-size`` is 1. This is
+    wrong if the expert-tensor-parallel size is not the tensor-parallel size, since other ranks
+    then hold an expert's copies. Under sequence parallelism megatron-core also sums the gradients
+    of an expert's second bias over the tensor-parallel ranks. This is wrong too, since these
+    ranks hold other experts, or copies whose gradients are summed already.
     """
     # A model without experts may have no groups for them.
     for parameter in expert_parameters(chunk):

@@ -7,7 +7,7 @@ since it does not trust older ones at lengths that 128 does not divide (pytorch/
 lay out results like the queries. Tensors in Megatron's order ``[s, b, n, d]`` are therefore passed
 as views and come back contiguous. The keys of a query group are not repeated for its queries.
 
-`flex_attend` skips blocks that are fully masked, which SDPA's kernels compute with a dense mask. A
+`flex_attend` skips fully masked blocks; given a dense mask, SDPA's kernels compute these too. A
 summary of the mask in blocks of 128 x 128 is made once for all layers; the mask itself is read only
 in partly masked blocks.
 """
@@ -194,10 +194,10 @@ def _of_positions(span: Span, lengths: tuple[int, int], device: torch.device) ->
 
 
 class _NewestMask:
-    """Cache of the block masks of the newest dense mask, and of its context-parallel parts.
+    """Cache of block masks, made from the newest dense mask and its context-parallel parts.
 
     The key is the mask's storage address and version, since recomputed layers get the mask as
-    another tensor object. A reference keeps the storage from being reused.
+    another tensor object. The cache holds a reference, so that the storage is not reused.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class _NewestMask:
         self._made: dict[Any, BlockMask] = {}
 
     def find(self, span: Span, lengths: tuple[int, int], forbidden: Tensor) -> BlockMask:
-        """Return the block mask of ``forbidden``, a dense mask ``[b or 1, 1, q, k]`` or a part."""
+        """Return the block mask of ``forbidden``, a dense mask (or part) ``[b or 1, 1, q, k]``."""
         version = 0 if forbidden.is_inference() else forbidden._version
         key = (forbidden.untyped_storage().data_ptr(), version, forbidden.device)
         if key != self._key:

@@ -33,7 +33,7 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         super().__init__(stages, pipeline_size)
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
-        """Return False, since no stage holds multi-token prediction only; check nothing."""
+        """Return False: no stage holds only multi-token prediction. The layout is not checked."""
         return False
 
     def get_layer_offset(

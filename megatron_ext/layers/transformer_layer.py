@@ -52,7 +52,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> WithBias:
-        """Return the output ``[s, b, h]`` and the bias that the caller must add, or None.
+        """Return the output ``[s, b, h]``, and None or a bias that the caller must add.
 
         Args:
             attention_mask: True where forbidden, ``[b, 1, s, s]``; None means causal.
@@ -120,7 +120,7 @@ class MLP(core.MLP):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> WithBias:
-        """Return the output, shaped like the input, and the bias that the caller must add, or None.
+        """Return the output, shaped like the input, and None or a bias that the caller must add.
 
         The input is ``[s, b, h]``, or an expert's ``[tokens, h]`` with a scale ``[tokens]``.
         """
@@ -143,7 +143,7 @@ class MLP(core.MLP):  # type: ignore[misc]
 
 
 class SharedExpertMLP(CoreSharedExpertMLP, MLP):  # type: ignore[misc]
-    """The shared expert with a compiled activation, unless it overlaps with the dispatcher."""
+    """The shared expert; its activation is compiled unless the expert overlaps communication."""
 
 
 OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}

@@ -178,9 +178,9 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
     """Return each token's highest logit ``[C]`` over all ranks, and sums over this rank's logits.
 
-    The highest logit is first subtracted from C tokens' logits. The rows of the sums
-    ``[2 or 3, C]`` are the label's logit, with label smoothing the sum of all logits, and the sum
-    of the exponentials, which overwrite the logits.
+    The highest logit is first subtracted from C tokens' logits. The sums ``[2, C]`` are the label's
+    logit (0 where another rank has it) and the sum of the exponentials, which overwrite the logits.
+    Label smoothing inserts the sum of all logits between these two, which makes ``[3, C]``.
     """
     logits = block.logits
     highest = logits.amax(dim=1, keepdim=True)
@@ -246,7 +246,7 @@ class Gradients:
         self._is_zero = True
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Multiply the gradients except the weight's by ``scale``, and return all three.
+        """Return the gradients of hidden states, weight and bias; scale the first and the third.
 
         Raises:
             RuntimeError: on a second call.

@@ -128,7 +128,7 @@ def _weight_gradient(
 
 
 def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor | None:
-    """Queue the weight's gradient, add it to ``main_grad``, or return it to autograd.
+    """Queue the weight's gradient, add it to ``main_grad`` or return it, as ``call`` says.
 
     ``compute`` returns the gradient in a given dtype. Autograd gets None for a queued gradient and
     a placeholder for one that was added.

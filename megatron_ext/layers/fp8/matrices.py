@@ -17,7 +17,7 @@ The memory traffic for each 16-bit number, in bytes read + bytes written, depend
 
 - delayed, 2 + 2: the scale is given, and the pass that casts also finds the largest magnitude;
 - tensorwise, 4 + 2: a pass over the tensor finds the scale before the cast;
-- rowwise, 6 + 2: scales of rows are found while a row is in the cache, those of columns by a pass.
+- rowwise, 6 + 2: row scales are found while a row is in the cache, column scales by another pass.
 
 Under sequence parallelism the input's C is made from the 8-bit rows that were gathered. For experts
 the delayed recipe costs as much as tensorwise, since an expert without tokens has no scale yet.
@@ -181,7 +181,7 @@ class Function:
         self._fixed, self._open = compiled(function, by_shape=True), compiled(function)
 
     def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
-        """Call the function; with ``varies`` by a kernel for any number of rows."""
+        """Call the function; ``varies`` selects the kernel for any number of rows."""
         return (self._open if varies else self._fixed)(x, *more)
 
 

@@ -82,7 +82,7 @@ class Parts:
         return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups over which to reduce in turn, to cover all ranks with this layer."""
+        """Return the groups over which to reduce, one after another, to cover a layer's ranks."""
         return (self._pgs.tp_dp_cp,)
 
 
@@ -118,7 +118,7 @@ HISTORY = ".fp8.amax_history"
 
 
 def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return ``amax`` if ``group`` is None, else its maximum over the ranks with NaN as inf."""
+    """Return the ranks' maximum of ``amax``, NaN as inf; without a group return ``amax`` itself."""
     if group is None:
         return amax
     # Collectives do not define how they compare NaN.
@@ -172,9 +172,9 @@ class Scaling(torch.nn.Module):
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return a matrix ``[m, k]`` in 8 bits with the scales that `columns` gives its transpose.
+        """Return ``[m, k]`` in 8 bits, to be transposed for a product that sums over m.
 
-        ``rows`` is the result of `rows`. With one scale per tensor it already has these scales.
+        ``rows`` is the matrix as cast by `rows`; with one scale per tensor it is returned as it is.
         """
         return rows
 
@@ -187,7 +187,7 @@ class Scaling(torch.nn.Module):
         return self.kept_weight
 
     def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
-        """Return the transposed 8-bit weight ``[in, out]``: a kept one, or a cast by ``scale``."""
+        """Return the transposed 8-bit weight ``[in, out]``, kept or newly cast with ``scale``."""
         if self.kept_weight is not None and self.kept_weight.columns is not None:
             return self.kept_weight.columns
         return self.columns(weight, Role.WEIGHT, scale)
