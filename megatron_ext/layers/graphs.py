@@ -11,8 +11,8 @@ gradient accumulators were made on the default stream, for which a recording may
 gets the parameters themselves, whose accumulators and hooks run as usual. The hooks of data
 parallelism consume each gradient at once, before the next replay overwrites it.
 
-megatron-core's own CUDA graph manager (0.16.1) is not used, for the reasons in DECISIONS, 62, and
-because it overwrites a chunk's input with an output gradient before the backward pass reads it.
+megatron-core's own CUDA graph manager (0.16.1) is not used; DECISIONS.md, 62, has reasons. It also
+overwrites a chunk's input with an output gradient before the backward pass reads the input.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def recipe_error(
 
 
 def prepare_transformer_engine(config: RunConfig) -> None:
-    """Prepare this rank for Transformer Engine's layers; do nothing if the run uses others.
+    """Prepare this rank for Transformer Engine's layers; do nothing if the run uses other layers.
 
     All ranks call this together, before the model is built.
 

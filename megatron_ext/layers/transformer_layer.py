@@ -1,8 +1,8 @@
 """megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
 
-One kernel adds a branch to the residual stream and normalizes the sum; one does the backward pass.
-Likewise, norm and rotary embedding of queries and keys are fused; all layers share one table of
-cosines and sines. An activation is compiled together with its bias and an expert's token scales.
+One kernel adds a branch to the residual stream and normalizes the sum; another computes the
+gradients. Likewise, norm and rotary embedding of queries and keys are fused. All layers share one
+table of cosines and sines. An activation is compiled with its bias and an expert's token scales.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def share_of_step(
     per_token: bool,
     usual_weight: Tensor | None = None,
 ) -> Tensor | float:
-    """Return the factor on a micro-batch's weighted sum that makes the loss a weighted mean.
+    """Return a factor for a micro-batch's weighted sum, to make the loss a weighted mean.
 
     The step divides its gradients by its number of targets N. Let D be the sum of the token weights
     in the step. The factor is then N / D, which is 1 if all weights are 0 or 1. Without

@@ -67,9 +67,9 @@ def weighted_linear_cross_entropy(
             that does not count needs the label ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
         tp_group: None means that this rank holds the whole head.
-        block_size: tokens C of a block. Its logits take C * v/tp * 4 bytes, and for a 16-bit head a
-            16-bit copy takes half as much again. None chooses an eighth of the tokens, at most
-            1024. If the logits stay in 16 bits on a GPU, they take C * v/tp * 2 bytes, and None
+        block_size: tokens C of a block; None chooses an eighth of the tokens, at most 1024. The
+            logits take C * v/tp * 4 bytes; for a 16-bit head a 16-bit copy takes half as much
+            again. If a GPU keeps the logits in 16 bits, they take C * v/tp * 2 bytes, and None
             chooses a larger C (`vocabulary.fused_rows`).
         ignore_index: label of tokens whose loss and gradient are exactly 0.
         label_smoothing: share of the target probability that is spread over the whole vocabulary.
