@@ -268,13 +268,13 @@ def _show(
     console.print(table(summary))
     for line in sentences(summary, steps):
         terminal.print(line)
-    if len(steps[0].cp_columns) > 1:
-        for rank, columns in enumerate(steps[0].cp_columns):
-            first, second = np.array_split(columns, 2)
-            notes.append(
-                f"context-parallel rank {rank} keeps columns {first[0]}–{first[-1]} and "
-                f"{second[0]}–{second[-1]} of each row"
-            )
+    halves = [np.array_split(columns, 2) for columns in steps[0].cp_columns]
+    notes += [
+        f"context-parallel rank {rank} keeps columns {first[0]}–{first[-1]} and "
+        f"{second[0]}–{second[-1]} of each row"
+        for rank, (first, second) in enumerate(halves)
+        if len(halves) > 1
+    ]
     for note in notes:
         terminal.print(note)
     for warning in warnings:

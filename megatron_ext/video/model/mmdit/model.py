@@ -85,9 +85,8 @@ def check_inputs(
                 f"`{name}` has the shape {list(tensor.shape)}, but the model takes {list(shape)}; "
                 "see the widths in its sizes."
             )
-    for name in ("timesteps", "guidance"):
-        tensor = given[name]
-        if tensor is not None and tensor.dtype not in (torch.float32, torch.float64):
+        exact = (torch.float32, torch.float64)
+        if name in ("timesteps", "guidance") and tensor is not None and tensor.dtype not in exact:
             raise DataError(
                 f"`{name}` has the type {tensor.dtype}, but must be float32: in 16 bits 1000 t "
                 "has steps of up to 4."
