@@ -131,7 +131,7 @@ class FlowBatchBuilder(ABC):
         """Return the keyword arguments of ``forward``; ``masks`` are true at reference frames."""
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the captions' embeddings; dropped captions get the empty caption's instead."""
+        """Return the captions' embeddings, replaced by the empty caption's for dropped captions."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)
@@ -199,11 +199,11 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def planned(self, clip: Clip) -> ClipNetwork:
-        """Return the network's cost model for clips like ``clip``, from which runs are planned."""
+        """Return the network's cost model, with which runs on clips like ``clip`` are planned."""
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
-        """Return the configuration with all blocks recomputed in mode "full", else with none."""
+        """Return a configuration that recomputes all blocks if ``mode`` is "full", else none."""
 
     @abstractmethod
     def sampled(

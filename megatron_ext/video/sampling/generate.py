@@ -43,7 +43,7 @@ def requests_of(sample: SampleConfig) -> list[ClipRequest]:
 
 
 def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
-    """Return the size of the clips from the flags; default: the dataset's largest bucket."""
+    """Return the clips' size from the flags; the default is the dataset's largest bucket."""
     buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
     largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
     height, width = sample.sample_size or (largest.height, largest.width)
@@ -95,7 +95,7 @@ def encode_on_reporting_rank(
     All ranks call this together. Only the reporting rank needs codec and encoder.
 
     Raises:
-        ConfigError, DataError: encoding failed on the reporting rank; on all ranks.
+        ConfigError, DataError: encoding failed on the reporting rank (raised on all ranks).
     """
 
     def encode() -> EncodedRequests:

@@ -41,7 +41,7 @@ class ClipSampler:
     The prompts are encoded once for all calls, after which the text encoder is freed.
 
     Raises:
-        ConfigError, DataError: prompts, references or encoders cannot be used; on all ranks.
+        ConfigError, DataError: prompts, references or encoders are unusable (raised on all ranks).
     """
 
     def __init__(self, run: Run) -> None:

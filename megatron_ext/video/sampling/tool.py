@@ -55,7 +55,7 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and clip size; return the completed configuration, and None for no assets."""
+    """Check prompts and clip size; return the completed configuration and None (no assets)."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
     return network_of(config).with_widths(manifest), None

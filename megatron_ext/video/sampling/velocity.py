@@ -150,7 +150,7 @@ class ParallelVelocity:
             Velocity of the tokens, ``[b, n, d]`` float32.
 
         Raises:
-            DataError: the inputs do not fit the model; on all ranks.
+            DataError: the inputs do not fit the model (raised on all ranks).
         """
         b, n, _ = x.shape
         text = pad_text(text, n, self._multiple)

@@ -41,7 +41,7 @@ class StreamingConfig(WanConfig):
         text_features: width of the text encoder's output, which is the text width of all networks.
         switches: whether the files of prompts hold second prompts, to which sequences switch.
         given_frames: number of latent frames that are given at the start of a sequence rather than
-            generated: a block or 0.
+            generated: 0, or the frames of one block.
     """
 
     generator_size: str = _named_size("tiny", "named size of the generator")
@@ -195,7 +195,7 @@ class StreamingConfig(WanConfig):
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
     def sizes(self, role: Role = "generator") -> VideoDiTSizes:
-        """Return the sizes of a network; one without a named size has the generator's."""
+        """Return a network's sizes; without a size flag of its own it has the generator's."""
         named = SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or SIZES[self.generator_size].channels
         width = self.text_features or named.text_width

@@ -119,7 +119,7 @@ class _Formulas:
         return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
     def passes(self) -> dict[str, int]:
-        """Return the bytes of each pass, keyed by a description, if a step trains both networks."""
+        """Return each pass's bytes, by description, in a step that trains generator and critic."""
         streaming, stage = self._streaming, self._whole("generator")
         critic, block = self._on_clip(self._config, "critic"), self._on_block()
         learned, cost = critic.activations(self._whole("critic")), block.activations(stage)

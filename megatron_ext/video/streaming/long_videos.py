@@ -165,7 +165,7 @@ class LongVideoSampler:
         build_codec: called on the first rank of each replica, which decodes and writes.
 
     Raises:
-        ConfigError, DataError: the prompts or the codec cannot be used; on all ranks.
+        ConfigError, DataError: the prompts or the codec cannot be used (raised on all ranks).
     """
 
     def __init__(self, run: Run, encode: Encode, build_codec: Callable[[], VideoCodec]) -> None:
@@ -198,8 +198,8 @@ class LongVideoSampler:
             The throughput of all replicas: counts are sums, times are those of the slowest replica.
 
         Raises:
-            NotFiniteError: a video is not finite; on all ranks.
-            MegatronExtError: the files cannot be written; on all ranks.
+            NotFiniteError: a video is not finite (raised on all ranks).
+            MegatronExtError: the files cannot be written (raised on all ranks).
         """
         run, context = self._run, self._run.context
         timer = _Timer(progress if context.dp_rank == 0 else None)
@@ -240,7 +240,7 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield numbers of this replica's prompts in batches that switch at the same frames."""
+        """Yield this replica's prompt numbers in batches whose videos switch at equal frames."""
         context, size = self._run.context, self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 

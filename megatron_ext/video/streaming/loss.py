@@ -17,8 +17,8 @@ also goes through critic and teacher:
 M are the frames that count: those that are new in the clip. With guidance the teacher predicts
 ``r = u + w * (c - u)``, where c and u are its predictions under the prompt and the negative prompt;
 w = 1 is no guidance. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D and dL_S / dX are
-computed from whole clips. Given one of them, losses are sums over frames, so that blocks of frames
-can be micro-batches. Latents and D are whole and equal on all model-parallel ranks of a replica.
+computed from whole clips. With D or dL_S / dX given, a loss is a sum over frames, so that blocks
+of frames can be micro-batches. Model-parallel ranks of a replica hold equal, whole latents and D.
 
 A generator step generates a clip and calls `noised_clip`, `generator_direction` or `sid_direction`,
 and then `generator_losses`. A critic step calls `critic_clip_loss` after `noised_clip`.
@@ -302,7 +302,7 @@ def critic_loss(
     Args:
         flow: prediction of the critic for the noised clip, ``[b, t, c, h, w]``.
         latents, noise: generated latents, and the noise added to them; they get no gradient.
-        mask: frames that count, bool ``[b, t]``; all of them for the first stage of LongLive.
+        mask: frames that count, bool ``[b, t]``; in LongLive's first stage all frames count.
         sigma: noise level of the clip, ``[b]``; unused for ``flow``.
     """
     error = flow.double() - (noise.double() - latents.detach().double())

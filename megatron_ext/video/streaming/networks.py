@@ -68,7 +68,7 @@ class TrainedNetwork:
 
         Args:
             num_frames: number of this rank's frames that count in the loss. Gradients are divided
-                by its sum over the replicas. None averages them, for losses that are means.
+                by the total of all replicas. None averages gradients, for losses that are means.
             everywhere: leave whole gradients on every rank, also with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)

@@ -57,7 +57,7 @@ class NoiseSchedule:
 
         With ``context_noise_from_table`` it comes from the table, which with the default shift
         gives 0.5% at timestep 0. Frames ``recached`` at a prompt switch then have level 0, as in
-        LongLive. Without the flag it is 0 at timestep 0, and the same for all past frames.
+        LongLive. Without the flag all past frames have one level, which is 0 at timestep 0.
         """
         noise, from_table = self.streaming.context_noise, self.streaming.context_noise_from_table
         is_clean = recached if from_table else noise == 0

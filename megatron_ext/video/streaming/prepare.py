@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and lengths; return the completed configuration, and None for no assets."""
+    """Check prompts and lengths; return the completed configuration and None (no assets)."""
     streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
     check_weights("--critic-checkpoint", streaming.critic_checkpoint)
     check_weights("--teacher-checkpoint", streaming.teacher_checkpoint)

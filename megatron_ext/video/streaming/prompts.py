@@ -231,7 +231,7 @@ def encode_captions(
         shape: length and width of an embedding, (l, d).
 
     Raises:
-        MegatronExtError: the encoder failed; on all ranks.
+        MegatronExtError: the encoder failed (raised on all ranks).
     """
 
     def encoded() -> Tensor:
@@ -253,7 +253,7 @@ class FilePrompts:
         codec: the codec on the first rank of a replica if frames are to be encoded, else None.
 
     Raises:
-        ConfigError: the encoders cannot be built; on all ranks.
+        ConfigError: the encoders cannot be built (raised on all ranks).
         DataError: the prompts cannot be read, or the two files do not fit together.
     """
 

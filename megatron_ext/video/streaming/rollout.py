@@ -172,7 +172,7 @@ class Generator:
 
 
 def num_sinks(window: FrameWindow) -> int:
-    """Return how many first frames all later ones see, rounded up to whole blocks."""
+    """Return how many first frames all later frames attend to, rounded up to whole blocks."""
     return -(-window.sink // window.block) * window.block
 
 

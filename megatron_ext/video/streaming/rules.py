@@ -179,7 +179,7 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
 
 
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
-    """Return an error, in a list, if the teacher's copies do not fit the ranks and replicas."""
+    """Return a list of one error if the teacher's copies do not fit ranks and replicas, else []."""
     world = parallel.world_size
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     replica, counts = tensor * context, range(1, world + 1)

@@ -80,7 +80,7 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Return whether a switch is still to come at a frame before ``frame``."""
+        """Return whether the sequence will still switch its prompt, at a frame before ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, known: Tensor, length: int, sinks: int) -> Tensor:

@@ -30,7 +30,7 @@ SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the flags that must not change to resume a sequence, and those to load its cache."""
+    """Return flags on which a stored sequence depends, and flags on which its cache depends."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -90,7 +90,7 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Check that a checkpoint fits; return the state to load, without objects that it lacks."""
+        """Check that a checkpoint fits; return the state to load, without objects missing there."""
 
         def names() -> set[str]:
             found = set(stored_entries(path))

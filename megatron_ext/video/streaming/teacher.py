@@ -108,8 +108,8 @@ class ParallelTeacher(torch.nn.Module):
     Args:
         network: this rank's stage.
         context: parallel groups of the teacher; each teacher group is a data-parallel replica.
-        peers: the ranks with this rank's position in each replica that its teacher group covers. If
-            a replica holds several teacher groups, those with its position in each of these.
+        peers: the ranks at this rank's position in the replicas that its teacher group covers or,
+            if a replica has several teacher groups, at this rank's position in those groups.
         num_replicas: number of replicas of the run that a teacher group covers; 1 if the group lies
             within a replica.
     """
@@ -141,7 +141,7 @@ class ParallelTeacher(torch.nn.Module):
         all ranks of a replica.
 
         Raises:
-            DataError: the inputs do not fit the model; on all ranks.
+            DataError: the inputs do not fit the model (raised on all ranks).
         """
         # Before any rank waits for another.
         check_inputs(self._model.sizes, x, timesteps, text)

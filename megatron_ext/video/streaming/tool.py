@@ -87,7 +87,7 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check options and prompts; return the completed configuration, and None for no assets."""
+    """Check options and prompts; return the completed configuration and None (no assets)."""
     streaming = config.section(StreamingConfig)
     check_options(streaming)
     video_prompts(config.section(SampleConfig), config.section(StreamingSampleConfig), streaming)
