@@ -145,7 +145,7 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
 
 
 def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str) -> Batch:
-    """Return the full-sequence batch with its loss weights, also of MTP, under a reduction."""
+    """Return a full-sequence batch with ``reduction`` applied to its loss and MTP loss weights."""
     weights, *of_depths = (
         reduced_weights(mask, documents, reduction)
         for mask in (batch.loss_weights, *batch.mtp_loss_weights)
@@ -214,7 +214,7 @@ class StepLoader:
         return batches
 
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return m micro-batches: k kinds of ids ``[m, k, b, s]``, loss masks ``[m, b, s]``."""
+        """Return m micro-batches: ids of k keys, ``[m, k, b, s]``, and loss masks ``[m, b, s]``."""
         if self.samples is not None:
             parts, own = list[Tensor](), list[Tensor]()
             for _ in range(num_microbatches):

@@ -179,7 +179,7 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
     The check of a billion sequences takes seconds.
 
     Raises:
-        DataError: one sentence that names the file and its fault.
+        DataError: a file is missing or damaged, or the two disagree; the message names the fault.
     """
     index = read_index(prefix)
     data = bin_path(prefix)

@@ -56,7 +56,7 @@ def write_index(
 
 
 def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterator[Array]:
-    """Yield running sums of the values times ``scale``, continued from array to array, i64.
+    """Yield the running sums of ``scale`` times the values of all arrays, array by array, i64.
 
     With ``inclusive`` a sum includes the value at its own index, else only earlier values.
     """

@@ -235,7 +235,7 @@ def relative(mine: float, truth: float) -> float:
 
 
 def gradient_difference(mine: Tensor, truth: Tensor) -> float:
-    """Return the difference's L2 norm over the truth's; infinite if that is undefined."""
+    """Return the L2 norm of ``mine - truth`` over ``truth``'s: 0 if equal, inf if undefined."""
     if mine.shape != truth.shape:
         return math.inf
     difference = float((mine.double() - truth.double()).norm())

@@ -93,7 +93,7 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
 def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
     """Give all optimizers of a chain the loss scale of the one whose gradients overflowed.
 
-    megatron-core lowers only that optimizer's scale, but scales the loss by the first one's.
+    megatron-core lowers only that scale, but scales the loss by the first optimizer's scale.
     """
     parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
     scales = [p.grad_scaler.state_dict() for p in parts if p.found_inf.item() > 0]

@@ -24,10 +24,10 @@ T = TypeVar("T")
 def from_all_ranks(
     value: T, fault: MegatronExtError | None, group: ProcessGroup | None = None
 ) -> list[T]:
-    """Return the values of all ranks of a group, by rank; all ranks of it call this together.
+    """Return the values of all ranks of a group in rank order; all ranks call this together.
 
     Raises:
-        MegatronExtError: on every rank, if any rank gives a ``fault``; the lowest rank's is raised.
+        MegatronExtError: on every rank, the ``fault`` of the lowest rank that gives one.
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, (value, fault), group=group)

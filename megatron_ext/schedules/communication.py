@@ -26,8 +26,8 @@ class Channels:
     """Sends and receives the messages of one step on one rank.
 
     Args:
-        shape: shape of all messages, ``[s, b, h]``. If shapes vary it is not used, and each shape
-            is sent before its message.
+        shape: shape of all messages, ``[s, b, h]``. If shapes vary, this argument is unused, and
+            each message is preceded by its own shape.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class GradientSync:
                 self.waiting[index].__enter__()
 
     def before_forward(self, chunk: int) -> None:
-        """Start to gather the parameters of this chunk and the next (``--align-param-gather``)."""
+        """Start to gather this and the next chunk's weights if ``--align-param-gather`` is set."""
         while self.param_sync and self.gathered < min(chunk + 2, len(self.chunks)):
             self.param_sync[self.gathered](self.chunks[self.gathered].parameters())
             self.gathered += 1

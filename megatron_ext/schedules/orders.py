@@ -70,7 +70,7 @@ def forward_only_order(placement: Placement, num_microbatches: int) -> list[Orde
 
 
 def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[int]:
-    """Return the sizes of micro-batch groups; a last one below ``at_least`` joins its neighbour."""
+    """Return micro-batch group sizes; a last group below ``at_least`` joins the one before it."""
     whole, rest = divmod(num_microbatches, group_size)
     sizes = [group_size] * whole
     if rest and sizes and rest < at_least:
@@ -105,8 +105,8 @@ def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
 
     Rank r warms up as in 1F1B and computes weight gradients r micro-batches after input gradients,
     so that, as in 1F1B, each rank holds at most ``pipeline_size`` activations. The bubble is
-    ``(pipeline_size - 1) * (forward + input_gradient - weight_gradient)``, with equal times a third
-    of 1F1B's.
+    ``(pipeline_size - 1) * (forward + input_gradient - weight_gradient)``. If these three times are
+    equal, it is a third of 1F1B's.
     """
     orders = []
     for rank in range(placement.pipeline_size):

@@ -196,7 +196,7 @@ def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
 
 
 def _install(cuda: int) -> str:
-    """Return the command that installs torch for a driver's newest CUDA version, 12040 for 12.4."""
+    """Return the command that installs torch for a driver up to CUDA ``cuda``; 12040 means 12.4."""
     # torch 2.11 to 2.13 are built for CUDA 12.6, which runs on every driver of CUDA 12, and 13.0.
     index = CUDA_WHEELS.format("130" if cuda >= 13000 else "126")
     return f"pip install --force-reinstall torch --index-url {index}"

@@ -31,8 +31,8 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        status: ``low`` means present but too little, ``broken`` present but not usable, and
-            ``unknown`` that it could not be checked here.
+        status: ``low`` means present but too little, ``broken`` means present but not usable,
+            and ``unknown`` means not checkable here.
         detail: what was seen.
         cost: what a run loses if the status is not ``found``.
         install: the command that installs or repairs what was checked.
@@ -122,7 +122,7 @@ PROGRAM_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended, with code None where it ran out of time, and what it wrote."""
+    """How a program ended and what it wrote; the exit code is None if it ran out of time."""
 
     code: int | None
     output: str = ""

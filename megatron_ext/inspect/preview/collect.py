@@ -95,7 +95,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Start:
-    """A step's number, the samples before it, and its micro-batches if there is no `StepPlan`."""
+    """A step's number, the samples before it, and its micro-batches in a run without `StepPlan`."""
 
     iteration: int
     consumed: int
@@ -165,7 +165,7 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Return a step's rows, and ``[2 + K]``: targets, their weight, K MTP depths' weights."""
+        """Return a step's rows and ``[2 + K]``: target count, weight, weight of each MTP depth."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
             # One at a time: the attention masks of a whole step would not fit many a machine.
@@ -229,7 +229,7 @@ class _Replica:
 
 
 def _depths(of_depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
-    """Return the given row of each of K MTP depths (prediction modules), ``[K, s]``."""
+    """Return row ``row`` of each tensor ``[b, s]``, one for each of K MTP depths, as ``[K, s]``."""
     found = [tensor[row] for tensor in of_depths]
     return (torch.stack(found) if found else like.new_zeros(0, like.size(1))).numpy()
 

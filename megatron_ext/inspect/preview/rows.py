@@ -157,7 +157,7 @@ class Document:
         return int(np.count_nonzero(self.targets))
 
     def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
-        """Return ids and weights, ``[n]``, of tokens ``depth + 1`` after each; id -1 if none."""
+        """Return id (-1: none) and weight of the token ``depth + 1`` after each token, ``[n]``."""
         inside = self.columns < self.end
         columns = np.minimum(self.columns, self.row.size - 1)
         exists = inside & target_exists(self.row, depth)[columns]
