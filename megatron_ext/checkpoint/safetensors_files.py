@@ -171,7 +171,7 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return copies of the other model's tensors ``names``, which share no memory."""
+        """Return the tensors ``names`` of the converted model; no two of them share memory."""
         asked, found = set(names), dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in asked})
         while ours:  # what was read makes place for what is written

@@ -103,7 +103,7 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return a computation's key ``(kind, microbatch, stage)``, in which BACKWARD becomes INPUT."""
+    """Return a result's key ``(kind, microbatch, stage)``; BACKWARD and INPUT have the same."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
 

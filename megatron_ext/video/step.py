@@ -199,7 +199,7 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def planned(self, clip: Clip) -> ClipNetwork:
-        """Return the network's cost model, with which runs on clips like ``clip`` are planned."""
+        """Return the cost model by which a run on clips of this shape is planned."""
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:

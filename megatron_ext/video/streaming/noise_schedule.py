@@ -87,7 +87,7 @@ class NoiseSchedule:
         return timesteps.clamp(streaming.min_timestep, streaming.max_timestep).float()
 
     def _step(self, timestep: float) -> int:
-        """Return the step before the shift, 1 to 1000, that the shift maps nearest ``timestep``."""
+        """Return the index, 1 to 1000, of the shifted timestep that is nearest to ``timestep``."""
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
