@@ -166,8 +166,8 @@ def compiled_flex_attention() -> Callable[..., Any]:
 def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None) -> BlockMask:
     """Return the block mask for queries ``[b, n, q, d]`` and keys ``[b, g, k, d]``, cached.
 
-    ``forbidden`` ``[b or 1, 1, q, k]`` is True where attention is forbidden; None forbids nothing
-    beyond ``span``.
+    Attention is forbidden by ``span``, and where ``forbidden`` ``[b or 1, 1, q, k]`` is True; if
+    that is None, by ``span`` alone.
     """
     lengths = query.size(2), key.size(2)
     if forbidden is None:

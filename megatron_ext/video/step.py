@@ -44,8 +44,8 @@ class FlowMicrobatch:
     """One micro-batch as a pipeline stage sees it.
 
     Attributes:
-        inputs: keyword arguments of the model's ``forward`` that the stage needs. The first one has
-            a row for each clip.
+        inputs: keyword arguments of the model's ``forward`` that the stage needs. The first
+            argument has a row for each clip.
         num_text, num_image: numbers of text and image tokens in the whole sequence.
         targets: targets of the image tokens in this rank's output; None before the last stage.
     """

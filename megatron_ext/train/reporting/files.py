@@ -235,7 +235,7 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """Plot a line; a long line without a given colour is smoothed over its faint raw values."""
+    """Plot values; draw many as a smoothed line above the faint raw one, unless given a colour."""
     if len(values) < SMOOTHED_FROM or style.get("color"):
         marker = "." if len(values) < 60 else ""
         axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)

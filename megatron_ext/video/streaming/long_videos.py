@@ -240,7 +240,7 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield this replica's prompt numbers in batches whose videos switch at equal frames."""
+        """Yield batches of this replica's prompt numbers that switch prompts at the same frames."""
         context, size = self._run.context, self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 
