@@ -214,7 +214,7 @@ class StepLoader:
         return batches
 
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return m micro-batches: ids of k keys, ``[m, k, b, s]``, and loss masks ``[m, b, s]``."""
+        """Return m micro-batches: ids of k keys ``[m, k, b, s]``, loss masks ``[m, b, s]``."""
         if self.samples is not None:
             parts, own = list[Tensor](), list[Tensor]()
             for _ in range(num_microbatches):
@@ -246,7 +246,7 @@ class Sample(dict[str, Any]):
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return this context-parallel rank's slice of ``loss_mask``; ones ``[b]`` if absent."""
+        """Return the part of ``loss_mask`` that this context-parallel rank counts; else ones."""
         mask = self.get("loss_mask")
         if not isinstance(mask, Tensor):
             first = next(x for x in self.values() if isinstance(x, Tensor))

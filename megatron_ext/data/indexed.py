@@ -261,10 +261,10 @@ def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, n
 
     The folder is ``data_cache_path`` or, without it, ``<prefix>/cache/<name>_indices`` for each
     prefix; ``name`` is the dataset's class. megatron-core lets numpy unpickle a cached file that is
-    not an array, which can run code of an untrusted dataset. Rank 0 fails if it cannot write there.
+    not an array, which can run code of an untrusted dataset. megatron-core's rank 0 writes there.
 
     Raises:
-        DataError: a `.npy` file is no array, or a folder without `.npy` files is not writable.
+        DataError: a `.npy` file holds no array, or a folder without such files is not writable.
     """
     folders = [Path(prefix) / "cache" / f"{name}_indices" for prefix in prefixes]
     for folder in sorted(set(folders)) if data_cache_path is None else [Path(data_cache_path)]:

@@ -94,7 +94,7 @@ class Channels:
 
 
 class GradientSync:
-    """Starts the data-parallel communication of each chunk when its gradients are complete.
+    """Starts the data-parallel reduction of a chunk's gradients, and the gathers of its weights.
 
     Without ``--overlap-grad-reduce`` it starts no reduction. Until the last backward pass of a
     chunk, the chunk's gradients are only accumulated. Their reduction starts during that pass or,

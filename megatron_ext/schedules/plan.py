@@ -103,7 +103,7 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return a result's key ``(kind, microbatch, stage)``; BACKWARD and INPUT have the same."""
+    """Return the key ``(kind, microbatch, stage)`` of a result; kind BACKWARD becomes INPUT."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
 
@@ -239,7 +239,7 @@ def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Pric
 def _peak(actions: Sequence[Action]) -> int:
     """Return the peak number of micro-batches whose activations a rank holds, over all its stages.
 
-    Without backward passes they are held during their forward pass only.
+    Without backward passes, activations are held during their own forward pass only.
     """
     trains = any(action.kind is not Kind.FORWARD for action in actions if action.kind in COMPUTE)
     held = peak = 0

@@ -42,7 +42,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Driver:
-    """The result of the driver's check, its GPUs' names, and the newest CUDA that it supports."""
+    """The result of the driver's check, the names of the GPUs, and the newest CUDA for it."""
 
     finding: Finding
     cards: list[str] = field(default_factory=list)
@@ -203,7 +203,7 @@ def _install(cuda: int) -> str:
 
 
 def link_findings(here: ThisMachine, num_gpus: int) -> list[Finding]:
-    """Report whether NVLink joins all GPUs; return no finding for fewer than two GPUs."""
+    """Report whether NVLink joins all GPUs; without two GPUs and nvidia-smi, return no finding."""
     path = here.program("nvidia-smi")
     if num_gpus < 2 or path is None:
         return []

@@ -165,7 +165,7 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Return a step's rows and ``[2 + K]``: target count, weight, weight of each MTP depth."""
+        """Return a step's rows; and ``[2 + K]``: targets, weights of main and K MTP losses."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
             # One at a time: the attention masks of a whole step would not fit many a machine.

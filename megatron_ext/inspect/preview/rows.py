@@ -108,7 +108,7 @@ class Document:
 
     Attributes:
         number: its place in the row, from 1.
-        start, end: its first column, and the one past its last. They are equal where the row ends
+        start, end: its first column, and the column after its last. They are equal if the row ends
             just before the document, so that only its first token is predicted.
         is_given: the first token is read only, not predicted.
         is_last: the row predicts one more token of the document than it reads.

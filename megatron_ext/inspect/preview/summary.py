@@ -18,7 +18,7 @@ NEAR = 3
 
 @dataclass
 class Share:
-    """Counts of documents, as rows cut them, and of tokens predicted with and without a weight."""
+    """Counts of documents (one for each row that holds a part) and of their predicted tokens."""
 
     documents: int = 0
     trained: int = 0
