@@ -246,11 +246,10 @@ def loads_random(
         return False
     same = same_model_ranks(arguments, layout)
     apart = getattr(arguments, "data_parallel_random_init", False)
-    if layout.expert_model_parallel_size > 1 or apart:
-        same = same and all(
-            getattr(arguments, name, None) == getattr(layout, name)
-            for name in ("data_parallel_size", "context_parallel_size")
-        )
+    has_experts = layout.expert_model_parallel_size > 1
+    axes = ["data_parallel_size"] if has_experts or apart else []
+    axes += ["context_parallel_size"] if has_experts else []
+    same = same and all(getattr(arguments, x, None) == getattr(layout, x) for x in axes)
     if not same:
         notes.append("The layout has changed, so the random states start from `--seed`.")
     return same

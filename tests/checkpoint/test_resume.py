@@ -36,19 +36,22 @@ PATH = Path("somewhere/iter_0000007")
 MOE = "--num-experts 4"
 
 
-@pytest.mark.parametrize(("now", "same"), [((4, 2), True), ((8, 4), False), ((8, 2), False)])
+@pytest.mark.parametrize(
+    ("experts", "ranks", "context", "same"),
+    [(2, 4, 2, True), (2, 8, 4, False), (2, 8, 2, False), (1, 8, 4, True), (1, 8, 2, False)],
+)
 def test_random_states_of_experts_are_those_of_all_replicas(
-    now: tuple[int, int], same: bool
+    experts: int, ranks: int, context: int, same: bool
 ) -> None:
     stored = Namespace(
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
-        expert_model_parallel_size=2,
+        expert_model_parallel_size=experts,
         context_parallel_size=2,
         data_parallel_size=2,
+        data_parallel_random_init=True,
     )
-    ranks, context = now
-    layout = Layout(ranks, context_parallel_size=context, expert_model_parallel_size=2)
+    layout = Layout(ranks, context_parallel_size=context, expert_model_parallel_size=experts)
     said: list[str] = []
     found = CheckpointRef(PATH, 7, weights_only=False)
     assert loads_random(found, CheckpointConfig(), stored, layout, said) == same
