@@ -85,9 +85,15 @@ def leave_out_nothing(state: dict[Any, Any]) -> None:
         if part.get("param_state") == {}:
             del part["param_state"]
         if MAIN_WEIGHTS in part:
-            groups = dict(enumerate(part.pop(MAIN_WEIGHTS)))
-            held = {number: weights for number, weights in groups.items() if weights}
-            part.update({MAIN_WEIGHTS: held} if held else {})
+            held = {i: weights for i, weights in enumerate(part.pop(MAIN_WEIGHTS)) if weights}
+            if held:
+                part[MAIN_WEIGHTS] = held
+
+
+def drop_main_weights(common: dict[Any, Any]) -> None:
+    """Drop, in place, the empty lists of fp32 weights in a checkpoint's common state."""
+    for part in (common, *_numbered(common)):
+        part.pop(MAIN_WEIGHTS, None)
 
 
 def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:

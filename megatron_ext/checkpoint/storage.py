@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megatron_ext.checkpoint.files import Files, describe_file, make_durable
-from megatron_ext.checkpoint.optimizer_state import MAIN_WEIGHTS
+from megatron_ext.checkpoint.optimizer_state import drop_main_weights
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef, check_files
 from megatron_ext.checkpoint.unpickling import (
     MetadataReader,
@@ -199,10 +199,7 @@ class _CommonStrategy(PlainCommonStrategy):
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         common = super().load_common(checkpoint_dir)
-        optimizer = common.get("optimizer", {})
-        for part in (optimizer, *optimizer.values()):
-            if isinstance(part, dict):
-                part.pop(MAIN_WEIGHTS, None)
+        drop_main_weights(common.get("optimizer", {}))
         return common
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.training import LossConfig, TrainingConfig
+from megatron_ext.data.samplers import Ints
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.preview.collect import collect
@@ -238,7 +239,7 @@ def preview(
     silence_known_warnings(kind)
     steps = collect(config, task, tokenizer, first=options.step, count=options.steps)
     crosses = not (config.section(SftConfig).sft or config.section(DataConfig).reset_attention_mask)
-    notes = _notes(config.training, config.loss, crosses=crosses)
+    notes = _notes(config.training, config.loss, steps[0].cp_columns, crosses=crosses)
     return _show(steps, notes, options, tokenizer, console, config.loss.loss_reduction)
 
 
@@ -268,13 +269,6 @@ def _show(
     console.print(table(summary))
     for line in sentences(summary, steps):
         terminal.print(line)
-    halves = [np.array_split(columns, 2) for columns in steps[0].cp_columns]
-    notes += [
-        f"context-parallel rank {rank} keeps columns {first[0]}–{first[-1]} and "
-        f"{second[0]}–{second[-1]} of each row"
-        for rank, (first, second) in enumerate(halves)
-        if len(halves) > 1
-    ]
     for note in notes:
         terminal.print(note)
     for warning in warnings:
@@ -294,7 +288,9 @@ def _show(
     return warnings
 
 
-def _notes(training: TrainingConfig, loss: LossConfig, *, crosses: bool) -> list[str]:
+def _notes(
+    training: TrainingConfig, loss: LossConfig, cp_columns: Sequence[Ints], *, crosses: bool
+) -> list[str]:
     notes = []
     if crosses:
         notes.append(
@@ -308,4 +304,11 @@ def _notes(training: TrainingConfig, loss: LossConfig, *, crosses: bool) -> list
             f"the weights are those of `--loss` ({loss.loss}); what it sums over replicas "
             "is summed over one data-parallel rank here"
         )
+    if len(cp_columns) > 1:
+        for rank, columns in enumerate(cp_columns):
+            first, second = np.array_split(columns, 2)
+            notes.append(
+                f"context-parallel rank {rank} keeps columns {first[0]}–{first[-1]} and "
+                f"{second[0]}–{second[-1]} of each row"
+            )
     return notes

@@ -124,7 +124,7 @@ def _stamp(path: str | Path) -> list[int]:
 
 def refuse_other_data(folder: Path, fingerprint: str) -> None:
     """Raise DataError if the folder holds a dataset or shards with another fingerprint."""
-    for path in [folder / "manifest.json", *sorted(folder.glob("shard_*.json"))]:
+    for path in [folder / shards.MANIFEST, *sorted(folder.glob("shard_*.json"))]:
         if path.exists() and shards.read_json(path).get("fingerprint") != fingerprint:
             raise DataError(
                 f"`--output` ({folder}) holds a dataset of other clips or options ({path.name}); "
@@ -220,7 +220,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     DataError is raised if it is missing, of another format, lacks an entry, or has a wrong one.
     """
-    path = folder / "manifest.json"
+    path = folder / shards.MANIFEST
     manifest = shards.read_json(path)
     found = list(_faults(manifest, _ENTRIES, ""))
     for (name, kind), sizes in _SIZES.items():

@@ -270,7 +270,7 @@ def _publish(
         "shards": [{"name": part.name, "clips": markers[part.name]["clips"]} for part in parts],
         "dropped": dict(Counter(d.reason.value for d in dropped)),
     }
-    shards.write_json(folder / "manifest.json", content)
+    shards.write_json(folder / shards.MANIFEST, content)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -45,7 +45,7 @@ from megatron_ext.video.data.encode import reference_name
 from megatron_ext.video.data.geometry import parse_plan
 from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manifest
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan
-from megatron_ext.video.data.shards import read_null
+from megatron_ext.video.data.shards import MANIFEST, read_null
 from megatron_ext.video.model.tokens import grid
 from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.generate import check_sampling
@@ -69,7 +69,7 @@ def _opened(path: str, buckets: str | None, encoding: tuple[Any, ...] | None) ->
     if encoding is None:
         return ShardedVideos(path, plan)
     assert plan is not None
-    if (Path(path) / "manifest.json").is_file():
+    if (Path(path) / MANIFEST).is_file():
         raise DataError(
             f"`--online-encoding` takes clips, but {path} holds encoded ones; leave it out, or "
             "give a folder or a list of clips."

@@ -30,6 +30,7 @@ FORMAT = 1
 STORAGES = ("float32", "bfloat16")
 _FIELDS = ("latents", "text", "pooled", "geometry", "caption")
 _GEOMETRY = 6
+MANIFEST = "manifest.json"
 ADVICE = "make it with tools/preprocess_video.py"
 
 

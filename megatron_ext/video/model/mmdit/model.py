@@ -78,6 +78,7 @@ def check_inputs(
         "guidance": (batch,),
         "cond": (batch, num_image, sizes.cond_width),
     }
+    exact = (torch.float32, torch.float64)
     for name, shape in shapes.items():
         tensor = given[name]
         if tensor is not None and tensor.shape != shape:
@@ -85,7 +86,6 @@ def check_inputs(
                 f"`{name}` has the shape {list(tensor.shape)}, but the model takes {list(shape)}; "
                 "see the widths in its sizes."
             )
-        exact = (torch.float32, torch.float64)
         if name in ("timesteps", "guidance") and tensor is not None and tensor.dtype not in exact:
             raise DataError(
                 f"`{name}` has the type {tensor.dtype}, but must be float32: in 16 bits 1000 t "
