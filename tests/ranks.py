@@ -22,33 +22,12 @@ import pytest
 import torch
 
 from megatron_ext.device import Device, select
+from megatron_ext.inspect.audit.reproduced import layout_of
 from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 
 Body = Callable[..., None]
 SEED = 1234
-
-
-def layout_of(
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    dp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    vpp: int | None = None,
-) -> Layout:
-    """Return a layout of ``tp * pp * cp * dp`` ranks."""
-    return Layout(
-        world_size=tp * pp * cp * dp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        virtual_pipeline_model_parallel_size=vpp,
-    )
 
 
 def on_ranks(body: Body, sizes: Mapping[str, int], **arguments: Any) -> None:
@@ -204,4 +183,4 @@ def _spawned(
     os._exit(_rank(rank, body, layout, arguments, folder, select()))
 
 
-__all__ = ["ParallelContext", "on_ranks", "ranks", "run_on_ranks"]
+__all__ = ["ParallelContext", "layout_of", "on_ranks", "ranks", "run_on_ranks"]

@@ -1,0 +1,141 @@
+"""What a reproduction of a defect returns, and the forked CPU ranks on which it measures.
+
+A reproduction runs megatron-core as it is and compares one of its figures with plain arithmetic.
+Each file ``reproduce_*.py`` beside this one has a dictionary ``REPRODUCTIONS`` from the number of a
+defect in docs/numerics.md, such as ``"D2"``, to its reproduction.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_ext.device import Device
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.launch import fork_ranks
+
+SEED = 1234
+TIMEOUT_MINUTES = 2.0
+"""Time that a rank waits for another one."""
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """One figure of megatron-core beside the right one.
+
+    Attributes:
+        stock: the figure of the installed megatron-core, NaN if it raised an error instead.
+        right: the figure of plain arithmetic.
+        what: one sentence that says what was measured, or which error was raised.
+    """
+
+    stock: float
+    right: float
+    what: str
+
+    @property
+    def ratio(self) -> float:
+        """Return ``stock / right``: 1 if both are equal, infinite or NaN if undefined."""
+        if self.stock == self.right:
+            return 1.0
+        if self.right == 0:
+            return math.nan if math.isnan(self.stock) else math.copysign(math.inf, self.stock)
+        return self.stock / self.right
+
+
+Reproduction = Callable[[], Reproduced]
+Reproductions = Mapping[str, Reproduction]
+T = TypeVar("T")
+
+
+def layout_of(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int | None = None,
+) -> Layout:
+    """Return a layout of ``tp * pp * cp * dp`` ranks."""
+    return Layout(
+        world_size=tp * pp * cp * dp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        virtual_pipeline_model_parallel_size=vpp,
+    )
+
+
+def on_ranks(
+    measure: Callable[[ParallelContext], T],
+    *,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    **sizes: int,
+) -> list[T]:
+    """Run ``measure(context)`` on forked CPU ranks; return what each rank returned, in their order.
+
+    The ranks have the process groups of `layout_of` the sizes, the stand-in for ``torch.cuda`` and
+    one seed. Nothing of that reaches this process, and what they return is pickled. Their standard
+    output is dropped.
+
+    Args:
+        get_embedding_ranks: as megatron-core's ``initialize_model_parallel`` takes it.
+
+    Raises:
+        MegatronExtError: a rank failed, whose traceback is on standard error by then.
+    """
+    layout = layout_of(**sizes)
+    with tempfile.TemporaryDirectory(prefix="reproduce_") as name:
+        rank = partial(_rank, measure, layout, Path(name), get_embedding_ranks)
+        code = fork_ranks(rank, layout.world_size, timeout_minutes=TIMEOUT_MINUTES)
+        if code != 0:
+            raise MegatronExtError(
+                f"A reproduction on {layout.world_size} ranks ended with exit code {code}; its "
+                "error stands above."
+            )
+        paths = [_result(Path(name), rank) for rank in range(layout.world_size)]
+        return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:03d}.pickle"
+
+
+def _rank(
+    measure: Callable[[ParallelContext], Any],
+    layout: Layout,
+    folder: Path,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None,
+) -> None:
+    """Measure on one rank, and write what it returns into a file of its own."""
+    # A GPU stays unused, so that the figures are the same on every machine.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    device = Device("cpu", "gloo")
+    device.activate(0)
+    with redirect_stdout(io.StringIO()):
+        context = init_groups(
+            layout,
+            device,
+            timeout_minutes=TIMEOUT_MINUTES,
+            get_embedding_ranks=get_embedding_ranks,
+            init_method=os.environ["MEGATRON_EXT_INIT_METHOD"],
+        )
+        seed_everything(context, SEED)
+        found = measure(context)
+    _result(folder, context.rank).write_bytes(pickle.dumps(found))
+    context.destroy()
