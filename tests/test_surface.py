@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from megatron.core.optimizer import OptimizerConfig
 
+from megatron_ext.config.finalize import TESTED_CORES
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.precision import Fp8Config
@@ -22,9 +23,10 @@ from tests.combinations.options import every_flag
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ENGINE = (
-    "train planning checkpoint schedules optim losses layers data parallel device config errors"
+    "train planning checkpoint schedules optim losses layers data parallel device config core "
+    "errors"
 ).split()
-"""Folders of the engine; each imports only those to its right."""
+"""Folders and files of the engine; each imports only those to its right."""
 TENANTS: dict[str, set[str]] = {"text": set(), "video": set(), "inspect": {"text", "video"}}
 """Folders above the engine, with the other tenants that they may import."""
 
@@ -85,6 +87,11 @@ def _edges(tree: ast.Module, modules: Collection[str]) -> set[str]:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in modules else node.module for name in names}
     return found & set(modules)
+
+
+def test_the_tested_releases_of_core_are_those_that_pip_installs() -> None:
+    asked = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"megatron-core{TESTED_CORES}"' in asked
 
 
 def test_no_import_circle() -> None:
@@ -167,6 +174,7 @@ def test_a_program_has_no_flag_of_another_tenant(program: TaskChoice, others: st
 
 THROUGH_THE_CONFIGURATION = {
     "num_layers_per_virtual_pipeline_stage": "gives virtual_pipeline_model_parallel_size",
+    "allow_untested_core": "decides whether finalize refuses the release of megatron-core",
     "num_virtual_stages_per_pipeline_rank": "gives virtual_pipeline_model_parallel_size",
     "group_query_attention": "gives num_query_groups",
     "exit_signal": "read by its number",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 from megatron_ext.config.flags import default_of, range_errors
 from megatron_ext.config.model import ModelConfig
@@ -18,6 +21,9 @@ from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError
+
+TESTED_CORES = ">=0.16.1,<0.20"
+"""The releases of megatron-core that the tests run with, as in pyproject.toml."""
 
 
 def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -> RunConfig:
@@ -87,9 +93,21 @@ def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningC
     return bool(planning.dry_run_gpu and asked) or (device == "cuda" and installed)
 
 
+def _core_errors() -> Iterator[str]:
+    """Yield a sentence if the installed megatron-core is not among the tested releases."""
+    installed = importlib.metadata.version("megatron-core")
+    if not SpecifierSet(TESTED_CORES).contains(installed, prereleases=True):
+        yield (
+            f"megatron-core ({installed}) must be a release that was tested ({TESTED_CORES}); run "
+            f"`pip install 'megatron-core{TESTED_CORES}'`, or give `--allow-untested-core`."
+        )
+
+
 def _errors(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each fault that keeps the engine from running a configuration."""
     has_te = _has_transformer_engine(run.model, run.device, run.planning)
+    if not run.parallel.allow_untested_core:
+        yield from _core_errors()
     yield from run.model.errors()
     yield from parallel_rules.parallel_errors(run.parallel, run.model)
     yield from run.moe.errors(max(1, run.parallel.expert_model_parallel_size))

@@ -77,6 +77,9 @@ class ParallelConfig(Changeable):
     distributed_backend: str | None = flag(
         None, "collective library; default: the one that fits the device", choices="nccl gloo"
     )
+    allow_untested_core: bool = flag(
+        False, "start with a release of megatron-core that the tests did not run with"
+    )
     distributed_timeout_minutes: float = flag(
         10, "longest duration of a collective before the run ends", Range(0.01, 1e6), "minutes"
     )

@@ -182,7 +182,8 @@ class TrainingConfig(Changeable):
             yield "`--micro-batch-size` is missing; 1 always works."
             return
         share = micro * replicas
-        if batch is not None and batch % share and not self.decrease_batch_size_if_needed:
+        rounds = self.decrease_batch_size_if_needed and (batch or share) >= share
+        if batch is not None and batch % share and not rounds:
             lower, upper = batch // share * share, -(-batch // share) * share
             yield (
                 f"`--global-batch-size` ({batch}) must be divisible by micro-batch size × "

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext import core
 from megatron_ext.device import to_device
 from megatron_ext.parallel.context import ParallelContext
 
@@ -114,7 +114,7 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
     named: dict[str, Tensor | None] = {name: getattr(batch, name) for name in plain}
     for name in ("mtp_labels", "mtp_loss_weights"):
         named |= {f"{name} {i}": t for i, t in enumerate(getattr(batch, name))}
-    cut = get_batch_on_this_cp_rank(named, cp_group=cp_group)
+    cut = core.slice_batch(named, cp_group)
     found: dict[str, Any] = {name: cut[name] for name in plain}
     for name in ("mtp_labels", "mtp_loss_weights"):
         found[name] = tuple(cut[f"{name} {i}"] for i in range(len(batch.mtp_labels)))

@@ -18,12 +18,13 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.moe_utils import z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext import core
 from megatron_ext.layers.auxiliary_loss import attach_microbatch_loss
 from megatron_ext.layers.dropout import HiddenDropout
 
@@ -64,16 +65,14 @@ class Router(TopKRouter):  # type: ignore[misc]
         aux_loss_coeff: float,
         aux_loss: Tensor,
         aux_loss_name: str,
-        reduce_group: ProcessGroup,
-        reduce_group_has_dp: bool = False,
-        valid_token_count: Tensor | int | None = None,
+        *_groups: ProcessGroup,
+        **_counts: Any,
     ) -> Tensor:
         """Return ``activation`` with the load-balancing loss attached, and log the loss.
 
         ``aux_loss`` contains the factor ``aux_loss_coeff``; the logged value does not.
         """
-        reduce: Any = {"reduce_group": reduce_group, "reduce_group_has_dp": reduce_group_has_dp}
-        self._log(aux_loss_name, aux_loss / aux_loss_coeff, **reduce)
+        self._log(aux_loss_name, aux_loss / aux_loss_coeff)
         return attach_microbatch_loss(activation, aux_loss, self.config)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -90,9 +89,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         self._log("z_loss", z_loss / coefficient)
         return attach_microbatch_loss(logits, z_loss, self.config)
 
-    def _log(self, name: str, loss: Tensor, **reduce: Any) -> None:
+    def _log(self, name: str, loss: Tensor) -> None:
         num_layers = int(self.config.num_layers + (self.config.mtp_num_layers or 0))
-        save_to_aux_losses_tracker(name, loss, self.layer_number, num_layers, **reduce)
+        core.log_auxiliary_loss(name, loss, self.layer_number, num_layers)
 
 
 class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron_ext import core
 from megatron_ext.config.moe import layers_with_experts
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.build import RECOMPUTED_WITH_TE
@@ -65,10 +66,10 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
         return RowParallelLinear
 
     def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules]:
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
+    ) -> Any:
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        return SequentialMLP, linear
+        return core.experts_builder(SequentialMLP, linear)
 
 
 def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
@@ -78,7 +79,7 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
         TorchSpecProvider(), num_experts=num_experts, moe_grouped_gemm=False
     )
     if moe:
-        mlp.submodules.router = Router
+        core.moe_submodules(mlp).router = Router
     qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -131,9 +132,9 @@ def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
 def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig) -> None:
     """Put our router, and if configured `GradientAccumulatingLayer`, into the given layer specs."""
     for layer in layers:
-        mlp: Any = getattr(layer.submodules, "mlp", None)
-        if getattr(getattr(mlp, "submodules", None), "router", None) is not None:
-            mlp.submodules.router = Router
+        experts = core.moe_submodules(getattr(layer.submodules, "mlp", None))
+        if experts is not None:
+            experts.router = Router
     accumulate_gradients(layers, transformer_config)
 
 

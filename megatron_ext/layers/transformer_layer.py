@@ -15,6 +15,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as core_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer import mlp as core
 from megatron.core.transformer.attention import SelfAttention as CoreSelfAttention
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP as CoreSharedExpertMLP
@@ -23,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer as Core
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_ext.core import numbered_after_the_decoder
 from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
@@ -188,11 +190,16 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     graphs: LayerGraphs | None = None
 
     def __init__(
-        self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
     ) -> None:
-        # megatron-core's multi-token-prediction block passes no process groups.
+        # A multi-token-prediction block of megatron-core may pass no process groups.
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        super().__init__(*args, pg_collection=groups, **kwargs)
+        numbered = numbered_after_the_decoder(config, kwargs)
+        super().__init__(config, *args, pg_collection=groups, **numbered)
         use_own_mlps(self.mlp)
         if self.recompute_mlp:
             self.mlp.adds_bias = True

@@ -21,6 +21,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext import core
 from megatron_ext.device import HostCopy
 
 
@@ -161,7 +162,7 @@ def _over_ranks(
     """Return a statistic of the gradients, summed over all optimizers and ranks, float64 ``[]``."""
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):
-        grads = part.get_main_grads_for_grad_norm()
+        grads = core.gradients_for_norm(part)
         own = torch.zeros_like(total)
         if grads:
             own += statistic(grads)

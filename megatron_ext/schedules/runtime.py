@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import (
-    backward_step,
     clear_embedding_activation_buffer,
     deallocate_output_tensor,
     finish_embedding_wgrad_compute,
@@ -25,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.config.precision import CudaGraphConfig
+from megatron_ext.core import backward_step
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.graphs import ChunkGraphs
 from megatron_ext.layers.transformer_layer import TransformerLayer
@@ -304,7 +303,6 @@ class _Step:
                 self.inputs.pop(key),
                 self.outputs.pop(key),
                 gradient,
-                ModelType.encoder_or_decoder,
                 self.transformer_config,
             )
         if action.stage > 0:

@@ -6,32 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from megatron.core.num_microbatches_calculator import (
-    ConstantNumMicroBatchesCalculator,
-    RampupBatchsizeNumMicroBatchesCalculator,
-)
-
 from megatron_ext.checkpoint.publish import BestCheckpoint
 from megatron_ext.config.training import TrainingConfig, parse_batch_schedule
 from megatron_ext.errors import ConfigError
-
-
-class _Steps:
-    """Batch sizes of ``--step-batch-size-schedule``, each used from a number of samples on.
-
-    megatron-core 0.17 has a class with the same attributes and methods, which can replace this one.
-    """
-
-    def __init__(self, steps: list[tuple[int, int]], seq_length: int, multiple: int) -> None:
-        self.steps = [(tokens // seq_length, batch) for tokens, batch in steps]
-        self._multiple = multiple
-        self.update(0, consistency_check=False)
-
-    def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Set the batch size to the latest one that begins at or before ``consumed_samples``."""
-        reached = [step for step in self.steps if step[0] <= consumed_samples]
-        self.current_running_global_batch_size = max(reached)[1]
-        self.num_micro_batches = self.current_running_global_batch_size // self._multiple
 
 
 class BatchSize:
@@ -40,30 +17,25 @@ class BatchSize:
     ``samples_per_microbatch`` is the micro-batch size times the data-parallel size.
     """
 
+    global_batch_size: int
+
     def __init__(
         self, training: TrainingConfig, seq_length: int | None, data_parallel_size: int
     ) -> None:
-        micro_batch_size, global_batch_size = training.batch_sizes
-        decreases = training.decrease_batch_size_if_needed
-        # -1: no rank logs, since the iteration line shows the batch size.
-        common = (global_batch_size, micro_batch_size, data_parallel_size, decreases, -1)
+        micro_batch_size, self._final = training.batch_sizes
         self.samples_per_microbatch = micro_batch_size * data_parallel_size
-        self._calculator: (
-            ConstantNumMicroBatchesCalculator | RampupBatchsizeNumMicroBatchesCalculator | _Steps
-        )
-        self._flag, self._ramp_end = "--rampup-batch-size", -1
+        self._decreases = training.decrease_batch_size_if_needed
+        self._ramp = training.rampup_batch_size
+        self._flag, self._ramp_end = "--global-batch-size", -1
+        self._steps: list[tuple[int, int]] = []
         if training.step_batch_size_schedule is not None:
             self._flag = "--step-batch-size-schedule"
             steps = parse_batch_schedule(training.step_batch_size_schedule)
-            self._calculator = _Steps(steps, seq_length or 1, self.samples_per_microbatch)
-            self._ramp_end = self._calculator.steps[-1][0] - 1
-        elif training.rampup_batch_size is None:
-            self._calculator = ConstantNumMicroBatchesCalculator(*common)
-        else:
-            start, increment, self._ramp_end = training.rampup_batch_size
-            self._calculator = RampupBatchsizeNumMicroBatchesCalculator(
-                *common, start, increment, self._ramp_end
-            )
+            self._steps = [(tokens // (seq_length or 1), batch) for tokens, batch in steps]
+            self._ramp_end = self._steps[-1][0] - 1
+        elif self._ramp is not None:
+            self._flag, self._ramp_end = "--rampup-batch-size", self._ramp[2]
+        self.global_batch_size = self._checked(self._size_at(0))
 
     def update(self, consumed_samples: int) -> bool:
         """Set the batch size, and return whether the number of micro-batches has changed.
@@ -71,16 +43,34 @@ class BatchSize:
         A batch size that is not divisible by ``samples_per_microbatch`` raises a ConfigError.
         """
         before = self.num_microbatches
-        self._calculator.update(consumed_samples, consistency_check=False)
-        size = self._calculator.current_running_global_batch_size
-        if size % self.samples_per_microbatch:
+        self.global_batch_size = self._checked(self._size_at(consumed_samples))
+        return self.num_microbatches != before
+
+    def _size_at(self, consumed_samples: int) -> int:
+        """Return the batch size that the flags ask for after this number of samples."""
+        if self._steps:
+            return max(step for step in self._steps if step[0] <= consumed_samples)[1]
+        if self._ramp is None or consumed_samples > self._ramp_end:
+            return self._final
+        start, increment, samples = self._ramp
+        # A float, as in Megatron-LM, which decides the step at which a size begins.
+        each = samples / ((self._final - start) // increment)
+        return start + (int(consumed_samples / each) * increment if each else 0)
+
+    def _checked(self, size: int) -> int:
+        """Return the size, rounded down to whole micro-batches where the flags allow it."""
+        share = self.samples_per_microbatch
+        rounded = size // share * share if self._decreases else size
+        if rounded % share or not rounded:
             raise ConfigError(
                 f"`{self._flag}` reaches the global batch size {size}, which must be "
-                "divisible by micro-batch size × data-parallel size "
-                f"({self.samples_per_microbatch}); change the start or increment, or give "
-                "`--decrease-batch-size-if-needed`."
+                f"divisible by micro-batch size × data-parallel size ({share}); change the start "
+                "or increment, or give `--decrease-batch-size-if-needed`."
+                if rounded
+                else f"`{self._flag}` reaches the global batch size {size}, which must be at least "
+                f"micro-batch size × data-parallel size ({share}); use a larger one."
             )
-        return self.num_microbatches != before
+        return rounded
 
     def is_final(self, consumed_samples: int) -> bool:
         """Return whether the batch size has reached its last value."""
@@ -89,11 +79,7 @@ class BatchSize:
     @property
     def num_microbatches(self) -> int:
         """Return the current number of micro-batches of a step on each data-parallel rank."""
-        return int(self._calculator.num_micro_batches)
-
-    @property
-    def global_batch_size(self) -> int:
-        return int(self._calculator.current_running_global_batch_size)
+        return self.global_batch_size // self.samples_per_microbatch
 
 
 def number_of_iterations(

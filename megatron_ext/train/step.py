@@ -14,12 +14,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import (
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
 from torch import Tensor
 
+from megatron_ext import core
 from megatron_ext.checkpoint.state import ExtraState
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
@@ -360,7 +357,7 @@ def _take_auxiliary_losses(
     lacks. A load-balancing loss is the sum of its parts on the tensor- and context-parallel ranks;
     the global one is summed over the replicas too. Each rank holds the whole z-loss.
     """
-    tracker = get_moe_layer_wise_logging_tracker()
+    logged = core.take_auxiliary_losses()
     kinds = transformer_config.moe_router_load_balancing_type
     given = [kinds] if isinstance(kinds, str) else kinds
     names = [NAMES[kind] for kind in given if kind in NAMES]
@@ -368,9 +365,8 @@ def _take_auxiliary_losses(
     device = torch.device("cuda", torch.cuda.current_device())
     totals = torch.zeros(len(names), dtype=torch.float64, device=device)
     for index, name in enumerate(names):
-        if name in tracker:
-            totals[index] = tracker[name]["values"].double().sum()
-    clear_aux_losses_tracker()
+        if name in logged:
+            totals[index] = logged[name].double().sum()
     pattern = expert_pattern(transformer_config)
     layers = sum(pattern) + (transformer_config.mtp_num_layers or 0) * pattern[-1]
     # Replicas and whole copies are averaged by hand: Gloo has no average.

@@ -1,5 +1,6 @@
 """Each numeric flag has a range, and any value ends in a configuration or in one sentence."""
 
+import importlib.metadata
 import math
 import os
 import shlex
@@ -175,3 +176,18 @@ def test_any_two_flags_end_in_a_configuration_or_in_sentences(program: str) -> N
             raise AssertionError(f"{size} rank(s): {shlex.join(argv)}") from error
         accepted += 1
     assert accepted
+
+
+def test_an_untested_core_is_refused_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+    for found in ("0.15.3", "0.20.0"):
+        table = {"megatron-core": found}
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name, t=table: t.get(name) or version(name)
+        )
+        (error,) = errors_of(SMALL)
+        assert error == (
+            f"megatron-core ({found}) must be a release that was tested (>=0.16.1,<0.20); run `pip "
+            "install 'megatron-core>=0.16.1,<0.20'`, or give `--allow-untested-core`."
+        )
+        assert config_of([*SMALL, "--allow-untested-core"]).parallel.allow_untested_core

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_ext import core
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.transformer_config import StepTransformerConfig
@@ -195,7 +195,7 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
     scale = AuxiliaryScale(torch.tensor(targets / len(batches)))
     router, full = router_of(context, Router, scale, **switches(kind))
     split = router.config.sequence_parallel
-    moe_utils.clear_aux_losses_tracker()
+    core.take_auxiliary_losses()
     for batch in mine:
         probs, _ = router(local_part(batch, context, sequence_parallel=split))
         (0 * probs.sum()).backward()
@@ -209,9 +209,9 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
     (wanted,) = torch.autograd.grad(torch.stack(losses).mean(), weight)
     near(gradient / targets, wanted, f"{kind} gradient")
 
-    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    taken = core.take_auxiliary_losses()
     names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
-    logged = tracker[names.get(kind, kind)]["values"][0].clone()
+    logged = taken[names.get(kind, kind)][0]
     torch.distributed.all_reduce(logged, group=context.pgs.tp_cp)
     if kind == "z_loss":
         logged /= context.pgs.tp_cp.size()
@@ -234,9 +234,9 @@ def test_auxiliary_losses_have_the_gradient_of_their_mean(layout: dict[str, int]
 def test_a_step_without_targets_logs_and_leaves_no_gradient(context: ParallelContext) -> None:
     scale = AuxiliaryScale(torch.tensor(0.0))
     router, _ = router_of(context, Router, scale, **switches("aux_loss"))
-    moe_utils.clear_aux_losses_tracker()
+    core.take_auxiliary_losses()
     probs, _ = router(torch.randn(S, B, H))
     (0 * probs.sum()).backward()
     assert router.weight.grad is not None and not router.weight.grad.any()
-    logged = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+    logged = core.take_auxiliary_losses()["load_balancing_loss"]
     assert torch.isfinite(logged).all() and logged[0] > 0

@@ -47,9 +47,17 @@ def test_ramp_up_grows_by_its_increment_or_is_refused() -> None:
     assert number_of_iterations(training, 8, 1) == 6
     assert number_of_iterations(_training(train_samples=60), 8, 1) == 3
     assert number_of_iterations(_training(train_iters=7), 8, 1) == 7
-    size = BatchSize(_training(rampup_batch_size=[4, 4, 24]), 8, 4)
     with pytest.raises(ConfigError, match=r"reaches the global batch size 4, .* \(8\)"):
-        size.update(0)
+        BatchSize(_training(rampup_batch_size=[4, 4, 24]), 8, 4)
+    # Without samples the ramp is over after the first step.
+    assert _seen(BatchSize(_training(rampup_batch_size=[4, 4, 0]), 8, 1), 0, 4) == [(4, 2), (16, 8)]
+
+
+def test_sizes_are_rounded_down_to_what_ranks_can_share() -> None:
+    rounding = {"rampup_batch_size": [5, 11, 20], "decrease_batch_size_if_needed": True}
+    assert _seen(BatchSize(_training(**rounding), 8, 2), 0, 21) == [(4, 1), (16, 4)]
+    with pytest.raises(ConfigError, match=r"size 5, which must be at least .* \(8\); use a larger"):
+        BatchSize(_training(**rounding), 8, 4)
 
 
 def test_a_schedule_of_steps_counts_tokens() -> None:

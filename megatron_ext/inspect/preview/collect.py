@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.utils import get_batch_on_this_cp_rank
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
@@ -249,7 +249,7 @@ def _columns(length: int, size: int) -> list[Ints]:
     for rank in range(size):
         columns = {"columns": torch.arange(length).unsqueeze(0)}
         group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
-        kept.append(get_batch_on_this_cp_rank(columns, cp_group=group)["columns"][0].numpy())
+        kept.append(core.slice_batch(columns, group)["columns"][0].numpy())
     return kept
 
 

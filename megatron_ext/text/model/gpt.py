@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.transformer_block import TransformerBlock as CoreTransformerBlock
 from torch import Tensor
 
+from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
@@ -208,8 +208,7 @@ def build_gpt_chunk(
             "`--vocab-size` is not known: give a tokenizer or `--vocab-size` with NullTokenizer."
         )
     impl, mtp_spec = model.transformer_impl, None
-    here = {"ignore_virtual": False, "vp_stage": vp_stage}
-    if model.mtp_num_layers and mtp_on_this_rank(transformer_config, **here):
+    if model.mtp_num_layers and core.mtp_on_this_chunk(transformer_config, vp_stage):
         mtp_spec = mtp_block_spec(transformer_config, impl=impl, vp_stage=vp_stage)
     return model_class(
         config=transformer_config,
