@@ -1,4 +1,4 @@
-"""What a reproduction of a defect returns, and the forked CPU ranks on which it measures.
+"""Defines what a reproduction of a defect returns, and runs it on forked CPU ranks.
 
 A reproduction runs megatron-core as it is and compares one of its figures with plain arithmetic.
 Each file ``reproduce_*.py`` beside this one has a dictionary ``REPRODUCTIONS`` from the number of a
