@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ext.core import takes
 from megatron_ext.text.config import TokenizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +125,36 @@ def corpus(count: int, *, seed: int = 0) -> list[dict[str, object]]:
 Split = Callable[[str], list[str]]
 
 
+def cores_tokenizer(flags: TokenizerConfig) -> Any:
+    """Return the tokenizer that megatron-core builds from the flags."""
+    homes = "megatron.core.tokenizers.text.utils", "megatron.core.tokenizers.utils"
+    from megatron.core.tokenizers.text.libraries import NullTokenizer
+
+    home = next(name for name in homes if _is_there(name))
+    build = importlib.import_module(f"{home}.build_tokenizer").build_tokenizer
+    named = dataclasses.asdict(flags)
+    if takes(NullTokenizer, "eod_id") and flags.tokenizer_type == "NullTokenizer":
+        named["vocab_size"] += 1  # newer releases count the end of a document in
+    # Newer releases read some flags by another name, or its opposite.
+    newer = {
+        "special_tokens": flags.tokenizer_special_tokens,
+        "metadata_path": flags.tokenizer_metadata,
+        "tokenizer_hf_no_use_fast": False,
+        "tokenizer_hf_no_include_special_tokens": not flags.tokenizer_hf_include_special_tokens,
+        "tokenizer_sentencepiece_ignore_extra_whitespaces": True,
+        "chat_template": None,
+        "pad_vocab_size": False,
+    }
+    return build(SimpleNamespace(**{"tokenizer_hf_use_fast": True, **newer, **named}))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(f"{module}.build_tokenizer") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def write_expected(
     prefix: Path,
     values: Sequence[str | list[str]],
@@ -132,10 +164,8 @@ def write_expected(
     split: Split | None = None,
 ) -> tuple[bytes, bytes]:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 
-    named = {**dataclasses.asdict(flags), "tokenizer_hf_use_fast": True}
-    tokenizer: Any = build_tokenizer(SimpleNamespace(**named))
+    tokenizer = cores_tokenizer(flags)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for value in values:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,12 +39,6 @@ def tiktoken(**more: Any) -> TokenizerConfig:
     return flags("TikTokenizer", tokenizer_model=str(tiny.tiktoken_file()), **more)
 
 
-def core(chosen: TokenizerConfig) -> Any:
-    from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build
-
-    return build(SimpleNamespace(**dataclasses.asdict(chosen)))
-
-
 CASES = {
     "sentencepiece": sentencepiece,
     "gpt_sentencepiece": lambda: sentencepiece("GPTSentencePieceTokenizer"),
@@ -61,7 +54,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equals_core(case: str) -> None:
     chosen = CASES[case]()
-    ours, theirs = build_tokenizer(chosen), core(chosen)
+    ours, theirs = build_tokenizer(chosen), tiny.cores_tokenizer(chosen)
     assert isinstance(ours, Tokenizer)
     texts = [*TEXTS, "a <new> world", "<new><new>"]
     assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(text) for text in texts]
@@ -73,7 +66,7 @@ def test_equals_core(case: str) -> None:
 
 def test_null_equals_core() -> None:
     chosen = flags("NullTokenizer", vocab_size=100)
-    ours, theirs = build_tokenizer(chosen), core(chosen)
+    ours, theirs = build_tokenizer(chosen), tiny.cores_tokenizer(chosen)
     assert ours.tokenize("3 1 100") == theirs.tokenize("3 1 100") == [3, 1, 100]
     assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod) == (101, 100)
     assert ours.detokenize([3, 1]) == "3 1"
@@ -105,7 +98,7 @@ def test_gpt2_equals_transformers() -> None:
 def test_sentencepiece_special_tokens_equal_core_legacy() -> None:
     special = ["<new>", "<user>", "[INST]"]
     chosen = sentencepiece(tokenizer_sentencepiece_legacy=True, tokenizer_special_tokens=special)
-    ours, theirs = build_tokenizer(chosen), core(chosen)
+    ours, theirs = build_tokenizer(chosen), tiny.cores_tokenizer(chosen)
     texts = [*TEXTS, "a <new> b", "<new><user> [INST] who", "<new>", "x<user>y[INST]"]
     assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(text) for text in texts]
     assert ours.vocab_size == theirs.vocab_size == 502
@@ -160,7 +153,7 @@ def test_what_the_config_adds_is_what_core_sees(tmp_path: Path, config: dict[str
     for include in (False, True):
         chosen = huggingface(tokenizer_hf_include_special_tokens=include)
         chosen = dataclasses.replace(chosen, tokenizer_model=str(folder))
-        ours, theirs = build_tokenizer(chosen), core(chosen)
+        ours, theirs = build_tokenizer(chosen), tiny.cores_tokenizer(chosen)
         texts = [*TEXTS, "x <a><b> <eos>"]
         assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(t) for t in texts]
         assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
