@@ -89,8 +89,9 @@ def _own_positions(full: Tensor, context: ParallelContext) -> Tensor:
     """Return this rank's positions of ``[s, ...]`` under context and sequence parallelism."""
     cp, tp = context.pgs.cp, context.pgs.tp
     pieces = full.chunk(2 * cp.size())
-    own = torch.cat([pieces[cp.rank()], pieces[2 * cp.size() - 1 - cp.rank()]])
-    return own.chunk(tp.size())[tp.rank()]
+    both = torch.cat([pieces[cp.rank()], pieces[2 * cp.size() - 1 - cp.rank()]])
+    own: Tensor = both.chunk(tp.size())[tp.rank()]
+    return own
 
 
 def auxiliary_share(
@@ -105,7 +106,8 @@ def auxiliary_share(
         ArithmeticError: the gradient is not a multiple of the right one.
     """
     generator = torch.Generator().manual_seed(6)
-    batches = torch.randn(LENGTH, SEQUENCES, HIDDEN, generator=generator).split(micro_batch, dim=1)
+    hidden = torch.randn(LENGTH, SEQUENCES, HIDDEN, generator=generator)
+    batches = torch.split(hidden, micro_batch, dim=1)
     full = torch.randn(EXPERTS, HIDDEN, generator=generator) * 0.5
     with torch.no_grad():
         router.weight.copy_(full)
@@ -136,7 +138,7 @@ def share_of(
     *,
     micro_batch: int = 1,
     targets: int = LENGTH * SEQUENCES,
-    **sizes: int,
+    **sizes: Any,
 ) -> float:
     """Return `auxiliary_share` of megatron-core's router on ranks of ``sizes``."""
     measure = partial(_stock_share, kind=kind, micro_batch=micro_batch, targets=targets)
@@ -205,7 +207,10 @@ def router_without_transformer_engine() -> Reproduced:
 
 
 def _counted(context: ParallelContext) -> list[float]:
-    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    bias: dict[str, Any] = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    }
     router = stock_router(context, **bias)
     # All but one of the tokens chose every expert.
     router._apply_expert_bias(
@@ -232,7 +237,7 @@ def _log_size(context: ParallelContext, experts: bool) -> int:
     router = stock_router(context, num_layers=4, mtp_num_layers=1, **auxiliary)
     if experts:
         router(torch.randn(LENGTH, 1, HIDDEN))
-    size = {"num_layers": 4, "mtp_num_layers": 1, "pg_collection": context.pgs}
+    size: dict[str, Any] = {"num_layers": 4, "mtp_num_layers": 1, "pg_collection": context.pgs}
     names = ["load_balancing_loss"]
     # Newer releases have an object for the log.
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
