@@ -2,8 +2,11 @@
 #
 #   source examples/lib/venv.sh        (from any folder)
 #
-# PYTHON=/path/to/python uses that interpreter as it is and makes nothing.
-# A stamp in .venv keeps the hash of what was asked for, so that the second call does nothing.
+# CORE=0.19 (or 0.16, or any other that constraints.txt names) asks for that megatron-core: the .venv where
+#   it has it, else a second environment, .venv-core-0.19, that holds megatron-core and reads the rest from
+#   .venv. CORE=other is the one that .venv does not have.
+# PYTHON=/path/to/python uses that interpreter as it is, with the core that it has, and makes nothing.
+# A stamp in each environment keeps the hash of what was asked for, so that the second call does nothing.
 
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -16,11 +19,11 @@ _version_is() {
     "$1" -c "import sys; sys.exit(not $2 <= sys.version_info[:2] <= $3)" 2>/dev/null
 }
 
-# 3.11 or 3.12 by preference: some of the exact versions in constraints.txt need them.
+# 3.10 comes last: it gets older versions of many packages.
 _find_python() {
     local candidate
-    for candidate in python3 python3.12 python3.11; do
-        if _version_is "$candidate" "(3, 11)" "(3, 12)"; then
+    for candidate in python3 python3.12 python3.13 python3.11; do
+        if _version_is "$candidate" "(3, 11)" "(3, 13)"; then
             echo "$candidate"
             return
         fi
@@ -31,15 +34,24 @@ _find_python() {
             return
         fi
     done
-    _fail "no Python 3.10, 3.11 or 3.12 was found; install one, or set PYTHON to an interpreter that has the packages."
+    _fail "no Python 3.10 to 3.13 was found; install one, or set PYTHON to an interpreter that has the packages."
+}
+
+# Print the exact versions of a package in constraints.txt, without their conditions: _pins triton
+_pins() {
+    sed -n "s/^\($1==[^; ]*\).*/\1/p" "$REPOSITORY/constraints.txt"
+}
+
+_hash() {
+    sha256sum | cut -c1-64
 }
 
 _make_venv() {
     local folder="$REPOSITORY/.venv" stamp wanted started=$SECONDS
     stamp="$folder/.megatron_ext"
-    wanted="$(cat "$REPOSITORY/pyproject.toml" "$REPOSITORY/constraints.txt" | sha256sum | cut -c1-64)"
+    wanted="$(cat "$REPOSITORY/pyproject.toml" "$REPOSITORY/constraints.txt" | _hash)"
     PYTHON="$folder/bin/python"
-    if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
+    if [[ -x "$PYTHON" && -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
         return
     fi
     if [[ ! -x "$PYTHON" ]]; then
@@ -49,7 +61,7 @@ _make_venv() {
         "$base" -m venv "$folder" || _fail "python -m venv failed; on Debian run 'apt install python3-venv'."
     fi
     # Torch first: on Linux without a GPU the build for CPUs, a tenth of the size, where its index answers.
-    local torch=("torch==$(sed -n 's/^torch==//p' "$REPOSITORY/constraints.txt")")
+    local torch=("$(_pins torch)")
     if [[ "$(uname -s)" == Linux ]] && ! command -v nvidia-smi >/dev/null; then
         local index="https://download.pytorch.org/whl/cpu"
         if curl --silent --fail --max-time 5 --head "$index/torch/" >/dev/null 2>&1; then
@@ -57,17 +69,82 @@ _make_venv() {
         fi
     fi
     "$PYTHON" -m pip install --quiet "${torch[@]}" || _fail "torch could not be installed; see pip's message above."
-    local pins=(-c constraints.txt)
-    if _version_is "$PYTHON" "(3, 10)" "(3, 10)"; then
-        pins=("${torch[@]}")
-    fi
-    (cd "$REPOSITORY" && "$PYTHON" -m pip install --quiet -e '.[dev,hf]' "${pins[@]}") \
+    (cd "$REPOSITORY" && "$PYTHON" -m pip install --quiet -e '.[dev,hf]' -c constraints.txt) \
         || _fail "the packages could not be installed; see pip's message above."
     echo "$wanted" >"$stamp"
     echo "> .venv is ready after $((SECONDS - started)) s ($(du -sm "$folder" | cut -f1) MB)"
 }
 
+# Print the exact version that CORE asks for, where .venv has version $1: megatron-core==0.19.2
+_core_pin() {
+    local pin core known=""
+    for pin in $(_pins megatron-core); do
+        core="${pin#*==}"
+        if [[ "$CORE" == "$core" || "$CORE" == "${core%.*}" ]] \
+            || [[ "$CORE" == other && "$core" != "$1" ]]; then
+            echo "$pin"
+            return
+        fi
+        known+="${core%.*}, "
+    done
+    _fail "CORE ($CORE) must be ${known%, } or other; constraints.txt names the versions of megatron-core."
+}
+
+# Make the environment of CORE where .venv has another core, and set PYTHON to it.
+_make_core_venv() {
+    local base="$PYTHON" version has_triton packages pin name folder stamp wanted started=$SECONDS
+    read -r version has_triton packages < <("$base" -c "
+import importlib.metadata, importlib.util, sysconfig
+has_triton = importlib.util.find_spec('triton') is not None
+print(importlib.metadata.version('megatron-core'), has_triton, sysconfig.get_path('purelib'))") \
+        || _fail ".venv is broken; remove it and try again."
+    pin="$(_core_pin "$version")" || exit 1
+    if [[ "$pin" == "megatron-core==$version" ]]; then
+        return
+    fi
+    # Cores from 0.17 on import triton, which the build of torch for CPUs does not bring.
+    local wheels=("$pin")
+    if [[ "$has_triton" == False ]]; then
+        wheels+=("$(_pins triton)")
+    fi
+    name="${pin/megatron-core==/.venv-core-}"
+    name="${name%.*}"
+    folder="$REPOSITORY/$name"
+    stamp="$folder/.megatron_ext"
+    wanted="$(echo "${wheels[*]} $packages" | _hash)"
+    PYTHON="$folder/bin/python"
+    if [[ -x "$PYTHON" && -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
+        return
+    fi
+    echo "> making $name with ${wheels[*]} on top of .venv (once)"
+    "$base" -m venv --clear --without-pip "$folder" || _fail "python -m venv failed; see its message above."
+    local own="$folder/${packages#"${packages%/*/*/*}"/}"  # lib/python3.11/site-packages
+    # Wheels from 0.17 on ask for Python 3.12, and run on 3.10 and 3.11 as well.
+    "$base" -m pip install --quiet --no-deps --ignore-requires-python --target "$own" "${wheels[@]}" \
+        || _fail "${wheels[*]} could not be installed; see pip's message above."
+    # Python looks at the packages above first, then at those of .venv, its .pth files included.
+    echo "import site; site.addsitedir('$packages')" >"$own/rest_of_venv.pth"
+    echo "$wanted" >"$stamp"
+    echo "> $name is ready after $((SECONDS - started)) s ($(du -sm "$folder" | cut -f1) MB)"
+}
+
+_check_core_of_python() {
+    local version
+    version="$("$PYTHON" -c "import importlib.metadata; print(importlib.metadata.version('megatron-core'))")" \
+        || _fail "PYTHON ($PYTHON) has no megatron-core."
+    [[ "$(_core_pin "$version")" == "megatron-core==$version" ]] \
+        || _fail "CORE ($CORE) is not the megatron-core of PYTHON ($PYTHON), which has $version; leave one of them out."
+}
+
+if [[ -n "${CORE:-}" ]]; then
+    _core_pin "" >/dev/null || exit 1
+fi
 if [[ -z "${PYTHON:-}" ]]; then
     _make_venv
+    if [[ -n "${CORE:-}" ]]; then
+        _make_core_venv
+    fi
+elif [[ -n "${CORE:-}" ]]; then
+    _check_core_of_python
 fi
 export PYTHON
