@@ -2,29 +2,27 @@
 
 import dataclasses
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.inspect.audit import reproduce_data as data
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config import DataConfig, TokenizerConfig
 from megatron_ext.text.data import gpt
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.tokenizers import build_tokenizer
+from tests.numerics.reproductions import check_ratio
 from tests.ranks import ranks
 from tests.training_runs import TINY, config_of
 
@@ -70,35 +68,15 @@ def dataset(cls: type[GPTDataset], prefix: str, core: GPTDatasetConfig, samples:
     return cls(low, prefix, indices, samples, Split.train, core)
 
 
-class _EndlessError(Exception):
-    """The time is up."""
-
-
-def stop(_signal: int, _frame: object) -> None:
-    raise _EndlessError
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def test_d29_stock_counts_epochs_of_no_tokens_for_ever() -> None:
+    found = check_ratio(data.d29, {"0.16": math.nan, "0.19": math.nan})
+    assert "still counted" in found.what
 
 
 def test_d29_an_empty_split_is_refused_when_samples_are_asked_of_it(tmp_path: Path) -> None:
-    """Core counts epochs of no tokens for ever."""
     prefix = write(tmp_path / "docs", 20)
     cache = str(tmp_path / "cache")
     run = run_config("--data-path", prefix, "--data-cache-path", cache, "--split", "99,1,0")
-    core = core_config(run)
-    low = GPTDataset.build_low_level_dataset(prefix, core)
-    nothing = np.arange(20, 20, dtype=np.int32)
-    with pytest.raises(_EndlessError), at_most(1):
-        GPTDataset(low, prefix, nothing, 4, Split.valid, core)
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split`"):
         gpt.build_gpt_datasets(run, tokenizer_of(run), [4, 4, 0], lambda: True)
 
@@ -137,10 +115,12 @@ def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:
         assert keys(gpt.KeyedGPTDataset, **{name: False}) != mine
     assert keys(gpt.KeyedGPTDataset) == mine
     write(tmp_path / "docs", 20)
-    # Core goes on with indices of 40 documents, half of which are gone.
-    stale = dataset(GPTDataset, prefix, core_config(run), 6)
-    assert stale.unique_description_hash == stock and max(stale.document_index) == 39
     assert keys(gpt.KeyedGPTDataset) != mine
+
+
+def test_d30_stock_goes_on_with_the_indices_of_other_files() -> None:
+    """Of 40 documents, the 20 that are new are never seen."""
+    check_ratio(data.d30, {"0.16": 19 / 39, "0.19": 19 / 39})
 
 
 @pytest.mark.parametrize("vocabulary", [65499, 65500, 65536, 65537])
@@ -158,40 +138,29 @@ def test_d31_given_lengths_do_not_change_the_dtype(vocabulary: int, tmp_path: Pa
     assert [low[i].tolist() for i in range(20)] == [truth[i].tolist() for i in range(20)]
 
 
-def test_d31_stock_reads_int32_ids_as_pairs_of_uint16(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "docs", 20, vocabulary=65500, largest=70)
-    assert IndexedDataset(prefix).index.dtype is np.int32
-    fast = IndexedDataset(prefix, sequences_per_dataset=(20, 21), dtype_code=8)
-    assert fast[0].tolist() == [0, 0, 1, 0, 2]
+def test_d31_stock_reads_int32_ids_as_pairs_of_uint16() -> None:
+    found = check_ratio(data.d31, {"0.16": 0.3, "0.19": 0.3})
+    assert "as 0 0 1 0 2" in found.what
+
+
+def test_d32_stock_neither_writes_default_modes_nor_reads_all() -> None:
+    found = check_ratio(data.d32, {"0.16": math.nan, "0.19": math.nan})
+    assert "TypeError: can't multiply" in found.what and "ValueError: The truth" in found.what
 
 
 def test_d32_a_mode_is_written_where_none_is_given(tmp_path: Path) -> None:
-    """Core's builder and its property of all modes both raise."""
-    builder = IndexedDatasetBuilder(str(tmp_path / "core.bin"), multimodal=True)
-    with pytest.raises(TypeError, match="can't multiply sequence by non-int"):
-        builder.add_document(torch.arange(4), [2, 2])
-    builder.data_file.close()
     with IndexedWriter(tmp_path / "ours", np.dtype(np.int32), multimodal=True) as writer:
         writer.add_document(np.arange(5), [2, 3], [0, 1])
         writer.add_document(np.arange(4), [2, 2])
     low = IndexedDataset(str(tmp_path / "ours"), multimodal=True)
-    with pytest.raises(ValueError, match="truth value of an array"):
-        _ = low.sequence_modes
     assert low.index.sequence_modes.tolist() == [0, 1, 0, 0]
 
 
-def samples(tokens: int, length: int, *, drop_last: bool) -> int:
-    """Return the samples that megatron-core counts in one document of so many tokens."""
-    sizes, order = np.asarray([tokens], np.int32), np.zeros(1, np.int32)
-    index = helpers.build_sample_idx(sizes, order, length, 1, tokens, drop_last, 1)
-    return len(index) - 1
-
-
 def test_d33_stock_counts_partial_sequences_in_single_precision() -> None:
+    """One sequence of 2,097,153 is lost."""
+    check_ratio(data.d33, {"0.16": 2**21 / (2**21 + 1), "0.19": 2**21 / (2**21 + 1)}, rel=1e-9)
     tokens = 2**24 + 2
-    assert samples(tokens, SEQUENCE, drop_last=False) == 2**21
-    assert -(-(tokens - 1) // SEQUENCE) == 2**21 + 1
-    assert samples(tokens, SEQUENCE, drop_last=True) == (tokens - 1) // SEQUENCE
+    assert data.counted_samples(tokens, drop_last=True) == (tokens - 1) // SEQUENCE
 
 
 def test_d33_no_run_keeps_partial_sequences(tmp_path: Path) -> None:
