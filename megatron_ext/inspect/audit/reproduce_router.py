@@ -36,7 +36,7 @@ class _PlainGating(TopKRouter):  # type: ignore[misc]
         return torch.nn.functional.linear(input, self.weight, self.bias)
 
 
-def _router_class() -> type[TopKRouter]:
+def router_class() -> type[TopKRouter]:
     """Return megatron-core's router; only its logits are ours where it cannot make them (D25)."""
     return TopKRouter if hasattr(moe_utils, "te_general_gemm") else _PlainGating
 
@@ -67,7 +67,7 @@ def stock_router(
         "context_parallel_size": context.pgs.cp.size(),
     }
     config = TransformerConfig(**{**base, **options})
-    router = (cls or _router_class())(config, pg_collection=context.pgs)
+    router = (cls or router_class())(config, pg_collection=context.pgs)
     router.set_layer_number(1)
     return router
 

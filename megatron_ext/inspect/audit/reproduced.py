@@ -8,6 +8,7 @@ defect in docs/numerics.md, such as ``"D2"``, to its reproduction.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import pickle
@@ -91,7 +92,7 @@ def on_ranks(
 
     The ranks have the process groups of `layout_of` the sizes, the stand-in for ``torch.cuda`` and
     one seed. Nothing of that reaches this process, and what they return is pickled. Their standard
-    output is dropped.
+    output and their warnings in logs are dropped.
 
     Args:
         get_embedding_ranks: as megatron-core's ``initialize_model_parallel`` takes it.
@@ -127,6 +128,7 @@ def _rank(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     device = Device("cpu", "gloo")
     device.activate(0)
+    logging.disable(logging.WARNING)
     with redirect_stdout(io.StringIO()):
         context = init_groups(
             layout,
