@@ -10,6 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import TransformerConfig
@@ -66,7 +67,9 @@ def stock_gpt(
             layer.submodules.self_attention.submodules.core_attention = attention
     depths = None
     if config.mtp_num_layers and mtp_on_this_chunk(config, None):
-        depths = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        # A stage of its own has no layer of the decoder to copy.
+        layer = spec if spec.layer_specs else get_gpt_layer_local_spec()
+        depths = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
