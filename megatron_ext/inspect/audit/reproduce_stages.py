@@ -89,15 +89,20 @@ def stage_of_its_own() -> Reproduced:
     """Measure D7: the gradient of the embedding with a depth on a stage of its own."""
     untied = on_ranks(partial(_summed_gradient, tied=False), pp=3)
     tied = on_ranks(partial(_summed_gradient, tied=True), pp=3)
+    given = on_ranks(
+        partial(_summed_gradient, tied=False), pp=3, get_embedding_ranks=lambda ranks: ranks[:2]
+    )
     (first, first_norm), (copy, copy_norm), (output, _) = untied
     return Reproduced(
         first,
         1.0 + 2.0,
-        "Gradient of the embedding on three stages, `Ett|m|L`, with an untied output layer, when "
-        "the embedding gets 1, its copy beside the depth 2 and the output layer 4 (the copy has "
-        f"{copy:g} of 3, the output layer {output:g} of 4; tied, the three have "
-        f"{', '.join(f'{gradient:g}' for gradient, _ in tied)} of 7; the copy starts with a norm "
-        f"of {copy_norm:.3g} instead of {first_norm:.3g}).",
+        "Gradient of the embedding on three stages, `Ett|m|L`, with an untied output layer and "
+        "megatron-core's default embedding ranks, when the embedding gets 1, its copy beside the "
+        f"depth 2 and the output layer 4 (the copy has {copy:g} of 3, the output layer {output:g} "
+        f"of 4; tied, the three have {', '.join(f'{gradient:g}' for gradient, _ in tied)} of 7; "
+        f"the copy starts with a norm of {copy_norm:.3g} instead of {first_norm:.3g}; with "
+        f"`get_embedding_ranks` that names the first two stages, as Megatron-LM's pretrain_gpt.py "
+        f"does, the embedding has {given[0][0]:g}).",
     )
 
 
