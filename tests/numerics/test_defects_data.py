@@ -119,7 +119,7 @@ def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:
 
 
 def test_d30_stock_goes_on_with_the_indices_of_other_files() -> None:
-    """Of 40 documents, the 20 that are new are never seen."""
+    """The 20 documents that are new among the 40 are never seen."""
     check_ratio(data.d30, {"0.16": 19 / 39, "0.19": 19 / 39})
 
 
