@@ -25,8 +25,7 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     cls = OPTIMIZERS[config.optimizer.optimizer]
     ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
     ours["params_dtype"] = params_dtype(config.precision)
-    # The class names the optimizer that megatron-core is to make.
-    names = {field.name for field in dataclasses.fields(cls)} - {"optimizer"}
+    names = {field.name for field in dataclasses.fields(cls)}
     core_config = cls(**{name: ours[name] for name in names & ours.keys()})
     overrides = core.get_standard_config_overrides(core_config)
     for override in overrides.values():

@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.optim import builder
+from megatron_ext.optim.update import parts_of
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import TINY, config_of, mock_data, train
@@ -93,8 +94,9 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float,
         *,
         adam_w_mode: bool,
+        capturable: bool = False,
     ) -> None:
-        assert adam_w_mode
+        assert adam_w_mode and not capturable
         names = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         super().__init__(params, {**names, "bias_correction": True})
 
@@ -108,6 +110,15 @@ def installed() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
         patch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
         yield patch
+
+
+@pytest.mark.parametrize(("name", "rule"), [("adam", "AdamW"), ("sgd", "SGD")])
+def test_the_flag_names_the_rule(name: str, rule: str, tmp_path: Path) -> None:
+    def look(run: Run) -> None:
+        assert [type(part.optimizer).__name__ for part in parts_of(run.optimizer)] == [rule]
+
+    words = f"--train-iters 1 --no-use-distributed-optimizer --optimizer {name}"
+    train([*SMALL, *words.split()], tmp_path, prepare=look)
 
 
 def _expect(run: Run) -> None:

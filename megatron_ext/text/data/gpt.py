@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.gpt_dataset import (
@@ -85,18 +84,16 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
             config.token_dtype_code = CODE_OF_DTYPE[read_index(dataset_path).dtype.name]
         return GPTDataset.build_low_level_dataset(dataset_path, config)
 
-    def _query_document_sample_shuffle_indices(
-        self, idx: int
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return a sample's ids and document numbers; raise a DataError for an invalid token id."""
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
+        """Return a sample's ids, then what else core returns; raise a DataError for a wrong id."""
         # An embedding that is shared over ranks takes any id, and only a dataset's first were seen.
-        text, documents = super()._query_document_sample_shuffle_indices(idx)
+        text, *others = super()._query_document_sample_shuffle_indices(idx)
         if text.min() < 0 or text.max() >= self.config.vocab_size:
             # A sample that is filled up ends with the padding, whose id need not be an entry.
             content = np.flatnonzero(text != self._pad_token_id)
             last = int(content[-1]) if len(content) else -1
             check_ids(self.dataset_path, text[: last + 1], self.config.vocab_size)
-        return text, documents
+        return text, *others
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
