@@ -18,7 +18,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig, multi_token_prediction
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -90,6 +92,20 @@ def numbered_after_the_decoder(
     return found
 
 
+def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
+    """Return the decoder layers' kinds of context parallelism as megatron-core looks them up.
+
+    Layers are numbered from 1, which older releases forget when they take a kind by a layer's
+    number. Layers of multi-token prediction follow the decoder's, and communicate like the last.
+    """
+    forgets = "cp_comm_type[self.layer_number]" in inspect.getsource(TransformerLayer.__init__)
+    return [*kinds[: int(forgets)], *kinds, *kinds[-1:] * (config.mtp_num_layers or 0)]
+
+
+TAKES_SHORT_GROUPS = not hasattr(TransformerBlock, "_checkpointed_forward")
+"""Whether the last group of recomputed layers may have fewer than ``--recompute-num-layers``."""
+
+
 def moe_submodules(mlp: Any) -> Any:
     """Return the submodules of a spec of experts, with its router; None for other specs."""
     bound = mlp.keywords if isinstance(mlp, functools.partial) else vars(mlp or object)
@@ -104,8 +120,12 @@ def experts_builder(module: type, submodules: MLPSubmodules) -> Any:
     return module, submodules
 
 
-def log_auxiliary_loss(name: str, loss: Tensor, layer_number: int, num_layers: int) -> None:
-    """Add a layer's auxiliary loss ``[]`` to the log of this step."""
+def log_auxiliary_loss(router: Router, name: str, loss: Tensor) -> None:
+    """Add an auxiliary loss ``[]`` of a layer's router to the log of this step."""
+    config = router.config
+    num_layers = config.num_layers + (config.mtp_num_layers or 0)
+    is_mtp_layer = getattr(router, "is_mtp_layer", False)
+    layer_number = router.layer_number + (config.num_layers if is_mtp_layer else 0)
     if hasattr(moe_utils, "save_to_aux_losses_tracker"):
         moe_utils.save_to_aux_losses_tracker(name, loss, layer_number, num_layers)
     else:

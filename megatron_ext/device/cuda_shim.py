@@ -1,8 +1,8 @@
 """The shim that stands in for ``torch.cuda`` on a machine without a GPU.
 
 megatron-core uses attributes of ``torch.cuda`` directly. `install` replaces them by the stand-ins
-of `TABLE`, and `uninstall` restores them. Each row of the table gives the file of megatron-core
-0.16.1 that uses the attribute, and how the stand-in differs from a GPU (`Heading`).
+of `TABLE`, and `uninstall` restores them. Each row of the table gives a file of megatron-core that
+uses the attribute, with the line in 0.16.1, and how the stand-in differs from a GPU (`Heading`).
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ _STATE = [
     Row(cuda, "Event", TRUE, "utils.py:1347", _instead(CpuEvent)),
     Row(cuda, "stream", TRUE, "pipeline_parallel/utils.py:213", _instead(contextlib.nullcontext)),
     Row(cuda, "current_stream", TRUE, "pipeline_parallel/utils.py:332", _answer(CpuStream())),
-    Row(cuda, "default_stream", TRUE, "distributed/param_and_grad_buffer.py:422",
+    Row(cuda, "default_stream", TRUE, "transformer/cuda_graphs.py:471",
         _answer(CpuStream())),
     Row(cuda.nvtx, "range_push", TRUE, "utils.py:2186", _answer(0)),
     Row(cuda.nvtx, "range_pop", TRUE, "utils.py:2215", _answer(0)),

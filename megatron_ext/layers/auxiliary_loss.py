@@ -32,6 +32,10 @@ class AuxiliaryScale:
 
     value: Tensor | float = 1.0
 
+    def __deepcopy__(self, _memo: Any) -> AuxiliaryScale:
+        """Return this object: modules that copy their configuration follow the step's factor."""
+        return self
+
 
 class _Attach(torch.autograd.Function):
     @staticmethod

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
@@ -72,7 +72,7 @@ class Router(TopKRouter):  # type: ignore[misc]
 
         ``aux_loss`` contains the factor ``aux_loss_coeff``; the logged value does not.
         """
-        self._log(aux_loss_name, aux_loss / aux_loss_coeff)
+        core.log_auxiliary_loss(self, aux_loss_name, aux_loss / aux_loss_coeff)
         return attach_microbatch_loss(activation, aux_loss, self.config)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -86,12 +86,8 @@ class Router(TopKRouter):  # type: ignore[misc]
             return logits
         coefficient /= self.tp_cp_group.size()
         z_loss = z_loss_func(logits, coefficient, padding_mask=padding_mask)
-        self._log("z_loss", z_loss / coefficient)
+        core.log_auxiliary_loss(self, "z_loss", z_loss / coefficient)
         return attach_microbatch_loss(logits, z_loss, self.config)
-
-    def _log(self, name: str, loss: Tensor) -> None:
-        num_layers = int(self.config.num_layers + (self.config.mtp_num_layers or 0))
-        core.log_auxiliary_loss(name, loss, self.layer_number, num_layers)
 
 
 class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
@@ -183,4 +179,5 @@ def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             if not getattr(parameter, "tensor_model_parallel", False):
                 # Every tensor-parallel rank then counts it in the gradient norm.
-                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.config.precision import TE_IMPL, PrecisionConfig
 from megatron_ext.config.run import RunConfig, transformer_fields
+from megatron_ext.core import kinds_by_layer
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.pointwise import ACTIVATIONS, Fusions
@@ -129,8 +130,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     transformer_config = StepTransformerConfig(**fields)
     kinds = transformer_config.cp_comm_type
     if isinstance(kinds, list):
-        # megatron-core looks a layer up by its number, which starts from 1.
-        transformer_config.cp_comm_type = [kinds[0], *kinds]
+        transformer_config.cp_comm_type = kinds_by_layer(kinds, transformer_config)
     return transformer_config
 
 

@@ -89,6 +89,10 @@ class DeferredWeightGradients:
         self._waiting: dict[Key, list[Callable[[], object]]] = {}
         self._collecting: list[Callable[[], object]] | None = None
 
+    def __deepcopy__(self, _memo: Any) -> DeferredWeightGradients:
+        """Return this object, so that modules that copy their configuration share its queues."""
+        return self
+
     @contextmanager
     def collect(self, key: Key) -> Iterator[None]:
         """Queue under ``key`` the weight gradients of the backward passes inside the block."""

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from megatron_ext.train.task import Preflight, Task, TaskChoice, check_step_flag
 
 EVERYWHERE = (
     # megatron-core deprecates its own default of a field.
-    "full scope is deprecated. Use empty cuda_graph_scope",
+    "full scope is deprecated. Use empty cuda_graph_",
+    # megatron-core imports a model that it does not build here.
+    "MimoModelConfig is experimental and still under active development",
     # megatron-core asks every parameter for `.grad`, which is None with its distributed optimizer.
     "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
     # megatron-core calls collectives by names that torch 2.13 gives up later.
@@ -49,6 +52,11 @@ EVERYWHERE = (
     "Please use DTensor instead and we are deprecating ShardedTensor",
 )
 """Warnings of our dependencies that every rank would print and no user can act on."""
+LOGGED = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
+}
+"""By logger of megatron-core, a message for programmers that it logs as a warning."""
 ON_A_CPU = (
     # The order of GPU kernels matters on a GPU only.
     "When using async grad allreduce it is recommended to set the environment variable",
@@ -60,6 +68,13 @@ def silence_known_warnings(device: str) -> None:
     """Silence known warnings of ``device``, cuda or cpu, in this process and ranks forked later."""
     for message in EVERYWHERE + (ON_A_CPU if device == "cpu" else ()):
         warnings.filterwarnings("ignore", message=message)
+    for name, message in LOGGED.items():
+        logging.getLogger(name).addFilter(partial(_lacks, message))
+
+
+def _lacks(message: str, record: logging.LogRecord) -> bool:
+    """Return False, so as not to log, for a record that contains ``message``."""
+    return message not in record.getMessage()
 
 
 Work = Callable[[Run], "int | None"]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megatron_ext import core
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
-from megatron_ext.layers.moe import Router
+from megatron_ext.layers.moe import Router, mark_experts
 from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
 from tests.layers.test_layers import FFN, SMALL, B, H, S, local_part, near, torch_block
@@ -240,3 +241,32 @@ def test_a_step_without_targets_logs_and_leaves_no_gradient(context: ParallelCon
     assert router.weight.grad is not None and not router.weight.grad.any()
     logged = core.take_auxiliary_losses()["load_balancing_loss"]
     assert torch.isfinite(logged).all() and logged[0] > 0
+
+
+@ranks(tp=2, etp=1)
+def test_biases_of_whole_experts_count_on_every_rank(context: ParallelContext) -> None:
+    """Layers of Transformer Engine may say of such a bias that it is not split."""
+    block = torch_block(config(context, add_bias_linear=True), context)
+    named = [(x, p) for x, p in block.named_parameters() if "local_experts" in x and "fc2.b" in x]
+    for _, bias in named:
+        bias.tensor_model_parallel = False
+    mark_experts(block, context.pgs)
+    assert [name for name, bias in named if bias.tensor_model_parallel] == [x for x, _ in named]
+    assert len(named) == E
+
+
+@ranks()
+def test_a_shared_expert_follows_what_a_step_sets(context: ParallelContext) -> None:
+    """Core's shared expert copies its configuration, deeply in newer releases."""
+    queue, scale = DeferredWeightGradients(), AuxiliaryScale()
+    given = {"weight_gradients": queue, "auxiliary_scale": scale, "num_layers": 1}
+    shared = {"moe_shared_expert_intermediate_size": SHARED, "add_bias_linear": False}
+    block = torch_block(config(context, **given, **shared), context)
+    expert = block.layers[0].mlp.shared_experts
+    assert expert.config.auxiliary_scale is scale
+    weights = [expert.linear_fc1.weight, expert.linear_fc2.weight]
+    with queue.collect((0, 0)):
+        block(torch.randn(S, B, H, requires_grad=True), None).sum().backward()
+    assert [weight.grad for weight in weights] == [None, None]
+    queue.compute((0, 0))
+    assert all(weight.grad.norm() > 0 for weight in weights)

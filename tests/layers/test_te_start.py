@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_ext.config import finalize
 from megatron_ext.config.run import transformer_fields
+from megatron_ext.core import MTP_LAYER
 from megatron_ext.device import Device
-from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import buffer_arguments, recipe_error
 from megatron_ext.parallel.context import ParallelContext, init_groups
+from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.config.runs import BF16
 from tests.ranks import ranks
 from tests.training_runs import config_of
@@ -51,14 +51,15 @@ def test_what_a_gpu_lacks_is_said_in_a_sentence() -> None:
 
 @ranks(cp=2)
 def test_each_layer_has_its_own_kind_of_context_parallelism(context: ParallelContext) -> None:
-    """megatron-core looks a kind up by the layer's number, which starts from 1."""
-    kinds = ["p2p", "a2a", "all_gather", "p2p"]
-    words = f"{BF16} --context-parallel-size 2 --cp-comm-type {' '.join(kinds)}"
-    transformer_config = build_transformer_config(config_of(words, ranks=2))
-    spec = layer_spec(transformer_config, impl="torch")
-    block = TransformerBlock(transformer_config, spec, pg_collection=context.pgs)
-    found = [layer.self_attention.core_attention.cp_comm_type for layer in block.layers]
-    assert found == kinds
+    """Depths of multi-token prediction communicate like the decoder's last layer."""
+    kinds = ["p2p", "a2a", "p2p", "all_gather"]
+    words = f"{BF16} --padded-vocab-size 128 --mtp-num-layers 2 --context-parallel-size 2"
+    config = config_of([*words.split(), "--cp-comm-type", *kinds], ranks=2)
+    places = {"pre_process": True, "post_process": True}
+    chunk = build_gpt_chunk(config, build_transformer_config(config), context, **places)
+    layers = [*chunk.decoder.layers, *(getattr(depth, MTP_LAYER) for depth in chunk.mtp.layers)]
+    found = [layer.self_attention.core_attention.cp_comm_type for layer in layers]
+    assert found == [*kinds, "all_gather", "all_gather"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="einops is not installed")

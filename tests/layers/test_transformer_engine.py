@@ -35,7 +35,7 @@ RESUMED = [
 
 
 def runs(*names: str) -> Seen:
-    path = os.pathsep.join([str(STAND_IN), str(ROOT)])
+    path = os.pathsep.join([str(STAND_IN), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = run_python("-m", "tests.layers.te_runs", *names, PYTHONPATH=path)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return {one["name"]: one for one in found}

@@ -1,5 +1,6 @@
 """Ends of a run by a signal or by the clock, and warnings that are known."""
 
+import logging
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.files import read_tracker
-from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.main import LOGGED, silence_known_warnings
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import EXIT_CODE_SIGNAL, StopRequests
 from tests import training_runs
@@ -58,6 +59,7 @@ def test_a_gpu_is_told_a_step_later_on_all_ranks_alike(context: ParallelContext)
 
 
 COLLECTIVE = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
+DEFAULT = "full scope is deprecated. Use empty cuda_graph_modules to capture the whole layer."
 ORDER = (
     "When using sequence parallelism it is recommended to set the environment variable "
     "CUDA_DEVICE_MAX_CONNECTIONS to 1"
@@ -69,6 +71,7 @@ ORDER = (
     [
         ("cpu", COLLECTIVE, FutureWarning, False),
         ("cuda", COLLECTIVE, FutureWarning, False),
+        ("cpu", DEFAULT, UserWarning, False),
         ("cpu", ORDER, UserWarning, False),
         ("cuda", ORDER, UserWarning, True),
         ("cpu", "the data is odd", UserWarning, True),
@@ -80,3 +83,11 @@ def test_known_noise_is_silent(device: str, message: str, kind: type[Warning], h
         silence_known_warnings(device)
         warnings.warn(message, kind, stacklevel=1)
     assert bool(caught) is heard
+
+
+def test_what_core_logs_for_programmers_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    silence_known_warnings("cpu")
+    for name, message in LOGGED.items():
+        logging.getLogger(name).warning("a class: %s and more", message)
+        logging.getLogger(name).warning("the model is odd")
+    assert caplog.messages == ["the model is odd"] * len(LOGGED)

@@ -23,7 +23,7 @@ from megatron_ext.parallel.context import ParallelContext
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
     """A TransformerBlock of megatron-core whose last recomputed group may be shorter.
 
-    Core always takes groups of ``--recompute-num-layers`` layers, also where fewer are left.
+    Older releases always take groups of ``--recompute-num-layers`` layers (`TAKES_SHORT_GROUPS`).
     """
 
     def _get_layer(self, layer_number: int) -> Any:
@@ -51,7 +51,8 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.decoder.__class__ = TransformerBlock
+        if not core.TAKES_SHORT_GROUPS:
+            self.decoder.__class__ = TransformerBlock
         if self.post_process:
             # Our layer can defer the gradient of its weight; it has no adapter and no 8-bit scales.
             self.output_layer.__class__ = OutputLayer

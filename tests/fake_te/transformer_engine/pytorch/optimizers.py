@@ -21,6 +21,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
         record("FusedAdam", adam_w_mode=adam_w_mode)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

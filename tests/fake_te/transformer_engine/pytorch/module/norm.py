@@ -27,6 +27,7 @@ class LayerNorm(torch.nn.Module):
         given.pop("device", None)  # one of the further keywords that the real norms ignore
         options = options_of(self.kind, given, eps=1e-5)
         size, dtype = options["hidden_size"], options["params_dtype"]
+        size = options["normalized_shape"] if size is None else size
         self.eps, self.zero_centered = options["eps"], options["zero_centered_gamma"]
         start = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(start(size, dtype=dtype))
