@@ -1,12 +1,10 @@
 """Weights of the multi-token-prediction losses against plain arithmetic."""
 
-import itertools
+import math
 import random
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
 from megatron_ext.data.batch import (
@@ -17,12 +15,14 @@ from megatron_ext.data.batch import (
     slice_for_context_parallel,
     with_mtp_targets,
 )
+from megatron_ext.inspect.audit import reproduce_mtp as stock
 from megatron_ext.layers.auxiliary_loss import MTPTargets, mean_of_means_weights, per_token_weights
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.task import GPT
 from tests.layers.plain import zigzag
+from tests.numerics.reproductions import check_ratio
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import TINY, config_of, mock_data
 
@@ -50,10 +50,6 @@ def test_reports_hold_sum_and_count() -> None:
 
 
 EOD = 99
-
-
-def cumulative(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
 def packed_row(lengths: list[int], padded: list[int]) -> Batch:
@@ -104,16 +100,7 @@ def test_d09_padding_brings_no_targets_and_none_crosses_documents() -> None:
 
 def test_d09_stock_shifts_by_the_lengths_without_padding() -> None:
     """Ten targets: one of them wants a label of the other document."""
-    cu_seqlens = cumulative([5, 6])
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cumulative([8, 8]),
-        cu_seqlens_kv_padded=cumulative([8, 8]),
-    )
-    _, count = roll_tensor(packed_row([5, 6], [8, 8]).loss_weights, packed_seq_params=params)
-    assert count == 10
+    check_ratio(stock.padded_packing, {"0.16": 10 / 9, "0.19": 10 / 9})
 
 
 def test_random_packings_equal_the_count_by_hand() -> None:
@@ -147,12 +134,9 @@ def test_d10_documents_shorter_than_the_chunks_of_ranks(size: int) -> None:
     on_ranks(check_short_documents, {"cp": size})
 
 
-@ranks(cp=2)
-def test_d10_stock_cannot_shift_a_short_document(context: ParallelContext) -> None:
-    cu_seqlens = cumulative([2, 14])
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-    with pytest.raises(IndexError):
-        roll_tensor(torch.ones(1, 8), cp_group=context.pgs.cp, packed_seq_params=params)
+def test_d10_stock_cannot_shift_a_short_document() -> None:
+    found = check_ratio(stock.short_packing, {"0.16": math.nan, "0.19": math.nan})
+    assert "IndexError" in found.what
 
 
 def sample_of(tokens: list[int]) -> dict[str, Tensor]:

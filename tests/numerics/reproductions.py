@@ -7,6 +7,9 @@ import pytest
 
 from megatron_ext.inspect.audit.reproduced import Reproduced, Reproduction
 
+RELEASE = ".".join(megatron.core.__version__.split(".")[:2])
+"""The release of the installed megatron-core, such as ``0.16``."""
+
 
 def check_ratio(
     reproduce: Reproduction, ratios: Mapping[str, float], *, rel: float = 1e-4
@@ -18,7 +21,6 @@ def check_ratio(
             defect is fixed, NaN where megatron-core raises an error or runs for ever.
         rel: how far the ratio may be off.
     """
-    release = ".".join(megatron.core.__version__.split(".")[:2])
     found = reproduce()
-    assert found.ratio == pytest.approx(ratios[release], rel=rel, nan_ok=True), found
+    assert found.ratio == pytest.approx(ratios[RELEASE], rel=rel, nan_ok=True), found
     return found

@@ -1,23 +1,16 @@
-"""megatron-core's GPTModel as a task, with the weights and the batch that ours gets."""
+"""A small GPT whose weights follow from their names, and a batch for it."""
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel as CoreGPTModel
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch, with_mtp_targets
-from megatron_ext.layers.chunks import ModelChunk
-from megatron_ext.layers.specs import layer_spec, mtp_block_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.losses.contract import LossFunction, StepCounts, weighted_token_loss
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.task import GPT
 from tests.layers import plain
 from tests.training_runs import config_of
 
@@ -38,51 +31,10 @@ def gpt_config(*more: str, world_size: int = 1) -> RunConfig:
     return config_of([*SMALL, *more], ranks=world_size)
 
 
-def stock_chunk(
-    config: RunConfig,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-    *,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None = None,
-) -> CoreGPTModel:
-    """Build megatron-core's GPTModel over our layers, with the arguments of `build_gpt_chunk`."""
-    model = config.model
-    mtp = None
-    if model.mtp_num_layers and post_process:
-        mtp = mtp_block_spec(transformer_config, impl="torch", vp_stage=vp_stage)
-    return CoreGPTModel(
-        config=transformer_config,
-        transformer_layer_spec=layer_spec(transformer_config, impl="torch", vp_stage=vp_stage),
-        vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        mtp_block_spec=mtp,
-        vp_stage=vp_stage,
-        pg_collection=context.pgs,
-    )
-
-
-def stock_forward_step(
-    _config: RunConfig, batch: Batch, model: torch.nn.Module, _counts: StepCounts | None
-) -> tuple[Tensor, LossFunction]:
-    """Do Megatron-LM's forward step: multi-token prediction is the model's own business."""
-    inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
-    output = model(*inputs, labels=batch.labels, loss_mask=batch.loss_weights)
-    return output, partial(weighted_token_loss, weights=batch.loss_weights)
-
-
-STOCK = GPT.replace(model_chunk=stock_chunk, forward_step=stock_forward_step)
-
-
-def gpt_chunk(run: RunConfig, context: ParallelContext, build: ModelChunk = build_gpt_chunk) -> Any:
+def gpt_chunk(run: RunConfig, context: ParallelContext) -> Any:
     """Build the whole model on this rank, its weights following from their names."""
     transformer_config = build_transformer_config(run)
-    chunk = build(run, transformer_config, context, pre_process=True, post_process=True)
+    chunk = build_gpt_chunk(run, transformer_config, context, pre_process=True, post_process=True)
     plain.fill(chunk, context, run.moe.num_experts or 0)
     return chunk
 

@@ -16,11 +16,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention as CoreAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
+from megatron_ext.inspect.audit import reproduce_router as stock
+from megatron_ext.inspect.audit.reproduce_router import (
+    LENGTH,
+    SEQUENCES,
+    auxiliary_flags,
+    auxiliary_share,
+)
 from megatron_ext.layers import specs as layers
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
@@ -33,7 +38,8 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.step import gpt_forward_step
 from tests.layers import plain
 from tests.layers.test_layers import check_block, local_part, torch_block
-from tests.layers.test_moe import E, H, S, config, plain_auxiliary, router_of, switches
+from tests.layers.test_moe import E, H, S, config
+from tests.numerics.reproductions import check_ratio
 from tests.numerics.stock import gpt_chunk, gpt_config, whole_batch
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import TINY, curve, mock_data, train, train_steps
@@ -62,57 +68,37 @@ def test_d34_norms_under_sequence_parallelism(context: ParallelContext) -> None:
     check_block(context, sequence_parallel=True)
 
 
-SEQUENCES = 8
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TO_VARY = ("--use-cpu-initialization", "--disable-bias-linear", "--use-distributed-optimizer")
 WITHOUT_TE = pytest.mark.skipif(has_transformer_engine(), reason="the name exists with TE")
 
 
-class StockRouter(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router; `gating` alone is ours, because core's needs Transformer Engine."""
-
-    gating = Router.gating
-
-
-def share(
-    context: ParallelContext, cls: type[TopKRouter], kind: str, *, micro_batch: int, targets: int
-) -> float:
-    """Return the gradient of an auxiliary loss after a step, as a share of the truth.
-
-    The truth is the mean over all micro-batches in double precision. The gradient passes through
-    megatron-core's data-parallel wrapper and `finalize_model_grads`, as in a run.
-    """
-    hidden = torch.randn(S, SEQUENCES, H, generator=torch.Generator().manual_seed(6))
-    batches = hidden.split(micro_batch, dim=1)
-    scale = AuxiliaryScale(torch.tensor(targets / len(batches)))
-    router, full = router_of(context, cls, scale, **switches(kind))
-    model = DistributedDataParallel(router.config, DistributedDataParallelConfig(), router)
-    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
-    for batch in batches:
-        own = local_part(batch, context, sequence_parallel=router.config.sequence_parallel)
-        (0 * model(own)[0].sum()).backward()
-    local_targets = torch.tensor([targets // context.pgs.dp_cp.size()], dtype=torch.int)
-    finalize_model_grads([model], local_targets)
-
-    weight = full.double().requires_grad_()
-    losses = [plain_auxiliary(kind, batch.double(), weight) for batch in batches]
-    (truth,) = torch.autograd.grad(torch.stack(losses).mean(), weight)
-    gradient = router.weight.main_grad.double()
-    ratio = float((gradient * truth).sum() / truth.square().sum())
-    assert float((gradient - ratio * truth).norm()) <= 1e-4 * max(ratio, 1.0) * float(truth.norm())
-    return ratio
+def our_share(context: ParallelContext, kind: str, micro_batch: int, targets: int) -> float:
+    """Return the gradient of an auxiliary loss of our router as a multiple of the right one."""
+    options: dict[str, Any] = {
+        "calculate_per_token_loss": True,
+        "auxiliary_scale": AuxiliaryScale(torch.tensor(targets * micro_batch / SEQUENCES)),
+        **auxiliary_flags(kind),
+    }
+    ours = Router(config(context, **options), pg_collection=context.pgs)
+    ours.set_layer_number(1)
+    return auxiliary_share(context, ours, kind, micro_batch=micro_batch, targets=targets)
 
 
-def check_both(context: ParallelContext, kind: str, stock: float, **step: int) -> None:
-    assert share(context, StockRouter, kind, **step) == pytest.approx(stock, rel=1e-4)
-    assert share(context, Router, kind, **step) == pytest.approx(1.0, rel=1e-4)
+def check_ours(context: ParallelContext, **step: Any) -> None:
+    assert our_share(context, **step) == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "z_loss"])
 @pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}], ids=["context", "sequence"])
 def test_d01_parallel_ranks_do_not_shrink_auxiliary_losses(layout: Any, kind: str) -> None:
-    step = {"micro_batch": 1, "targets": S * SEQUENCES}
-    on_ranks(check_both, layout, kind=kind, stock=0.5, **step)
+    on_ranks(check_ours, layout, kind=kind, micro_batch=1, targets=LENGTH * SEQUENCES)
+
+
+def test_d01_stock_shrinks_auxiliary_losses_by_the_ranks() -> None:
+    found = check_ratio(stock.parallel_ranks, {"0.16": 0.5, "0.19": 1.0})
+    others = f"size 2 {found.stock:.4f}, of the z-loss {found.stock:.4f}"
+    assert others in found.what
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "z_loss"])
@@ -120,49 +106,58 @@ def test_d01_parallel_ranks_do_not_shrink_auxiliary_losses(layout: Any, kind: st
 def test_d02_masked_targets_do_not_make_auxiliary_losses_grow(
     context: ParallelContext, kind: str
 ) -> None:
-    check_both(context, kind, 2.0, micro_batch=1, targets=S * SEQUENCES // 2)
+    check_ours(context, kind=kind, micro_batch=1, targets=LENGTH * SEQUENCES // 2)
 
 
-@pytest.mark.parametrize(("micro_batch", "stock"), [(1, 1.0), (4, 0.25)])
+def test_d02_stock_lets_auxiliary_losses_grow_with_the_masked_targets() -> None:
+    found = check_ratio(stock.masked_targets, {"0.16": 2.0, "0.19": 2.0})
+    assert f"of the z-loss {found.stock:.4f}" in found.what
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
 @ranks()
 def test_d03_the_micro_batch_size_does_not_shrink_the_loss_of_sequences(
-    context: ParallelContext, micro_batch: int, stock: float
+    context: ParallelContext, micro_batch: int
 ) -> None:
-    check_both(context, "seq_aux_loss", stock, micro_batch=micro_batch, targets=S * SEQUENCES)
+    step = {"micro_batch": micro_batch, "targets": LENGTH * SEQUENCES}
+    check_ours(context, kind="seq_aux_loss", **step)
+
+
+def test_d03_stock_divides_the_loss_of_sequences_by_the_micro_batch_size() -> None:
+    found = check_ratio(stock.sequences_of_a_micro_batch, {"0.16": 0.25, "0.19": 1.0})
+    assert "with 1 sequence 1.0000" in found.what
 
 
 @ranks()
 def test_d28_a_step_without_targets_has_no_auxiliary_gradient(context: ParallelContext) -> None:
-    """Core divides by nothing and keeps the factor: as many times too much as there are tokens."""
-    stock = share(context, StockRouter, "aux_loss", micro_batch=1, targets=0)
-    assert stock == pytest.approx(S * SEQUENCES, rel=1e-4)
-    assert share(context, Router, "aux_loss", micro_batch=1, targets=0) == 0.0
+    assert our_share(context, "aux_loss", micro_batch=1, targets=0) == 0.0
+
+
+def test_d28_stock_keeps_the_factor_of_a_step_without_targets() -> None:
+    """Core divides by nothing: as many times too much as there are tokens."""
+    found = check_ratio(stock.no_targets, {"0.16": math.inf, "0.19": math.inf})
+    assert found.stock == pytest.approx(LENGTH * SEQUENCES, rel=1e-4)
 
 
 @WITHOUT_TE
 @ranks()
 def test_d25_the_router_works_without_transformer_engine(context: ParallelContext) -> None:
     hidden = torch.randn(S, 1, H)
-    with pytest.raises(NameError, match="te_general_gemm"):
-        TopKRouter(config(context), pg_collection=context.pgs)(hidden)
-    router = Router(config(context), pg_collection=context.pgs)
-    truth = hidden.double() @ router.weight.double().T
-    torch.testing.assert_close(router.gating(hidden).double(), truth, rtol=1e-5, atol=1e-6)
+    ours = Router(config(context), pg_collection=context.pgs)
+    truth = hidden.double() @ ours.weight.double().T
+    torch.testing.assert_close(ours.gating(hidden).double(), truth, rtol=1e-5, atol=1e-6)
 
 
-@ranks()
-def test_d26_stock_masks_an_expert_instead_of_a_padded_token(context: ParallelContext) -> None:
-    transformer_config = config(
-        context, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"
+@WITHOUT_TE
+def test_d25_stock_needs_a_name_of_transformer_engine() -> None:
+    found = check_ratio(
+        stock.router_without_transformer_engine, {"0.16": math.nan, "0.19": 1.0}, rel=1e-6
     )
-    router = StockRouter(transformer_config, pg_collection=context.pgs)
-    routing = torch.ones(E, E, dtype=torch.bool)
-    padded = torch.arange(E) == 1
-    router._apply_expert_bias(routing, padded)
-    # All but one of the tokens chose every expert.
-    assert router.local_tokens_per_expert.tolist() == [4.0, 0.0, 4.0, 4.0]
-    with pytest.raises(RuntimeError, match="must match"):
-        router._apply_expert_bias(torch.ones(E + 1, E, dtype=torch.bool), torch.zeros(E + 1) > 0)
+    assert math.isnan(found.stock) == ("te_general_gemm" in found.what)
+
+
+def test_d26_stock_masks_an_expert_instead_of_a_padded_token() -> None:
+    check_ratio(stock.padding_of_the_expert_bias, {"0.16": 0.0, "0.19": 0.0})
 
 
 EXPERTS = (
@@ -197,22 +192,8 @@ def test_d13_d26_no_router_is_given_padding(context: ParallelContext) -> None:
         assert float(router.local_tokens_per_expert.sum()) == 2 * batch.tokens.numel(), name
 
 
-@ranks()
-def test_d27_stock_sizes_the_log_otherwise_without_experts(context: ParallelContext) -> None:
-    transformer_config = config(context, num_layers=4, mtp_num_layers=1, **switches("aux_loss"))
-    router = StockRouter(transformer_config, pg_collection=context.pgs)
-    router.set_layer_number(4)
-    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-    tracker.clear()
-    router(torch.randn(S, 1, H))
-    with_experts = tracker["load_balancing_loss"]["values"].numel()
-    tracker.clear()
-    size = {"num_layers": 4, "mtp_num_layers": 1, "pg_collection": context.pgs}
-    names = ["load_balancing_loss"]
-    moe_utils.track_moe_metrics(1.0, 1, force_initialize=True, track_names=names, **size)
-    without = tracker["load_balancing_loss"]["values"].numel()
-    moe_utils.clear_aux_losses_tracker()
-    assert (with_experts, without) == (5, 4)
+def test_d27_stock_sizes_the_log_otherwise_without_experts() -> None:
+    check_ratio(stock.log_without_experts, {"0.16": 4 / 5, "0.19": 1.0})
 
 
 def test_d27_a_stage_without_experts_logs_what_one_rank_logs(tmp_path: Path) -> None:

@@ -128,29 +128,28 @@ def no_targets() -> Reproduced:
     )
 
 
-def _share(step: Step, targets: tuple[int, ...], row: int) -> float:
-    """Return the weight of a sequence's first target of the depth, over its right weight.
+def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
+    """Return the weight of the depth's first target of each sequence ``rows``, over the right one.
 
     The right weight is the scaling factor, 0.1, over the depth's targets of the whole step; the
-    step's gradient is divided by the targets of the main loss.
+    step's gradient is divided by the targets of the main loss. Each sequence is a micro-batch.
     """
-    kept = sum(max(count - 1, 0) for count in targets)
-    return float(step.weights[row, 0]) / sum(targets) / (0.1 / kept)
+    step = _on_one_rank(targets)
+    right = 0.1 / sum(max(count - 1, 0) for count in targets)
+    return [float(step.weights[row, 0]) / sum(targets) / right for row in rows]
 
 
 def weight_of_a_depth() -> Reproduced:
     """Measure D5: the weight of a target of a depth in the objective per token."""
-    full, ragged = (LENGTH,) * 4, RAGGED
-    shortest = ragged.index(min(ragged))
-    step = _on_one_rank(ragged)
+    short, long = min(RAGGED), max(RAGGED)
+    weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))
+    (full,) = weight_of_a_target((LENGTH,) * len(RAGGED), 0)
     return Reproduced(
-        _share(step, ragged, shortest),
+        weights[0],
         1.0,
-        f"Weight of a target of the first depth in the sequence with {min(ragged)} of "
-        f"{sum(ragged)} targets, one sequence in a micro-batch, as a multiple of the right one "
-        f"(in the sequence with {max(ragged)} targets "
-        f"{_share(step, ragged, ragged.index(max(ragged))):.4f}, with no target masked "
-        f"{_share(_on_one_rank(full), full, 0):.4f}).",
+        f"Weight of a target of the first depth in the sequence with {short} of {sum(RAGGED)} "
+        "targets, one sequence in a micro-batch, as a multiple of the right one (in the sequence "
+        f"with {long} targets {weights[1]:.4f}, with no target masked {full:.4f}).",
     )
 
 
