@@ -8,6 +8,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_ext import core
+from megatron_ext.inspect.audit.reproduce_router import (
+    COEFFICIENT,
+    auxiliary_flags,
+    auxiliary_loss,
+)
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.moe import Router, mark_experts
 from megatron_ext.layers.transformer_config import StepTransformerConfig
@@ -150,28 +155,6 @@ def test_logits_come_in_the_routers_dtype(
     )
 
 
-WEIGHT = 0.01
-
-
-def plain_auxiliary(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the auxiliary loss of one micro-batch ``[s, b, h]``, in double precision."""
-    logits = hidden @ weight.T
-    if kind == "z_loss":
-        return WEIGHT * logits.logsumexp(-1).square().mean()
-    # Switch Transformers, arXiv:2101.03961, eq. 4 to 6, for the k experts of a token.
-    probs = logits.softmax(-1)
-    chosen = torch.zeros_like(probs).scatter(-1, logits.topk(TOPK, dim=-1).indices, 1.0)
-    over = (0, 1) if kind == "aux_loss" else (0,)
-    fractions, means = chosen.mean(over) / TOPK, probs.mean(over)
-    return WEIGHT * E * (fractions * means).sum(-1).mean()
-
-
-def switches(kind: str) -> dict[str, Any]:
-    if kind == "z_loss":
-        return {"moe_z_loss_coeff": WEIGHT}
-    return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": WEIGHT}
-
-
 def router_of(
     context: ParallelContext, cls: type[TopKRouter], scale: AuxiliaryScale, **changes: Any
 ) -> tuple[Any, Tensor]:
@@ -194,7 +177,7 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
     dp = context.pgs.dp
     mine = batches[dp.rank() :: dp.size()]
     scale = AuxiliaryScale(torch.tensor(targets / len(batches)))
-    router, full = router_of(context, Router, scale, **switches(kind))
+    router, full = router_of(context, Router, scale, **auxiliary_flags(kind))
     split = router.config.sequence_parallel
     core.take_auxiliary_losses()
     for batch in mine:
@@ -206,7 +189,7 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
         torch.distributed.all_reduce(gradient, group=context.pgs.tp)
 
     weight = full.double().requires_grad_()
-    losses = [plain_auxiliary(kind, batch.double(), weight) for batch in batches]
+    losses = [auxiliary_loss(kind, batch.double(), weight) for batch in batches]
     (wanted,) = torch.autograd.grad(torch.stack(losses).mean(), weight)
     near(gradient / targets, wanted, f"{kind} gradient")
 
@@ -217,7 +200,7 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
     if kind == "z_loss":
         logged /= context.pgs.tp_cp.size()
     own_losses = losses[dp.rank() :: dp.size()]
-    near(logged * WEIGHT, torch.stack(own_losses).sum().detach(), f"{kind} log")
+    near(logged * COEFFICIENT, torch.stack(own_losses).sum().detach(), f"{kind} log")
 
 
 def check_auxiliaries(context: ParallelContext) -> None:
@@ -234,7 +217,7 @@ def test_auxiliary_losses_have_the_gradient_of_their_mean(layout: dict[str, int]
 @ranks()
 def test_a_step_without_targets_logs_and_leaves_no_gradient(context: ParallelContext) -> None:
     scale = AuxiliaryScale(torch.tensor(0.0))
-    router, _ = router_of(context, Router, scale, **switches("aux_loss"))
+    router, _ = router_of(context, Router, scale, **auxiliary_flags("aux_loss"))
     core.take_auxiliary_losses()
     probs, _ = router(torch.randn(S, B, H))
     (0 * probs.sum()).backward()
