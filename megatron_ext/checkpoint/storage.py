@@ -13,21 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     StateDict,
+    apply_factory_merges,
 )
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as core
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.utils import (
+    extract_sharded_base,
+    force_all_tensors_to_non_fp8,
+)
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    validate_integrity_and_strict_load,
 )
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,9 +49,10 @@ from megatron_ext.checkpoint.files import Files, describe_file, make_durable
 from megatron_ext.checkpoint.optimizer_state import drop_main_weights
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef, check_files
 from megatron_ext.checkpoint.unpickling import (
+    COMMON_STATE,
     MetadataReader,
-    PlainCommonStrategy,
     PlainObjectsPlanner,
+    common_state_of,
 )
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
@@ -75,7 +85,9 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
     `load` differs from megatron-core's only in its reader and its planner.
     """
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
+    def load(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_async_strategy: str
+    ) -> StateDict:
         """Load a sharded state's values; if any rank fails, all raise a CheckpointException."""
         tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
         renamed, flat, names = core._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
@@ -194,13 +206,29 @@ def verify(found: CheckpointRef, context: ParallelContext) -> None:
     gather_or_raise(lambda: check_files(found, own), f"{found.path} cannot be read")
 
 
-class _CommonStrategy(PlainCommonStrategy):
-    """A reader that drops the empty entries of fp32 weights from the common state."""
+def _load_state(
+    state: dict[str, Any], path: Path, strategy: Any, strict: StrictHandling
+) -> tuple[dict[str, Any], set[str], set[str]]:
+    """Do what `dist_checkpointing.load` does in any release of megatron-core, without running code.
 
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        common = super().load_common(checkpoint_dir)
-        drop_main_weights(common.get("optimizer", {}))
-        return common
+    Return all values, and the names that only the checkpoint and only the run has.
+    """
+    force_all_tensors_to_non_fp8(state)
+    wanted, own, factories = load_preprocess(state)
+    loaded = common_state_of(path)
+    # megatron-core saves fp32 weights that are no parameters' as empty entries.
+    drop_main_weights(loaded.get("optimizer", {}))
+    merge(loaded, own)
+    wanted, _ = extract_sharded_base(wanted)
+    stored = None
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
+        found = strategy.load_sharded_metadata(path)
+        stored = {name: entry for name, entry in found.items() if entry.key != COMMON_STATE}
+    wanted, missing, unexpected = validate_integrity_and_strict_load(
+        wanted, strict, True, *determine_global_metadata(wanted), stored
+    )
+    merge(loaded, strategy.load(wanted, path))
+    return apply_factory_merges(loaded, factories), missing, unexpected
 
 
 def read_state(
@@ -219,10 +247,9 @@ def read_state(
     if config.ckpt_fully_parallel_load:
         strategy = FullyParallelLoadStrategyWrapper(strategy, context.pgs.dp_cp)
     raises = config.dist_ckpt_strictness == "raise_all"
-    strict = "return_all" if raises else config.dist_ckpt_strictness
-    readers = {"sharded_strategy": strategy, "common_strategy": _CommonStrategy()}
+    strict = StrictHandling("return_all" if raises else config.dist_ckpt_strictness)
     try:
-        loaded = dist_checkpointing.load(state, str(path), strict=strict, **readers)
+        loaded, missing, unexpected = _load_state(state, path, strategy, strict)
     # torch's exception of a collective read derives from BaseException.
     except (Exception, CheckpointException) as error:
         if contact_fault(error) is not None:
@@ -234,8 +261,7 @@ def read_state(
             f"{path} does not fit this run: {one_line(error)}; give the flags that it was "
             "saved with, or `--no-load-optim` where only the optimizer differs."
         ) from error
-    if isinstance(loaded, tuple):
-        loaded, missing, unexpected = loaded
+    if StrictHandling.requires_returning_mismatch_keys(strict):
         # A note already says that random states of another layout are left.
         missing = {key for key in missing if not key.startswith("rng_state")}
         named = {"not wanted by the run": missing, "not in it": unexpected}

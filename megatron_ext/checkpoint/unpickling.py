@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies.common import (
-    COMMON_STATE_FNAME,
-    TorchCommonLoadStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
@@ -46,6 +43,8 @@ _OF_METADATA = {
     "pathlib": "Path PosixPath PurePosixPath WindowsPath PureWindowsPath",
     "pathlib._local": "PosixPath PurePosixPath WindowsPath PureWindowsPath",
 }
+COMMON_STATE = "common_state"
+"""Name of the common state among the shards."""
 _ALLOWED = {(module, name) for module, names in _OF_METADATA.items() for name in names.split()}
 _FOREIGN = re.compile(r"GLOBAL (\S+) w")
 """The part of torch's error that names a class which its restricted reader refuses."""
@@ -150,19 +149,22 @@ class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
             self.state_dict[name] = content
 
 
-class PlainCommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """megatron-core's reader of the common state, which here runs no code."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        path = Path(checkpoint_dir) / COMMON_STATE_FNAME
-        content = plain_content(path, path)
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} must hold names and values; load another checkpoint.")
-        return content
-
-
 def common_state_of(path: Path) -> dict[str, Any]:
-    return PlainCommonStrategy().load_common(path)
+    """Return the values of a checkpoint that are the same on all ranks, read without running code.
+
+    They lie in ``common.pt``, or among the shards where newer releases of megatron-core wrote them.
+    """
+    place, shard = path / COMMON_STATE_FNAME, f"{COMMON_STATE}/shard_0_1"
+    reader = MetadataReader(str(path))
+    if place.exists() or shard not in reader.read_metadata().state_dict_metadata:
+        content = plain_content(place, place)
+    else:
+        place, state = path / shard, {shard: BytesIO()}
+        load(state, storage_reader=reader, planner=PlainObjectsPlanner(), no_dist=True)
+        (content,) = state[shard]
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{place} must hold names and values; load another checkpoint.")
+    return content
 
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
