@@ -29,6 +29,8 @@ MAIN_WEIGHTS = "fp32_from_fp16_params"
 """The key of an optimizer's fp32 weights beside 16-bit ones."""
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """Settings that distinguish an optimizer's parameter groups, besides ``is_expert_parallel``."""
+RATES = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
+"""Settings of a parameter group that a resumed run may change."""
 
 
 def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
@@ -156,11 +158,40 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
                 held = part_state.get(MAIN_WEIGHTS, {})
                 numbers = range(len(part.fp32_from_float16_groups))
                 part_state[MAIN_WEIGHTS] = [held.get(number, []) for number in numbers]
-        optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
+        with _found_by_kind(parts, states):
+            optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
         return
     states = _regrouped(parts, state) if regroups else _states_of(optimizer, state)
-    for part, part_state in zip(parts, states, strict=True):
-        _load_part(part, part_state)
+    with _found_by_kind(parts, states):
+        for part, part_state in zip(parts, states, strict=True):
+            _load_part(part, part_state)
+
+
+@contextmanager
+def _found_by_kind(parts: list[Any], states: list[dict[str, Any]]) -> Iterator[None]:
+    """Let megatron-core find saved parameter groups whatever their rates, in this context.
+
+    Newer releases find a group by its learning rates and weight decay too. Here a saved group gets
+    those of the run's group of its kind; after the load the run's group gets the saved ones.
+    """
+    saved: list[tuple[Any, int, dict[str, Any]]] = []
+    for part, state in zip(parts, states, strict=True):
+        groups = getattr(getattr(part, "optimizer", None), "param_groups", ())
+        own = {_kind_of(group): number for number, group in enumerate(groups)}
+        for group in state.get("optimizer", state).get("param_groups", ()):
+            number = own.get(_kind_of(group))
+            if number is not None:
+                rates = {key: group.pop(key) for key in RATES if key in group}
+                group.update({key: groups[number][key] for key in RATES if key in groups[number]})
+                saved.append((part, number, rates))
+    yield
+    for part, number, rates in saved:
+        # Loading has put new groups into the place of the old ones.
+        part.optimizer.param_groups[number].update(rates)
+
+
+def _kind_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in (*KIND_OF_GROUP, "is_expert_parallel"))
 
 
 def is_decoupled(group: dict[str, Any]) -> bool:
