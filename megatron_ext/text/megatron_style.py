@@ -4,8 +4,8 @@ A ``pretrain_*.py`` of Megatron-LM runs if it imports from here instead of ``meg
 The providers keep their signatures; docs/porting.md explains how to port a program.
 
 A data iterator yields micro-batches on the device, the same on all tensor-parallel ranks; it is
-None on stages that read no data. `megatron.core.utils.get_batch_on_this_cp_rank` divides a
-micro-batch among context-parallel ranks.
+None on stages that read no data. `get_batch_on_this_cp_rank` divides a micro-batch among
+context-parallel ranks.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext import core
 from megatron_ext.checkpoint.state import flat_arguments
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import Provider, all_flags, section_of
@@ -237,6 +238,11 @@ def get_batch_on_this_tp_rank(
     batch = {} if data_iterator is None else next(data_iterator)
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     return dict.fromkeys(names) | dict(batch)
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return this context-parallel rank's slices of a micro-batch's tensors ``[b, s, ...]``."""
+    return core.slice_batch(batch, None)
 
 
 def print_rank_0(message: object) -> None:
