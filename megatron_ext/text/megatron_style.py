@@ -22,6 +22,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext import core
 from megatron_ext.checkpoint.state import flat_arguments
@@ -132,6 +133,7 @@ class _Current:
     tokenizer: Tokenizer | None = None
     args: argparse.Namespace | None = None
     transformer_config: TransformerConfig | None = None
+    cp_group: ProcessGroup | None = None
 
 
 _current = _Current()
@@ -168,6 +170,7 @@ def _model_chunk(
     more = {"rank": context.rank, "params_dtype": transformer_config.params_dtype}
     _current.args = flat_arguments(config.to_dict(), more)
     _current.transformer_config = transformer_config
+    _current.cp_group = context.pgs.cp
     given = {**stage, "config": transformer_config, "pg_collection": context.pgs}
     parameters = inspect.signature(provider).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -242,7 +245,7 @@ def get_batch_on_this_tp_rank(
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """Return this context-parallel rank's slices of a micro-batch's tensors ``[b, s, ...]``."""
-    return core.slice_batch(batch, None)
+    return core.slice_batch(batch, _begun(_current.cp_group, "get_batch_on_this_cp_rank"))
 
 
 def print_rank_0(message: object) -> None:
