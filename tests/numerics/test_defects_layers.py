@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
+from megatron_ext.core import moe_submodules
 from megatron_ext.inspect.audit import reproduce_router as stock
 from megatron_ext.inspect.audit.reproduce_router import (
     LENGTH,
@@ -225,7 +226,7 @@ def test_d01_d02_d03_d28_transformer_engines_layers_have_our_router(
     size = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 2}
     transformer_config = StepTransformerConfig(**size, **experts)
     (layer,) = layers.layer_spec(transformer_config, impl="transformer_engine").layer_specs
-    assert layer.submodules.mlp.submodules.router is Router
+    assert moe_submodules(layer.submodules.mlp).router is Router
 
 
 def wrong_expert_gradients(context: ParallelContext, *, marked: bool, **changes: Any) -> set[str]:
