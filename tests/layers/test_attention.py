@@ -10,9 +10,9 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention as CoreAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
+from megatron_ext.core import slice_batch
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.specs import torch_layer_spec
@@ -226,7 +226,7 @@ def check_part(
     rows = None
     if "documents" in mask:
         batch = {"attention_mask": plain.documents(S, ENDS)[:, None]}
-        rows = get_batch_on_this_cp_rank(batch, cp_group=cp)["attention_mask"]
+        rows = slice_batch(batch, cp)["attention_mask"]
     out = module(*local, rows)
     out.backward(own(cotangent).to(dtype))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
@@ -260,7 +260,7 @@ def test_parts_of_the_sequence_equal_plain_arithmetic(
 def test_the_slices_are_megatron_cores(context: ParallelContext) -> None:
     cp = context.pgs.cp
     tokens = torch.arange(2 * S).view(2, S)
-    theirs = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=cp)["tokens"]
+    theirs = slice_batch({"tokens": tokens}, cp)["tokens"]
     assert torch.equal(theirs, plain.zigzag(tokens, cp.rank(), 2, dim=1))
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.core import MTP_LAYER
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.inspect import parity
@@ -114,7 +115,7 @@ class DenseModel:
             kept = length - depth
             prefix = f"mtp.layers.{depth - 1}."
             layer = {
-                f"{prefix}transformer_layer.": "layers.0.",
+                f"{prefix}{MTP_LAYER}.": "layers.0.",
                 f"{prefix}final_layernorm": "final_layernorm",
             }
             block = self.block({**layer, prefix: ""}, 1)
