@@ -1,0 +1,56 @@
+"""Defines what is known of a defect of megatron-core, by release; shared with docs/numerics.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RELEASES = ("0.16", "0.17", "0.18", "0.19")
+"""Minor releases that can be named; only the first and the last were measured."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What became of a defect in a release.
+
+    Attributes:
+        kind: ``there``, ``fixed``, ``changed`` (there in another form) or ``unknown``.
+        figure: what was measured on it.
+    """
+
+    kind: str
+    figure: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.figure}" if self.figure else self.kind
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One row of the table in docs/numerics.md.
+
+    Attributes:
+        stock: what megatron-core 0.16 does, with measured figures.
+        since: the state on 0.19, as measured by `tools/audit.py --reproduce`.
+        ours: what this package does instead.
+        test: the tests of that.
+    """
+
+    number: str
+    affected: str
+    stock: str
+    since: State
+    ours: str
+    test: str
+
+    def state(self, release: str) -> State:
+        """Return the state on a minor release such as ``0.16``."""
+        if release == "0.16":
+            return State("there", self.stock)
+        if release == "0.19":
+            return self.since
+        return State("unknown", "not measured on this release")
+
+    def row(self) -> str:
+        """Return the row of the table in docs/numerics.md."""
+        cells = self.number, self.affected, self.stock, str(self.since), self.ours, self.test
+        return f"| {' | '.join(cells)} |"

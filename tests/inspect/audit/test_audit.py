@@ -1,0 +1,170 @@
+"""Every persisting defect is named on flags that hit it, and clean sets are not accused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.inspect.audit.defects import BY_NUMBER, DEFECTS
+from megatron_ext.inspect.audit.launches import Launch
+from megatron_ext.inspect.audit.report import audit, main
+from megatron_ext.inspect.audit.rules import RULES
+from megatron_ext.inspect.audit.script import Script, read_text
+
+ROOT = Path(__file__).resolve().parents[3]
+MOE = "--num-experts 8 --moe-aux-loss-coeff 1e-2"
+MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+PER_TOKEN = "--calculate-per-token-loss"
+SEEDED = {
+    "D1": f"{MOE} {PER_TOKEN} --context-parallel-size 2",
+    "D2": f"{MOE} {PER_TOKEN} --eod-mask-loss",
+    "D3": f"{MOE} {PER_TOKEN} --moe-router-load-balancing-type seq_aux_loss --micro-batch-size 4",
+    "D4": f"{MTP} --eod-mask-loss",
+    "D5": f"{MTP} {PER_TOKEN} --seq-length 4096 --sft",
+    "D6": f"{MTP} --decoupled-lr 1e-4 --pipeline-model-parallel-size 2",
+    "D7": f"{MTP} --pipeline-model-parallel-size 2",
+    "D8": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
+    "D9": f"{MTP} --sft",
+    "D10": f"{MTP} --sft --context-parallel-size 2",
+    "D11": f"{MTP} --sft --recompute-granularity full --recompute-method uniform",
+    "D13": f"{MTP} {MOE} --sft",
+    "D14": f"{MTP} --eod-mask-loss",
+    "D15": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--no-overlap-p2p-communication",
+    "D16": "--pipeline-model-parallel-size 4 --num-layers 16 "
+    "--num-layers-per-virtual-pipeline-stage 2",
+    "D20": f"--hybrid-context-parallel {PER_TOKEN}",
+    "D21": "--bf16 --no-check-for-nan-in-loss-and-grad",
+    "D22": "--fp16 --cross-entropy-loss-fusion",
+    "D24": "--label-smoothing 0.1 --tensor-model-parallel-size 2",
+    "D25": f"{MOE} --transformer-impl local",
+    "D26": f"{MOE} --moe-router-enable-expert-bias --sft",
+    "D27": f"{MOE} {MTP} --pipeline-model-parallel-size 2 --moe-layer-freq [0]*2+[1]*6",
+    "D28": f"{MOE} {PER_TOKEN} --sft",
+    "D29": "--split 99,1,0 --data-path x",
+    "D30": "--data-path x --data-cache-path y",
+    "D31": "--per-dataset-sequences-path x.json --vocab-size 65530",
+    "D34": "--transformer-impl local --context-parallel-size 2",
+    "D35": f"{MOE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "D36": f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel "
+    "--expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+    "D37": "--recompute-granularity selective --recompute-modules mlp",
+    "D38": "--decoupled-lr 1e-4 --load x",
+    "D39": f"{MOE} --fp16 --expert-model-parallel-size 2",
+    "D40": "--override-opt-param-scheduler --load x",
+    "D41": "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save x "
+    "--overlap-grad-reduce",
+}
+DENSE = (
+    "--num-layers 16 --hidden-size 64 --seq-length 4096 --micro-batch-size 2 --bf16 --swiglu "
+    "--position-embedding-type rope --disable-bias-linear --use-distributed-optimizer "
+    "--overlap-grad-reduce --save x --load x --mock-data"
+)
+CLEAN = {
+    "dense": DENSE,
+    "dense, many ranks": f"{DENSE} --tensor-model-parallel-size 8 --sequence-parallel "
+    "--pipeline-model-parallel-size 4 --context-parallel-size 2",
+    "dense, per token, masked": f"{DENSE} {PER_TOKEN} --eod-mask-loss --context-parallel-size 2",
+    "experts, mean of means": f"{DENSE} {MOE} --tensor-model-parallel-size 2 --sequence-parallel "
+    "--expert-model-parallel-size 4 --eod-mask-loss",
+    "experts without a loss": f"{DENSE} --num-experts 8 {PER_TOKEN} --context-parallel-size 2",
+    "experts per token on whole sequences": f"{DENSE} {MOE} {PER_TOKEN}",
+    "depths of prediction": f"{DENSE} {MTP} --pipeline-model-parallel-size 2",
+    "a fused loss in bf16": f"{DENSE} --cross-entropy-loss-fusion",
+    "Transformer Engine's fused loss": "--fp16 --cross-entropy-loss-fusion "
+    "--cross-entropy-fusion-impl te",
+    "another schedule of rates, no optimizer": "--override-opt-param-scheduler --load x "
+    "--no-load-optim",
+    "an optimizer that watches its scale": "--fp16 --no-check-for-nan-in-loss-and-grad",
+}
+
+
+def judged(flags: str, core: str, program: str = "pretrain_gpt.py") -> tuple[set[str], set[str]]:
+    """Return the numbers of findings, and of those that depend on more than flags."""
+    found = audit(Script([Launch((), program, tuple(flags.split()), 1)]), core)
+    certain = {x.number for x in found.certain}
+    return certain, {x.number for x in found.findings} - certain
+
+
+@pytest.mark.parametrize("core", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("number", SEEDED)
+def test_seeded_flags_are_named(number: str, core: str) -> None:
+    program = "pretrain_hybrid.py" if number == "D7" else "pretrain_gpt.py"
+    found, depends = judged(SEEDED[number], core, program)
+    there = BY_NUMBER[number].state(core[:4]).kind != "fixed"
+    assert (number in found | depends) == there
+    assert (number in depends) == (there and number in ("D13", "D26", "D29", "D30"))
+
+
+def test_every_rule_is_seeded() -> None:
+    assert set(SEEDED) == set(RULES)
+
+
+@pytest.mark.parametrize("core", ["0.16.1", "0.18.2", "0.19.2"])
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean_flags_are_not_accused(name: str, core: str) -> None:
+    assert judged(CLEAN[name], core) == (set(), set())
+
+
+@pytest.mark.parametrize(
+    ("flags", "number", "sentence"),
+    [
+        (f"{SEEDED['D1']} --tensor-model-parallel-size 2 --sequence-parallel", "D1", "0.25 of"),
+        (SEEDED["D3"], "D3", "0.25 of"),
+        (f"{MTP} {PER_TOKEN} --seq-length 64", "D5", "0.984375 of"),
+        (SEEDED["D24"], "D24", "1/2 of the vocabulary"),
+    ],
+)
+def test_the_size_of_an_error_comes_from_the_flags(flags: str, number: str, sentence: str) -> None:
+    found = audit(Script([Launch((), "pretrain_gpt.py", tuple(flags.split()), 1)]), "0.16.1")
+    assert sentence in {x.number: x.error for x in found.findings}[number]
+
+
+def test_an_open_value_that_decides_is_told_and_not_guessed() -> None:
+    text = f"torchrun pretrain_gpt.py {MOE} {PER_TOKEN} --context-parallel-size $CP"
+    found = audit(read_text(text), "0.16.1")
+    assert found.findings == ()
+    assert (
+        "D1 is not judged: `--context-parallel-size` is `$CP`, which the script leaves open; give "
+        "--var CP=…."
+    ) in found.notes
+    assert [x.number for x in audit(read_text(text, {"CP": "2"}), "0.16.1").findings] == ["D1"]
+
+
+def test_a_finding_of_one_branch_says_so() -> None:
+    text = f"X=\nif [ $BIG = 1 ]; then X='{SEEDED['D2']}'; fi\ntorchrun pretrain_gpt.py --bf16 $X"
+    found = audit(read_text(text), "0.19.2").findings
+    assert {x.where for x in found} == {"[ $BIG = 1 ]: yes"}
+    both = f"if [ $BIG = 1 ]; then X=--bf16; fi\ntorchrun pretrain_gpt.py {SEEDED['D2']} $X"
+    assert {x.where for x in audit(read_text(both), "0.19.2").findings} == {""}
+
+
+def test_the_table_of_the_manual_is_that_of_the_audit() -> None:
+    lines = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8").splitlines()
+    assert [x for x in lines if x.startswith("| D")] == [x.row() for x in DEFECTS]
+    assert [x.number for x in DEFECTS] == [f"D{i}" for i in range(1, 42)]
+
+
+def test_the_program_exits_with_0_1_or_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--core", "0.19.2", "--", *CLEAN["dense"].split()], "") == 0
+    assert "no known defect" in capsys.readouterr().out
+    assert main(["--core", "0.19.2", "--json", "--", *SEEDED["D21"].split()], "") == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["number"] == "D21"
+    for words, message in {
+        ("--core", "0.3", "--", "--bf16"): "--core (0.3) must be a version of 0.16, 0.17",
+        (): "Give either a launch script or flags after `--`.",
+        ("--var", "X", "x.sh"): "--var (X) must be NAME=VALUE.",
+        (str(tmp_path / "gone.sh"),): "cannot be read",
+        ("--reproduce", "D99"): "--reproduce (D99) is no defect",
+    }.items():
+        assert main(list(words), "") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_audit_needs_no_torch() -> None:
+    code = "import sys; import megatron_ext.inspect.audit.report; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
