@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None
+"""Whether there is a HybridModel of attention, MLP and other layers, in any order."""
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -218,9 +218,10 @@ the layer option is not supported; use the standard transformer layer:
 layers of your own are given by a model provider; see examples/custom_model:
     spec heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
     heterogeneous-block-specs hetereogenous-dist-checkpoint use-legacy-models
-hybrid state-space models are not supported; use a transformer:
-    hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern is-hybrid-model mamba-state-dim
-    mamba-head-dim mamba-num-groups mamba-num-heads use-mamba-mem-eff-path mlp-chunks-for-prefill
+layers of state-space models are not supported; use `--hybrid-layer-pattern` with *, - and E:
+    hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model mtp-hybrid-override-pattern
+    mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads use-mamba-mem-eff-path
+    mlp-chunks-for-prefill
 training by reinforcement is not supported; use a framework for it:
     perform-rl-step rl-prompts-per-eval grpo-prompts-per-step grpo-group-size grpo-iterations
     grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta grpo-entropy-term-weight

@@ -21,6 +21,7 @@ from megatron_ext.config.rules.build import build_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -306,7 +307,7 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
     return found
 
 
-SECTIONS = (DataConfig, SftConfig, TokenizerConfig)
+SECTIONS = (DataConfig, SftConfig, TokenizerConfig, HybridConfig)
 """The sections that pretrain_gpt.py adds to the engine's flags."""
 
 NEEDS = {"--dataloader-type cyclic": "data_sharding"}
@@ -315,6 +316,7 @@ NEEDS = {"--dataloader-type cyclic": "data_sharding"}
 
 def resolve_text(config: RunConfig) -> RunConfig:
     """Return the configuration with ``document_masks``, ``split`` and ``sft_max_length`` set."""
+    config = resolve_hybrid(config)
     data, sft = config.section(DataConfig), config.section(SftConfig)
     packs = sft.sft and sft.sft_batching != "padded"
     model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
@@ -325,6 +327,7 @@ def resolve_text(config: RunConfig) -> RunConfig:
 def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
     data, sft = run.section(DataConfig), run.section(SftConfig)
     return [
+        *hybrid_errors(given, run),
         *data.own_errors(full_validation=run.training.full_validation),
         *_sft_errors(sft, run),
         *target_errors(run.lora, TARGETS),

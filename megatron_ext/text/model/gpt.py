@@ -1,10 +1,8 @@
-"""GPT: one pipeline chunk of megatron-core's GPTModel, with our layers and our MTP losses."""
+"""GPT: one pipeline chunk of megatron-core's GPTModel or HybridModel, with our MTP losses."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock as CoreTransformerBlock
@@ -13,11 +11,10 @@ from torch import Tensor
 from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
-from megatron_ext.layers.dropout import HiddenDropout
-from megatron_ext.layers.linear import OutputLayer
 from megatron_ext.layers.specs import layer_spec, mtp_block_spec
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.hybrid import HybridConfig
+from megatron_ext.text.model.language import TextModel
 
 
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
@@ -41,147 +38,27 @@ class _Nothing:
         return hidden_states, context
 
 
-class GPTModel(CoreGPTModel):  # type: ignore[misc]
-    """A megatron-core GPTModel with two main differences.
-
-    The caller weighs the losses of the MTP depths (`MTPTargets`); core weighs them by counts of
-    the local micro-batch. The copy of the word embedding on an MTP stage is marked as an
-    embedding, which gives all copies the same decoupled learning rate.
-    """
+class GPTModel(TextModel, CoreGPTModel):  # type: ignore[misc]
+    """A GPTModel of megatron-core with what `TextModel` adds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not core.TAKES_SHORT_GROUPS:
             self.decoder.__class__ = TransformerBlock
-        if self.post_process:
-            # Our layer can defer the gradient of its weight; it has no adapter and no 8-bit scales.
-            self.output_layer.__class__ = OutputLayer
-            self.output_layer.lora = self.output_layer.fp8 = None
-            if self.share_embeddings_and_output_weights and self.mtp_process:
-                # The copy of the embedding that multi-token prediction holds serves the output.
-                self.output_layer.weight = None
-        if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
-            probability, cut = self.config.hidden_dropout, self.config.sequence_parallel
-            self.embedding.embedding_dropout = HiddenDropout(
-                probability, "embedding", self.pg_collection, cut
-            )
-        if self.mtp_process:
-            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
-            if self.config.recompute_num_layers is not None:
-                # Core recomputes depths one by one; the flag counts layers of the decoder only.
-                for depth in self.mtp.layers:
-                    depth.config = copy.copy(self.config)
-                    depth.config.recompute_num_layers = 1
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        labels: Tensor | None = None,
-        mtp_targets: MTPTargets | None = None,
-        hidden_states_only: bool = False,
-    ) -> Tensor:
-        """Run this chunk; under context parallelism, s is the length of the local sequence.
 
-        Args:
-            input_ids, position_ids, labels: ``[b, s]``.
-            attention_mask: True where attention is forbidden, ``[b, 1, s, cp * s]``; None: causal.
-            mtp_targets: the targets of the MTP depths; without them, MTP adds no losses.
-            hidden_states_only: stop before the output head, which the loss applies
-                (`output_head`).
-
-        Returns:
-            On inner stages, hidden states ``[s, b, h]``; in training they are
-            ``[(1 + depths) * s, b, h]`` after a separate MTP stage. On the last stage, losses
-            ``[b, s]``; without labels, logits ``[b, s, v/tp]``; with ``hidden_states_only``,
-            hidden states, in training followed by those of the MTP depths.
-        """
-        decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
-            input_ids=input_ids, position_ids=position_ids
-        )[:6]
-        hidden = self.decoder(
-            hidden_states=decoder_input,
-            attention_mask=attention_mask,
-            rotary_pos_emb=rotary,
-            rotary_pos_cos=cos,
-            rotary_pos_sin=sin,
-            sequence_len_offset=offset,
-            padding_mask=padding_mask,
+def _model_class(config: RunConfig, given: Callable[..., TextModel]) -> Callable[..., TextModel]:
+    """Return the given class, or with ``--hybrid-layer-pattern`` our HybridModel in its place."""
+    if not config.has(HybridConfig) or config.section(HybridConfig).hybrid_layer_pattern is None:
+        return given
+    if given is not GPTModel:
+        raise ConfigError(
+            "`--hybrid-layer-pattern` does not go with a model of your own, which is a GPTModel; "
+            "give `--num-layers`."
         )
-        if self.post_process or self.mtp_process:
-            # A residual stream in float32 ends at the final norm, which an earlier stage may hold.
-            hidden = hidden.to(self.config.params_dtype)
-        has_depths = self._has_depths(mtp_targets)
-        if self.mtp_process and has_depths:
-            hidden = self.mtp(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                hidden_states=hidden,
-                attention_mask=attention_mask,
-                rotary_pos_emb=rotary,
-                embedding=self.embedding,
-            )
-        if not self.post_process:
-            return hidden.to(self.config.pipeline_dtype)  # type: ignore[no-any-return]
-        hidden = self.before_head(hidden)
-        if hidden_states_only:
-            return hidden
-        if has_depths:
-            hidden = self._with_mtp_losses(hidden, mtp_targets)
-        logits = self._logits(hidden)
-        if labels is None:
-            return logits.transpose(0, 1).contiguous()
-        return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
+    from megatron_ext.text.model.hybrid import HybridModel
 
-    def before_head(self, hidden: Tensor) -> Tensor:
-        """Return the input of the output head; a subclass may change each hidden state here.
-
-        Every loss is computed from the result. Hidden states are ``[s, b, h]``, or ``[s/tp, b, h]``
-        under sequence parallelism; those of the MTP depths follow along the first axis.
-        """
-        return hidden
-
-    def _has_depths(self, targets: MTPTargets | None) -> bool:
-        """Tell whether the hidden states at the end of this chunk include those of MTP depths."""
-        # A separate MTP stage gets no targets; there, MTP runs whenever the model trains.
-        if self.config.mtp_standalone:
-            return bool(self.training)
-        return targets is not None and self.mtp_process
-
-    def output_head(self) -> OutputHead:
-        return OutputHead(
-            weight=self.output_layer(None, weight=self._head_weight(), weight_only=True),
-            tp_group=self.output_layer.tp_group,
-            sequence_parallel=self.config.sequence_parallel,
-            config=self.config,
-        )
-
-    def _head_weight(self) -> Tensor | None:
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
-        return None
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return vocabulary-parallel logits ``[s, b, v/tp]``."""
-        logits, _ = self.output_layer(hidden, weight=self._head_weight())
-        return logits  # type: ignore[no-any-return]
-
-    def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
-        """Return the main hidden states ``[s, b, h]``, which come first in ``states``.
-
-        MTP losses are attached: the backward pass adds their gradients.
-        """
-        hidden, *depths = torch.chunk(states, 1 + self.config.mtp_num_layers, dim=0)
-        if targets is None:
-            return hidden
-        for depth, depth_hidden in enumerate(depths):
-            logits = self._logits(depth_hidden)
-            losses = self.compute_language_model_loss(targets.labels[depth], logits)
-            targets.record(depth, losses)
-            hidden = attach(hidden, targets.weights[depth] * losses, self.config)
-        return hidden
+    return HybridModel
 
 
 def build_gpt_chunk(
@@ -192,8 +69,8 @@ def build_gpt_chunk(
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None = None,
-    model_class: Callable[..., GPTModel] = GPTModel,
-) -> GPTModel:
+    model_class: Callable[..., TextModel] = GPTModel,
+) -> TextModel:
     """Build this pipeline rank's model chunk; with virtual pipelining, that of index ``vp_stage``.
 
     Args:
@@ -201,7 +78,8 @@ def build_gpt_chunk(
         post_process: the chunk holds the output layer.
         model_class: `GPTModel`, a subclass of it, or a function that returns an instance.
 
-    Raise a ConfigError if the vocabulary size is not set.
+    Raise a ConfigError if the vocabulary size is not set, or if a class is given beside
+    ``--hybrid-layer-pattern``.
     """
     model = config.model
     if not model.padded_vocab_size:
@@ -211,7 +89,7 @@ def build_gpt_chunk(
     impl, mtp_spec = model.transformer_impl, None
     if model.mtp_num_layers and core.mtp_on_this_chunk(transformer_config, vp_stage):
         mtp_spec = mtp_block_spec(transformer_config, impl=impl, vp_stage=vp_stage)
-    return model_class(
+    return _model_class(config, model_class)(
         config=transformer_config,
         transformer_layer_spec=layer_spec(transformer_config, impl=impl, vp_stage=vp_stage),
         vocab_size=model.padded_vocab_size,

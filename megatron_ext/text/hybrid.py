@@ -1,0 +1,224 @@
+"""``--hybrid-layer-pattern``: a GPT spelled as megatron-core's HybridModel spells its layers.
+
+A pattern has a letter for each layer: ``*`` attention, ``-`` an MLP, ``E`` experts; ``|`` ends a
+pipeline stage, and each ``/`` begins a depth of multi-token prediction. In ``*-*E|*-*E/*E`` every
+``*`` and the letter after it are one layer of a GPT, called a pair here. The pattern sets the flags
+that would describe the same GPT, so that weights, checkpoints, dropout and costs are the GPT's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ext import core
+from megatron_ext.config.flags import flag
+from megatron_ext.config.precision import TE_IMPL
+from megatron_ext.config.rules.parallel import STAGES
+from megatron_ext.config.run import RunConfig
+
+PAIRS = "*-", "*E"
+
+NO_PATH = {
+    "M": "Mamba layers have kernels for GPUs only",
+    "G": "gated-delta layers have kernels for GPUs only",
+    "D": "sparse attention of DeepSeek has kernels for GPUs only",
+    "+": "latent attention is not among our layers",
+}
+"""Layers of megatron-core that are refused, by their letters, each with the reason."""
+
+_FLAG = "--hybrid-layer-pattern"
+_CUTS = {
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
+}
+"""Flags that count layers of a stage, which would be letters or pairs."""
+_CUTS_BESIDE_STAGES = {
+    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
+    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+}
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """The flag that builds a GPT as megatron-core's HybridModel; the spelling is Megatron-LM's."""
+
+    hybrid_layer_pattern: str | None = flag(
+        None,
+        "build the GPT from layers of attention (*) and of an MLP (-) or experts (E), such as "
+        "*-*-|*-*-: | ends a pipeline stage, / begins a depth of multi-token prediction",
+        names="--hybrid-override-pattern",
+        if_changed="allow",
+    )
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The layers that a pattern names.
+
+    Attributes:
+        stages: the pairs of each pipeline stage; one stage if the pattern has no ``|``.
+        depths: the letters of each depth of multi-token prediction.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    depths: tuple[str, ...]
+
+    @property
+    def pairs(self) -> list[str]:
+        """Return the pairs of all stages, which are the layers of the GPT."""
+        return [pair for stage in self.stages for pair in stage]
+
+    def layout(self) -> str | None:
+        """Return the stages as ``--pipeline-model-parallel-layout``; None without ``|``."""
+        if len(self.stages) == 1:
+            return None
+        stages = ["t" * len(stage) for stage in self.stages]
+        stages[0], stages[-1] = "E" + stages[0], stages[-1] + "m" * len(self.depths) + "L"
+        return "|".join(stages)
+
+    def moe_layer_freq(self) -> str | None:
+        """Return ``--moe-layer-freq`` of the same layers; None if all are of one kind."""
+        experts = [int(pair == "*E") for pair in self.pairs]
+        return None if len(set(experts)) < 2 else str(experts).replace(" ", "")
+
+
+def read_pattern(text: str) -> Pattern:
+    """Return the layers that a pattern names; raise a ValueError with the rule that it breaks."""
+    main, *depths = text.split("/")
+    known = "".join(PAIRS) + "|"
+    for letter in text.replace("/", ""):
+        if letter in NO_PATH:
+            raise ValueError(f"has {letter}, but {NO_PATH[letter]}; use *, - and E")
+        if letter not in known:
+            raise ValueError(f"has {letter}, which is no layer; use *, -, E, | and /")
+    stages = tuple(
+        tuple(stage[at : at + 2] for at in range(0, len(stage), 2)) for stage in main.split("|")
+    )
+    if any(pair not in PAIRS for stage in stages for pair in stage) or not any(stages):
+        raise ValueError(
+            "must be pairs of *- or *E in each stage, which are the layers of a GPT; write *-*-"
+        )
+    last = next(stage[-1] for stage in reversed(stages) if stage)
+    if any(depth != last for depth in depths):
+        raise ValueError(
+            f"must have depths of multi-token prediction like its last layers ({last}); "
+            f"write /{last}"
+        )
+    return Pattern(stages, tuple(depths))
+
+
+def resolve_hybrid(config: RunConfig) -> RunConfig:
+    """Return the configuration with the flags of the GPT that ``--hybrid-layer-pattern`` spells."""
+    text = config.section(HybridConfig).hybrid_layer_pattern
+    if text is None:
+        return config
+    model, moe, parallel = config.model, config.moe, config.parallel
+    try:
+        pattern = read_pattern(text)
+    except ValueError:
+        # The rule is said once; without a number of layers, another would follow from it.
+        model = dataclasses.replace(model, num_layers=model.num_layers or 1)
+        return dataclasses.replace(config, model=model)
+    stages, layout = parallel.pipeline_model_parallel_size, pattern.layout()
+    model = dataclasses.replace(model, num_layers=len(pattern.pairs))
+    if pattern.depths:
+        model = dataclasses.replace(model, mtp_num_layers=len(pattern.depths))
+    if frequency := pattern.moe_layer_freq():
+        moe = dataclasses.replace(moe, moe_layer_freq=frequency)
+    if layout is not None and stages > 1 and len(pattern.stages) % stages == 0:
+        parallel = dataclasses.replace(
+            parallel,
+            pipeline_model_parallel_layout=layout,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_virtual_stages_per_pipeline_rank=None,
+        )
+    return dataclasses.replace(config, model=model, moe=moe, parallel=parallel)
+
+
+def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each fault of ``--hybrid-layer-pattern`` and for what contradicts it."""
+    text = given.section(HybridConfig).hybrid_layer_pattern
+    if text is None:
+        return
+    name = f"`{_FLAG}` ({text})"
+    if not core.HAS_HYBRID_MODEL:
+        installed = importlib.metadata.version("megatron-core")
+        yield (
+            f"`{_FLAG}` needs the HybridModel of newer releases of megatron-core, which the "
+            f"installed one ({installed}) lacks; give the flags of a GPT instead, "
+            "or install `megatron-core>=0.19` with Python 3.12."
+        )
+    try:
+        pattern = read_pattern(text)
+    except ValueError as error:
+        yield f"{name} {error}."
+        return
+    yield from _size_errors(name, pattern, given)
+    yield from _stage_errors(name, pattern, given)
+    if run.model.transformer_impl == TE_IMPL:
+        yield (
+            f"`{_FLAG}` needs our own layers, which `--transformer-impl {TE_IMPL}` replaces; use "
+            "`--transformer-impl torch`."
+        )
+    if run.cuda_graphs.cuda_graph_impl != "none":
+        yield (
+            f"`{_FLAG}` has layers of halves, but `--cuda-graph-impl "
+            f"{run.cuda_graphs.cuda_graph_impl}` captures whole layers; use none."
+        )
+
+
+def _size_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each flag that says other layers than the pattern does."""
+    pairs, model, moe = pattern.pairs, given.model, given.moe
+    if model.num_layers not in (None, len(pairs), 2 * len(pairs)):
+        yield (
+            f"{name} has {2 * len(pairs)} layers, or {len(pairs)} with attention and MLP as one, "
+            f"but `--num-layers` is {model.num_layers}; leave it out."
+        )
+    if (model.mtp_num_layers or 0) not in (0, len(pattern.depths)):
+        yield (
+            f"{name} has {len(pattern.depths)} depths of multi-token prediction, but "
+            f"`--mtp-num-layers` is {model.mtp_num_layers}; write /{pairs[-1]} for each."
+        )
+    experts = "*E" in pairs
+    if experts != (moe.num_experts is not None):
+        yield (
+            f"{name} has {'' if experts else 'no '}layers of experts (E), and `--num-experts` is "
+            f"{'missing' if experts else moe.num_experts}; give both or neither."
+        )
+    if moe.moe_layer_freq not in ("1", pattern.moe_layer_freq() or "1"):
+        yield (
+            f"{name} says which layers hold experts, and so does `--moe-layer-freq` "
+            f"({moe.moe_layer_freq}); leave it out."
+        )
+
+
+def _stage_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each fault in how the pattern is cut into pipeline stages."""
+    parallel, count = given.parallel, len(pattern.stages)
+    size = parallel.pipeline_model_parallel_size
+    for field, spelled in _CUTS.items():
+        if getattr(parallel, field) is not None:
+            yield f"{name} is cut into stages by |, not by `{spelled}`; leave it out."
+    if count == 1:
+        return
+    for field, spelled in _CUTS_BESIDE_STAGES.items():
+        if getattr(parallel, field) not in (None, False, pattern.layout()):
+            yield f"{name} is cut into stages by |, and also by `{spelled}`; leave out one of them."
+    if size < 2:
+        yield f"{name} has {count} stages, but `{STAGES}` is {size}; use {count}, or leave out |."
+    elif count % size:
+        yield (
+            f"{name} has {count} stages, which must be a multiple of `{STAGES}` ({size}); write "
+            f"{-(-count // size) * size}."
+        )

@@ -1,0 +1,153 @@
+"""The base of our GPTModel and HybridModel: the forward pass to the loss, and our MTP losses."""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from torch import Tensor
+
+from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
+from megatron_ext.layers.dropout import HiddenDropout
+from megatron_ext.layers.linear import OutputLayer
+
+
+class TextModel(LanguageModule):  # type: ignore[misc]
+    """A base of our models, to stand before megatron-core's, with two main differences from it.
+
+    The caller weighs the losses of the MTP depths (`MTPTargets`); core weighs them by counts of
+    the local micro-batch. The copy of the word embedding on an MTP stage is marked as an
+    embedding, which gives all copies the same decoupled learning rate.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            # Our layer can defer the gradient of its weight; it has no adapter and no 8-bit scales.
+            self.output_layer.__class__ = OutputLayer
+            self.output_layer.lora = self.output_layer.fp8 = None
+            if self.share_embeddings_and_output_weights and self.mtp_process:
+                # The copy of the embedding that multi-token prediction holds serves the output.
+                self.output_layer.weight = None
+        if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
+            probability, cut = self.config.hidden_dropout, self.config.sequence_parallel
+            self.embedding.embedding_dropout = HiddenDropout(
+                probability, "embedding", self.pg_collection, cut
+            )
+        if self.mtp_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+            if self.config.recompute_num_layers is not None:
+                # Core recomputes depths one by one; the flag counts layers of the decoder only.
+                for depth in self.mtp.layers:
+                    depth.config = copy.copy(self.config)
+                    depth.config.recompute_num_layers = 1
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+        mtp_targets: MTPTargets | None = None,
+        hidden_states_only: bool = False,
+    ) -> Tensor:
+        """Run this chunk; under context parallelism, s is the length of the local sequence.
+
+        Args:
+            input_ids, position_ids, labels: ``[b, s]``.
+            attention_mask: True where attention is forbidden, ``[b, 1, s, cp * s]``; None: causal.
+            mtp_targets: the targets of the MTP depths; without them, MTP adds no losses.
+            hidden_states_only: stop before the output head, which the loss applies
+                (`output_head`).
+
+        Returns:
+            On inner stages, hidden states ``[s, b, h]``; in training they are
+            ``[(1 + depths) * s, b, h]`` after a separate MTP stage. On the last stage, losses
+            ``[b, s]``; without labels, logits ``[b, s, v/tp]``; with ``hidden_states_only``,
+            hidden states, in training followed by those of the MTP depths.
+        """
+        decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
+            input_ids=input_ids, position_ids=position_ids
+        )[:6]
+        hidden = self.decoder(
+            hidden_states=decoder_input,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary,
+            rotary_pos_cos=cos,
+            rotary_pos_sin=sin,
+            sequence_len_offset=offset,
+            padding_mask=padding_mask,
+        )
+        if self.post_process or self.mtp_process:
+            # A residual stream in float32 ends at the final norm, which an earlier stage may hold.
+            hidden = hidden.to(self.config.params_dtype)
+        has_depths = self._has_depths(mtp_targets)
+        if self.mtp_process and has_depths:
+            hidden = self.mtp(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=hidden,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary,
+                embedding=self.embedding,
+            )
+        if not self.post_process:
+            return hidden.to(self.config.pipeline_dtype)  # type: ignore[no-any-return]
+        hidden = self.before_head(hidden)
+        if hidden_states_only:
+            return hidden
+        if has_depths:
+            hidden = self._with_mtp_losses(hidden, mtp_targets)
+        logits = self._logits(hidden)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """Return the input of the output head; a subclass may change each hidden state here.
+
+        Every loss is computed from the result. Hidden states are ``[s, b, h]``, or ``[s/tp, b, h]``
+        under sequence parallelism; those of the MTP depths follow along the first axis.
+        """
+        return hidden
+
+    def _has_depths(self, targets: MTPTargets | None) -> bool:
+        """Tell whether the hidden states at the end of this chunk include those of MTP depths."""
+        # A separate MTP stage gets no targets; there, MTP runs whenever the model trains.
+        if self.config.mtp_standalone:
+            return bool(self.training)
+        return targets is not None and self.mtp_process
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(
+            weight=self.output_layer(None, weight=self._head_weight(), weight_only=True),
+            tp_group=self.output_layer.tp_group,
+            sequence_parallel=self.config.sequence_parallel,
+            config=self.config,
+        )
+
+    def _head_weight(self) -> Tensor | None:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+        return None
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return vocabulary-parallel logits ``[s, b, v/tp]``."""
+        logits, _ = self.output_layer(hidden, weight=self._head_weight())
+        return logits  # type: ignore[no-any-return]
+
+    def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
+        """Return the main hidden states ``[s, b, h]``, which come first in ``states``.
+
+        MTP losses are attached: the backward pass adds their gradients.
+        """
+        hidden, *depths = torch.chunk(states, 1 + self.config.mtp_num_layers, dim=0)
+        if targets is None:
+            return hidden
+        for depth, depth_hidden in enumerate(depths):
+            logits = self._logits(depth_hidden)
+            losses = self.compute_language_model_loss(targets.labels[depth], logits)
+            targets.record(depth, losses)
+            hidden = attach(hidden, targets.weights[depth] * losses, self.config)
+        return hidden

@@ -1,0 +1,98 @@
+"""`--hybrid-layer-pattern` sets the flags of the GPT that it spells, or says what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import core
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.hybrid import HybridConfig, Pattern, read_pattern
+from megatron_ext.text.model import gpt
+from tests.training_runs import SMALL, check_refused, config_of, errors_of, prepared, without
+
+BASE = without(SMALL, "--num-layers")
+NEEDED = "needs the HybridModel of newer releases of megatron-core"
+HAS = pytest.mark.skipif(
+    not core.HAS_HYBRID_MODEL, reason="this release of megatron-core has no HybridModel"
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
+
+
+def test_a_pattern_is_read_as_pairs() -> None:
+    pattern = read_pattern("*-*E|*-|/*-/*-")
+    assert pattern == Pattern((("*-", "*E"), ("*-",), ()), ("*-", "*-"))
+    assert pattern.layout() == "Ett|t|mmL"
+    assert pattern.moe_layer_freq() == "[0,1,0]"
+    assert read_pattern("*E*E").layout() is None
+    assert read_pattern("*E*E").moe_layer_freq() is None
+
+
+@HAS
+def test_a_pattern_sets_the_flags_of_its_gpt() -> None:
+    words = [*BASE, "--hybrid-layer-pattern", "*-*E|*-*E", *EXPERTS.split()]
+    run = config_of([*words, "--pipeline-model-parallel-size", "2"], ranks=2)
+    assert (run.model.num_layers, run.moe.moe_layer_freq) == (4, "[0,1,0,1]")
+    assert run.parallel.pipeline_model_parallel_layout == "Ett|ttL"
+    depths = "--hybrid-override-pattern *-*-/*-/*- --position-embedding-type rope"
+    run = config_of([*BASE, *depths.split()])
+    assert (run.model.num_layers, run.model.mtp_num_layers) == (2, 2)
+    assert run.section(HybridConfig).hybrid_layer_pattern == "*-*-/*-/*-"
+    # Megatron-LM counts each letter.
+    assert config_of([*BASE, *"--hybrid-layer-pattern *-*- --num-layers 4".split()]).model
+
+
+@pytest.mark.skipif(core.HAS_HYBRID_MODEL, reason="this release of megatron-core has HybridModel")
+def test_a_release_without_hybrid_model_is_named() -> None:
+    (error,) = errors_of([*BASE, "--hybrid-layer-pattern", "*-*-"])
+    assert error.startswith(f"`--hybrid-layer-pattern` {NEEDED}, which the installed one (0.16.1)")
+    assert "install `megatron-core>=0.19` with Python 3.12." in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("M-*-", "(M-*-) has M, but Mamba layers have kernels for GPUs only; use *, - and E."),
+        ("G-*-", "has G, but gated-delta layers have kernels for GPUs only;"),
+        ("D-D-", "has D, but sparse attention of DeepSeek has kernels for GPUs only;"),
+        ("+-+-", "has +, but latent attention is not among our layers;"),
+        ("*-x", "has x, which is no layer; use *, -, E, | and /."),
+        ("**--", "must be pairs of *- or *E in each stage, which are the layers of a GPT;"),
+        ("*|-*-", "must be pairs of *- or *E in each stage"),
+        ("*-*-/*E", "must have depths of multi-token prediction like its last layers (*-);"),
+        ("*-*- --num-layers 3", "has 4 layers, or 2 with attention and MLP as one, but "
+         "`--num-layers` is 3; leave it out."),
+        ("*-*-/*- --mtp-num-layers 2", "has 1 depths of multi-token prediction, but "
+         "`--mtp-num-layers` is 2; write /*- for each."),
+        ("*E*E", "has layers of experts (E), and `--num-experts` is missing; give both or "
+         "neither."),
+        (f"*-*- {EXPERTS}", "has no layers of experts (E), and `--num-experts` is 4;"),
+        (f"*-*E {EXPERTS} --moe-layer-freq [1,0]", "says which layers hold experts, and so does "
+         "`--moe-layer-freq` ([1,0]); leave it out."),
+        ("*-|*-", "has 2 stages, but `--pipeline-model-parallel-size` is 1; use 2, or leave out "
+         "|."),
+        ("*-|*-|*- --pipeline-model-parallel-size 2", "has 3 stages, which must be a multiple of "
+         "`--pipeline-model-parallel-size` (2); write 4."),
+        ("*-*- --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+         "is cut into stages by |, not by `--decoder-first-pipeline-num-layers`; leave it out."),
+        ("*-|*- --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
+         "is cut into stages by |, and also by `--account-for-loss-in-pipeline-split`; leave out "
+         "one of them."),
+        ("*-*- --transformer-impl transformer_engine", "`--hybrid-layer-pattern` needs our own "
+         "layers, which `--transformer-impl transformer_engine` replaces;"),
+        ("*-*- --cuda-graph-impl local", "`--hybrid-layer-pattern` has layers of halves, but "
+         "`--cuda-graph-impl local` captures whole layers; use none."),
+    ],
+)  # fmt: skip
+def test_what_a_pattern_cannot_be_is_said(flags: str, sentence: str) -> None:
+    check_refused([*BASE, "--hybrid-layer-pattern", *flags.split()], sentence, ranks=2)
+
+
+@HAS
+def test_a_model_of_the_users_own_is_refused(tmp_path: Path) -> None:
+    class Own(gpt.GPTModel):
+        pass
+
+    _, config, _ = prepared([*BASE, "--hybrid-layer-pattern", "*-*-"])
+    with pytest.raises(ConfigError, match="does not go with a model of your own"):
+        gpt._model_class(config, Own)
+    assert gpt._model_class(config, gpt.GPTModel).__name__ == "HybridModel"
