@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import TRACKER, Files, published, standing_folder_of
+from megatron_ext.checkpoint.unpickling import holds_common_state
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 
@@ -132,8 +133,14 @@ def fault_of(folder: Path) -> str | None:
             f"{folder} is in Megatron-LM's old format `torch`, which only Megatron-LM's tools can "
             "convert to `torch_dist`"
         )
-    paths = [folder / name for name in ("metadata.json", ".metadata", "common.pt")]
-    return next((f"{path} is missing" for path in paths if not path.is_file()), None)
+    paths = [folder / name for name in ("metadata.json", ".metadata")]
+    missing = next((path for path in paths if not path.is_file()), None)
+    try:
+        if missing is None and not holds_common_state(folder):
+            missing = folder / "common.pt"
+    except CheckpointError as error:
+        return str(error).rstrip(".")
+    return f"{missing} is missing" if missing is not None else None
 
 
 def newest_whole(root: Path) -> int | None:

@@ -1,8 +1,9 @@
 """Reads the pickled parts of a checkpoint without running code that they may hold.
 
 An ordinary reader calls whatever a pickle names. Three parts of a checkpoint are pickles: the index
-of the shards (``.metadata``), the common state (``common.pt``), and the objects among the shards.
-The readers here allow only the few classes that belong there; any other raises a CheckpointError.
+of the shards (``.metadata``), the common state (``common.pt``), and the objects among the shards,
+of which the common state is one where newer releases of megatron-core saved it. The readers here
+allow only the few classes that belong there; any other raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from megatron.core.transformer import enums
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -45,7 +48,10 @@ _OF_METADATA = {
 }
 COMMON_STATE = "common_state"
 """Name of the common state among the shards."""
+_OBJECT = f"{COMMON_STATE}/shard_0_1"
 _ALLOWED = {(module, name) for module, names in _OF_METADATA.items() for name in names.split()}
+_OF_NEWER_FLAGS = ("CudaGraphModule", "InferenceCudaGraphScope")
+"""Enumerations of flags, which stock checkpoints hold and older releases of megatron-core lack."""
 _FOREIGN = re.compile(r"GLOBAL (\S+) w")
 """The part of torch's error that names a class which its restricted reader refuses."""
 
@@ -124,9 +130,11 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
     Other content raises a CheckpointError, in which ``place`` names the file. With ``mmap`` a
     tensor is read only when it is used.
     """
+    names = (f"{enums.__name__}.{name}" for name in _OF_NEWER_FLAGS if not hasattr(enums, name))
     try:
-        # Said outright, so that no variable of the environment changes it.
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        with torch.serialization.safe_globals([(_plain_value, name) for name in names]):
+            # Said outright, so that no variable of the environment changes it.
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     # Damaged archives and pickles raise errors of any class.
     except Exception as error:
         found = _FOREIGN.search(str(error))
@@ -135,6 +143,11 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
         raise CheckpointError(
             f"{place} cannot be read ({_first_line(error)}); load another checkpoint."
         ) from error
+
+
+def _plain_value(value: object) -> object:
+    """Return the value of an enumeration's member that this megatron-core does not know."""
+    return value
 
 
 class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
@@ -149,19 +162,24 @@ class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
             self.state_dict[name] = content
 
 
+def holds_common_state(path: Path) -> bool:
+    """Return whether a checkpoint has its common state, in either of two places."""
+    return (path / COMMON_STATE_FNAME).is_file() or _OBJECT in stored_entries(path)
+
+
 def common_state_of(path: Path) -> dict[str, Any]:
     """Return the values of a checkpoint that are the same on all ranks, read without running code.
 
     They lie in ``common.pt``, or among the shards where newer releases of megatron-core wrote them.
     """
-    place, shard = path / COMMON_STATE_FNAME, f"{COMMON_STATE}/shard_0_1"
-    reader = MetadataReader(str(path))
-    if place.exists() or shard not in reader.read_metadata().state_dict_metadata:
+    place = path / COMMON_STATE_FNAME
+    if place.is_file() or not holds_common_state(path):
         content = plain_content(place, place)
     else:
-        place, state = path / shard, {shard: BytesIO()}
-        load(state, storage_reader=reader, planner=PlainObjectsPlanner(), no_dist=True)
-        (content,) = state[shard]
+        place, state = path / _OBJECT, {_OBJECT: BytesIO()}
+        _fill(state, path, MetadataReader(str(path)))
+        held: Any = state[_OBJECT]
+        content = held[0] if isinstance(held, list) and held else None
     if not isinstance(content, dict):
         raise CheckpointError(f"{place} must hold names and values; load another checkpoint.")
     return content
@@ -177,8 +195,22 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{path} holds no tensor `{name}`; load another checkpoint.")
         state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    load(state, storage_reader=reader, planner=PlainObjectsPlanner(), no_dist=True)
+    _fill(state, path, reader)
     return state
+
+
+def _fill(state: dict[str, Any], path: Path, reader: MetadataReader) -> None:
+    """Read the values of a state in place, without a process group, or raise a CheckpointError."""
+    try:
+        load(state, storage_reader=reader, planner=PlainObjectsPlanner(), no_dist=True)
+    # torch's exception derives from BaseException, and would end a program with a traceback.
+    except CheckpointException as error:
+        cause = next((cause for cause, _ in error.failures.values()), error)
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        raise CheckpointError(
+            f"{path} cannot be read ({_first_line(cause)}); load another checkpoint."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

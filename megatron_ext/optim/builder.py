@@ -17,14 +17,15 @@ from megatron_ext.config.training import TrainingConfig
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.update import parts_of
 
-OPTIMIZERS = {"adam": core.AdamOptimizerConfig, "sgd": core.SGDOptimizerConfig}
+OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
+"""megatron-core's rule and configuration for each value of ``--optimizer``."""
 
 
 def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Build the optimizer of this rank's chunks; biases and norm weights have no weight decay."""
-    cls = OPTIMIZERS[config.optimizer.optimizer]
+    rule, cls = OPTIMIZERS[config.optimizer.optimizer]
     ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
-    ours["params_dtype"] = params_dtype(config.precision)
+    ours |= {"optimizer": rule, "params_dtype": params_dtype(config.precision)}
     names = {field.name for field in dataclasses.fields(cls)}
     core_config = cls(**{name: ours[name] for name in names & ours.keys()})
     overrides = core.get_standard_config_overrides(core_config)

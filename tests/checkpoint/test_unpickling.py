@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import megatron_ext
 from megatron_ext.checkpoint.files import MANIFEST, describe_file, folder_of, read_manifest
-from megatron_ext.checkpoint.unpickling import MetadataReader, read_tensors
+from megatron_ext.checkpoint.unpickling import MetadataReader, common_state_of, read_tensors
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
@@ -56,13 +58,30 @@ def _into_objects(path: Path, trap: Trap) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def _into_common_object(path: Path, trap: Trap) -> None:
+    """Move the common state to where newer releases of megatron-core keep it."""
+    content = torch.load(path / "common.pt", weights_only=False)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    torch.save([{**content, "trap": trap}], path / "strange.distcp")
+    (path / "common.pt").unlink()
+    name, size = "common_state/shard_0_1", (path / "strange.distcp").stat().st_size
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo("strange.distcp", 0, size)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def _sign(path: Path) -> None:
     """Make the manifest match, as a stranger would."""
     files = {file.name: describe_file(file) for file in path.iterdir() if file.name != MANIFEST}
     (path / MANIFEST).write_text(json.dumps({"version": 1, "files": files}))
 
 
-TRAPS = {".metadata": _into_metadata, "common.pt": _into_common, "rng_state": _into_objects}
+TRAPS = {
+    ".metadata": _into_metadata,
+    "common.pt": _into_common,
+    "common_state": _into_common_object,
+    "rng_state": _into_objects,
+}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +112,7 @@ def test_a_prepared_pickle_is_refused(
     assert "names `io.open`, which does not belong into a checkpoint" in shown
     assert "Traceback" not in shown
     # The common state is read before ranks start.
-    sayers = {"error: "} if place == "common.pt" else {"[rank 0", "[rank 1"}
+    sayers = {"error: "} if place.startswith("common") else {"[rank 0", "[rank 1"}
     assert {line[:7] for line in shown.splitlines()} <= sayers
     assert not marker.exists()
 
@@ -119,6 +138,21 @@ def test_a_tensor_that_claims_to_be_an_object_is_not_unpickled(saved: Path) -> N
     name = next(name for name in entries if name.startswith("rng_state/"))
     with pytest.raises(CheckpointError, match="holds no tensor `rng_state/"):
         read_tensors(path, [name])
+
+
+@pytest.mark.parametrize("content", [b"junk", pickle.dumps({"a": 1})])
+def test_a_common_state_that_is_none_is_one_sentence(content: bytes, root: Path) -> None:
+    path = folder_of(root, 1)
+    _into_common_object(path, Trap(path / "marker"))
+    (path / "strange.distcp").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*\); load another checkpoint"):
+        common_state_of(path)
+    torch.save([1], path / "strange.distcp")
+    with pytest.raises(CheckpointError, match=r"common_state/shard_0_1 must hold names and values"):
+        common_state_of(path)
+    (path / "strange.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"iter_0000001 cannot be read \(.*strange\.distcp"):
+        common_state_of(path)
 
 
 def test_files_outside_of_the_folder_are_refused(root: Path) -> None:

@@ -10,7 +10,7 @@ RELEASES = ("0.16", "0.17", "0.18", "0.19")
 
 @dataclass(frozen=True)
 class State:
-    """What became of a defect in a release.
+    """The state of a defect in a release.
 
     Attributes:
         kind: ``there``, ``fixed``, ``changed`` (there in another form) or ``unknown``.

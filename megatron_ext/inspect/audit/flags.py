@@ -12,6 +12,14 @@ _REPEATED = re.compile(r"\(([^()]*)\)\*(\d+)")
 """A repeated piece of a layout, such as ``(tt|)*3``."""
 
 
+_SWITCH = re.compile(
+    r"--(?:no-|use-(?!cpu-init)|overlap-|disable-|untie-|eod-|reset-|bf16$|fp16$|swiglu$|sft$"
+    r"|sequence-parallel$|calculate-per-token-loss$|mock-data$|group-query-attention$"
+    r"|manual-gc$|log-throughput$|moe-grouped-gemm$|override-opt|moe-permute-fusion$)"
+)
+"""Flags without a value: an open word behind one may hold further flags."""
+
+
 class Undecided(Exception):
     """A value that the script leaves open and that decides whether a defect is hit."""
 
@@ -36,11 +44,15 @@ class Flags:
             if word.startswith("--"):
                 current = name
                 self.values[current] = (value,) if sign else ()
+            elif unknowns(word) and (not current or self._complete(current)):
+                self.open.append(word)
             elif current:
                 self.values[current] = (*self.values[current], word)
-            elif unknowns(word):
-                self.open.append(word)
         self.used: list[str] = []
+
+    def _complete(self, name: str) -> bool:
+        """Return whether a flag takes no further value, as far as its name and values tell."""
+        return bool(_SWITCH.match(name) or (self.values[name] and "data" not in name))
 
     def has(self, *names: str) -> bool:
         """Return whether one of the flags is given, and keep it as used."""

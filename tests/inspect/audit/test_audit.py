@@ -133,6 +133,14 @@ def test_an_open_value_that_decides_is_told_and_not_guessed() -> None:
     assert [x.number for x in audit(read_text(text, {"CP": "2"}), "0.16.1").findings] == ["D1"]
 
 
+@pytest.mark.parametrize("before", ["--bf16", "--num-layers 4", "--use-distributed-optimizer"])
+def test_an_open_word_that_may_hold_flags_is_told(before: str) -> None:
+    found = audit(read_text(f"torchrun pretrain_gpt.py {before} $EXTRA_ARGS"), "0.19.2")
+    assert found.notes == ("`$EXTRA_ARGS` may hold more flags, which are not audited.",)
+    given = audit(read_text("torchrun pretrain_gpt.py --data-path 1 $A 2 $B --save $C"), "0.19.2")
+    assert given.notes == ()
+
+
 def test_a_finding_of_one_branch_says_so() -> None:
     text = f"X=\nif [ $BIG = 1 ]; then X='{SEEDED['D2']}'; fi\ntorchrun pretrain_gpt.py --bf16 $X"
     found = audit(read_text(text), "0.19.2").findings
