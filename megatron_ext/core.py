@@ -20,7 +20,10 @@ from megatron.core.transformer import TransformerConfig, multi_token_prediction
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import Router
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -108,6 +111,13 @@ def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
 
 TAKES_SHORT_GROUPS = not hasattr(TransformerBlock, "_checkpointed_forward")
 """Whether the last group of recomputed layers may have fewer than ``--recompute-num-layers``."""
+
+
+RECOMPUTES_DEPTHS = any(
+    takes(MultiTokenPredictionLayer._checkpointed_forward, name)
+    for name in ("padding_mask", "kwargs")
+)
+"""Whether full recomputation takes the arguments that megatron-core calls it with for a depth."""
 
 
 def moe_submodules(mlp: Any) -> Any:

@@ -12,7 +12,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.config.precision import TE_IMPL, PrecisionConfig
 from megatron_ext.config.run import RunConfig, transformer_fields
-from megatron_ext.core import kinds_by_layer
+from megatron_ext.core import RECOMPUTES_DEPTHS, kinds_by_layer
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.pointwise import ACTIVATIONS, Fusions
@@ -147,3 +147,10 @@ def check_core(config: RunConfig) -> None:
         raise ConfigError(
             f"megatron-core refuses this model: {said.rstrip('.')}; change the flags that it names."
         ) from error
+    model = config.model
+    if model.mtp_num_layers and model.recompute_granularity == "full" and not RECOMPUTES_DEPTHS:
+        raise ConfigError(
+            "`--recompute-granularity full` with `--mtp-num-layers` fails in this release of "
+            "megatron-core, whose depths refuse an argument of its own; use selective, or another "
+            "megatron-core."
+        )

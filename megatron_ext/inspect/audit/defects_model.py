@@ -46,6 +46,7 @@ MODEL: tuple[Defect, ...] = (
         since=State("fixed", "the log and the gradients are 0"),
         ours="own path: counts are clamped, `layers/auxiliary_loss.py`; a log of nothing is 0",
         test="`test_d04_a_batch_without_targets_leaves_numbers`",
+        began="0.17",
     ),
     Defect(
         number="D5",
@@ -69,6 +70,7 @@ MODEL: tuple[Defect, ...] = (
             "`tests/layers/test_mtp_normalization.py::test_losses_and_gradients_are_those_of_a_dense_model`,"
             " `test_d05_stock_weighs_a_depth_by_the_targets_that_it_keeps`"
         ),
+        began="0.17",
     ),
     Defect(
         number="D6",
@@ -83,6 +85,7 @@ MODEL: tuple[Defect, ...] = (
             "`test_d06_a_decoupled_learning_rate_leaves_the_copies_of_the_embedding_equal`, "
             "`test_d06_stock_marks_the_first_copy_alone_as_an_embedding`"
         ),
+        began="0.18",
     ),
     Defect(
         number="D7",
@@ -160,6 +163,7 @@ MODEL: tuple[Defect, ...] = (
             "`test_d12_without_labels_a_model_gives_the_logits_of_one_without_depths`, "
             "`test_d12_without_labels_on_a_stage_of_its_own`"
         ),
+        began="0.17",
     ),
     Defect(
         number="D13",
@@ -174,6 +178,7 @@ MODEL: tuple[Defect, ...] = (
             " tokens"
         ),
         test="`test_d13_d26_no_router_is_given_padding`",
+        began="0.18",
     ),
     Defect(
         number="D14",

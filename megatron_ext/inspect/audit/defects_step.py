@@ -35,6 +35,7 @@ STEP: tuple[Defect, ...] = (
             "`test_d15_d16_no_run_has_either_configuration`, "
             "`tests/schedules/test_runtime.py::test_d16_outputs_are_deallocated_and_messages_stay_whole`"
         ),
+        began="0.18",
     ),
     Defect(
         number="D17",
@@ -69,6 +70,10 @@ STEP: tuple[Defect, ...] = (
         test=(
             "`test_d20_stock_takes_a_flag_for_a_size_of_a_group`, "
             "`test_d20_hybrid_context_parallelism_is_refused`"
+        ),
+        between=tuple(
+            (release, State("changed", "`TypeError`: `backward_step` lost an argument"))
+            for release in ("0.17", "0.18")
         ),
     ),
     Defect(
@@ -142,6 +147,7 @@ STEP: tuple[Defect, ...] = (
         since=State("fixed", "gives logits"),
         ours="own path: `layers/moe.py` `Router.gating`",
         test="`test_d25_the_router_works_without_transformer_engine`",
+        began="0.17",
     ),
     Defect(
         number="D26",
@@ -167,6 +173,7 @@ STEP: tuple[Defect, ...] = (
             "`test_d27_stock_sizes_the_log_otherwise_without_experts`, "
             "`test_d27_a_stage_without_experts_logs_what_one_rank_logs`"
         ),
+        began="0.17",
     ),
     Defect(
         number="D28",

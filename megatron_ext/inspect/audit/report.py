@@ -91,7 +91,7 @@ def judge(launch: Launch, minor: str) -> tuple[list[Finding], list[str]]:
         if state.kind == "fixed":
             continue
         for rule in rules:
-            if rule.only and minor not in (rule.only, "0.17", "0.18"):
+            if rule.only and minor not in rule.only.split():
                 continue
             flags = Flags(launch)
             try:
@@ -160,9 +160,8 @@ def show(console: Console, result: Audit) -> None:
     if certain:
         table = Table("defect", "what is wrong, by how much", "what to do", "flags")
         for x in certain:
-            unsure = " (not measured on this release)" if x.state == "unknown" else ""
             where = f"\nonly where {x.where}" if x.where else ""
-            cells = x.number, f"{x.what}: {x.error}{unsure}{where}", x.advice, "\n".join(x.flags)
+            cells = x.number, f"{x.what}: {x.error}{where}", x.advice, "\n".join(x.flags)
             table.add_row(*map(escape, cells), end_section=True)
         console.print(table)
     for x in result.findings:
@@ -175,11 +174,10 @@ def show(console: Console, result: Audit) -> None:
 
 def show_list(console: Console) -> None:
     """Print all defects with their states."""
-    table = Table("defect", "affected", "0.16", "0.17, 0.18", "0.19", "flags")
+    table = Table("defect", "affected", *RELEASES, "flags")
     for x in DEFECTS:
-        unknown = x.state("0.17").kind
         judged = "judged by flags" if x.number in RULES else "no flag hits it"
-        cells = x.number, x.affected, x.state("0.16").kind, unknown, x.since.kind, judged
+        cells = x.number, x.affected, *(x.state(y).kind for y in RELEASES), judged
         table.add_row(*map(escape, cells))
     console.print(table)
 

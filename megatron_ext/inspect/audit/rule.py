@@ -19,7 +19,7 @@ class Rule:
         all_of: conditions that hold together.
         error: the size of the error on these flags.
         advice: what to do.
-        only: the release without the leading zero that alone has it in this form; empty for all.
+        only: the releases, with blanks between, that have it in this form; empty for all.
         depends: what it further depends on that no flag says; such a defect is no finding.
     """
 

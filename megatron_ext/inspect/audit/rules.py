@@ -160,7 +160,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "D20": (
         Rule(
             (lambda x: x.has("--hybrid-context-parallel"),),
-            "A flag is taken for a size, and a two-valued loss becomes 0.",
+            "A flag is taken for a size, a two-valued loss becomes 0; TypeError on 0.17 and 0.18.",
             f"{NEWER}, or leave --hybrid-context-parallel out.",
         ),
     ),
@@ -308,7 +308,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             (full_pieces,),
             "IndexError at the last piece of a chunk.",
             f"{NEWER}, or a --recompute-num-layers that divides the layers of a stage.",
-            only="0.16",
+            only="0.16 0.17",
+        ),
+        Rule(
+            (lambda x: x.mtp > 0, lambda x: x.text("--recompute-granularity") == "full"),
+            "TypeError in the depths of multi-token prediction.",
+            f"{NEWER}, or --recompute-granularity selective.",
+            only="0.18",
         ),
     ),
     "D38": (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.inspect.audit.defect import RELEASES
 from megatron_ext.inspect.audit.defects import BY_NUMBER, DEFECTS
 from megatron_ext.inspect.audit.launches import Launch
 from megatron_ext.inspect.audit.report import audit, main
@@ -106,6 +107,23 @@ def test_every_rule_is_seeded() -> None:
 @pytest.mark.parametrize("name", CLEAN)
 def test_clean_flags_are_not_accused(name: str, core: str) -> None:
     assert judged(CLEAN[name], core) == (set(), set())
+
+
+@pytest.mark.parametrize(
+    ("flags", "states"),
+    [
+        (f"{MTP} --eod-mask-loss", {"D4": "0.16", "D14": "0.16 0.17 0.18 0.19"}),
+        (f"{MTP} --recompute-granularity full", {"D37": "0.18"}),
+        (f"{SEEDED['D16']}", {"D16": "0.16 0.17"}),
+        (f"{SEEDED['D1']}", {"D1": "0.16 0.17 0.18"}),
+    ],
+)
+def test_each_release_has_the_defects_that_were_measured_on_it(
+    flags: str, states: dict[str, str]
+) -> None:
+    for number, releases in states.items():
+        named = [x for x in RELEASES if number in judged(flags, f"{x}.0")[0]]
+        assert " ".join(named) == releases, number
 
 
 @pytest.mark.parametrize(
