@@ -9,7 +9,14 @@ relative difference of every loss, of the gradient norm, and of each parameter's
 A layout joins parts: tpN ppN vppN cpN dpN epN etpN mbsN, sp (sequence parallel), ag or a2a (kind of
 context parallelism), zbh1 or zbv (zero-bubble schedules), core1f1b or coreint (megatron-core's own
 schedules), do (distributed optimizer). More flags may follow in brackets, such as pp2[--bf16].
-Exit code 0: all pass; 1: one fails; 2: bad flags.
+
+    python tools/parity.py --cores 0.16.1,0.19.2 --layouts tp2,pp2 -- <flags of pretrain_gpt.py>
+
+trains the same in the environments with these releases of megatron-core (the running Python, .venv,
+and .venv-core-*, which `CORE=0.19 bash tests/run.sh` makes), and compares all of them with one rank
+on the first.
+
+Exit code 0: all pass; 1: one fails; 2: bad flags, or dropout that depends on the layout.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import argparse
 import os
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,26 +37,25 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from rich.console import Console
 
 from megatron_ext.config.flags import COUNT, WEIGHT
-from megatron_ext.device import select
+from megatron_ext.device import Device, select
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.parity import (
+from megatron_ext.inspect.cores import Environment, choose_environments, record_on, serve
+from megatron_ext.inspect.layouts import (
     NamedLayout,
-    Parity,
-    Tolerances,
-    compare,
     parse_layout,
-    record,
+    refuse_random_draws,
     split_layouts,
-    table,
 )
+from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, record, table
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import silence_known_warnings
 
+ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "tp2,tp2sp,pp2,pp2vpp2,cp2,cp2a2a,dp2,tp2pp2"
 
 
@@ -61,44 +68,74 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--layouts", default=DEFAULT, help=f"comma-separated ({DEFAULT})")
     parser.add_argument("--against", default="dp1", help="the layout taken for the truth (dp1)")
+    parser.add_argument("--cores", help="releases of megatron-core, such as 0.16.1,0.19.2")
     parser.add_argument("--steps", type=COUNT.integer, default=10, help="training steps (10)")
     parser.add_argument("--loss-tolerance", type=WEIGHT.number, default=Tolerances.loss)
     parser.add_argument("--gradient-tolerance", type=WEIGHT.number, default=Tolerances.gradient)
+    parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(own)
+    device = select()
+    silence_known_warnings(device.kind)
     try:
         layouts = split_layouts(args.layouts)
+        if args.record_into is not None:
+            serve(TEXT, words, layouts, args.steps, args.record_into, device)
+            return 0
         truth = parse_layout(args.against)
+        cores = choose_environments(args.cores, ROOT) if args.cores is not None else []
+        refuse_random_draws(TEXT, words, truth, layouts, args.steps, device)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     tolerances = Tolerances(args.loss_tolerance, args.gradient_tolerance)
-    return prove(words, truth, layouts, args.steps, tolerances)
+    with tempfile.TemporaryDirectory(prefix="parity_") as name:
+        runs = train(words, truth, layouts, args.steps, cores, Path(name), device)
+        return prove(runs, layouts, tolerances)
 
 
-def prove(
+def train(
     words: Sequence[str],
     against: NamedLayout,
     layouts: Sequence[NamedLayout],
     steps: int,
-    tolerances: Tolerances,
+    cores: Sequence[Environment],
+    folder: Path,
+    device: Device,
+) -> Generator[Recording]:
+    """Train the truth, then each layout, and yield each recording; so for every core, one by one.
+
+    The truth of each further core is a layout like the others.
+    """
+    if not cores:
+        for index, layout in enumerate([against, *layouts]):
+            yield record(TEXT, words, layout, steps, folder / str(index), device)
+    for core in cores:
+        others = [layout for layout in layouts if core is cores[0] or layout != against]
+        own = folder / core.core
+        script = Path(__file__).resolve()
+        yield from record_on(core, script, words, [against, *others], steps, own)
+
+
+def prove(
+    recordings: Generator[Recording], layouts: Sequence[NamedLayout], tolerances: Tolerances
 ) -> int:
-    """Run the truth, then each layout; return the exit code."""
-    device = select()
-    silence_known_warnings(device.kind)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    """Compare each recording with the first, print the table, and return the exit code."""
+    console = Console(width=None if sys.stdout.isatty() else 170)
     results: list[Parity] = []
-    with tempfile.TemporaryDirectory(prefix="parity_") as name:
-        truth = record(TEXT, words, against, steps, Path(name) / "truth", device)
+    with closing(recordings):
+        truth = next(recordings)
         if truth.failure is not None:
-            print(f"error: {against.name}: {truth.failure}", file=sys.stderr)
+            print(f"error: {truth.label}: {truth.failure}", file=sys.stderr)
             return 2
-        for index, layout in enumerate(layouts):
-            mine = record(TEXT, words, layout, steps, Path(name) / str(index), device)
+        for mine in recordings:
             results.append(compare(mine, truth, tolerances))
-            print(f"> {layout.name}: {'PASS' if results[-1].passed else 'FAIL'}", flush=True)
+            print(f"> {mine.label}: {'PASS' if results[-1].passed else 'FAIL'}", flush=True)
             for path in mine.folder.glob("gradients_*"):
                 path.unlink()
-        console.print(table(results, truth, tolerances))
+    # Rows of one layout stand together, and those of the truth on other cores come first.
+    order = {layout: index for index, layout in reversed(list(enumerate(layouts)))}
+    results.sort(key=lambda result: order.get(result.recording.layout, -1))
+    console.print(table(results, truth, tolerances))
     return 0 if all(result.passed for result in results) else 1
 
 

@@ -1,13 +1,11 @@
 """Compares training in parallel layouts with training in a reference layout.
 
-Layouts have short names, such as ``tp2sp``, ``pp2vpp2`` or ``pp4zbh1``. Each trains a few steps on
-forked ranks and keeps its losses, norms and gradients.
+Each layout trains a few steps on forked ranks and keeps its losses, norms and gradients.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -23,75 +21,13 @@ from torch import Tensor
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.inspect.layouts import NamedLayout, flags_of_run
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import preflight, pretrain
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice, check_step_flags
-
-SIZES = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "vpp": "--num-virtual-stages-per-pipeline-rank",
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-    "etp": "--expert-tensor-parallel-size",
-    "mbs": "--micro-batch-size",
-    "dp": "",
-}
-WORDS = {
-    "sp": "--sequence-parallel",
-    "ag": "--cp-comm-type all_gather",
-    "a2a": "--cp-comm-type a2a",
-    "zbh1": "--pipeline-schedule zb-h1",
-    "zbv": "--pipeline-schedule zb-v",
-    "core1f1b": "--pipeline-schedule core-1f1b",
-    "coreint": "--pipeline-schedule core-interleaved",
-    "do": "--use-distributed-optimizer",
-}
-_TOKEN = re.compile(f"({'|'.join(sorted(SIZES, key=len, reverse=True))})(\\d+)|({'|'.join(WORDS)})")
-
-
-@dataclass(frozen=True)
-class NamedLayout:
-    """A layout to compare, with the flags that it adds to the command line."""
-
-    name: str
-    ranks: int
-    flags: tuple[str, ...]
-
-
-def split_layouts(text: str) -> list[NamedLayout]:
-    """Parse comma-separated layouts; a comma in brackets belongs to the flags inside them."""
-    return [parse_layout(name) for name in re.split(r",(?![^\[]*\])", text) if name]
-
-
-def parse_layout(name: str) -> NamedLayout:
-    """Parse a layout's name, such as ``tp2sp``, which may end with more flags in brackets.
-
-    Experts share the ranks of the other dimensions, so ``ep2`` alone takes two data-parallel ranks.
-    """
-    position, sizes, flags = 0, dict.fromkeys(SIZES, 1), []
-    end = name.index("[") if name.endswith("]") and "[" in name else len(name)
-    while position < end:
-        match = _TOKEN.match(name, position, end)
-        if match is None:
-            known = ", ".join([*(f"{key}N" for key in SIZES), *WORDS])
-            raise ConfigError(
-                f"`--layouts` has `{name}`, whose part `{name[position:]}` is not known; join "
-                f"parts of {known}."
-            )
-        if match[3]:
-            flags += WORDS[match[3]].split()
-        else:
-            sizes[match[1]] = int(match[2])
-            flags += [SIZES[match[1]], match[2]] if SIZES[match[1]] else []
-        position = match.end()
-    dense = sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes["dp"]
-    experts = sizes["ep"] * sizes["etp"] * sizes["pp"]
-    flags += name[end:].strip("[]").split()
-    return NamedLayout(name, max(dense, experts), tuple(flags))
 
 
 class GradientRecorder:
@@ -130,6 +66,7 @@ class Recording:
         folder: folder with the gradients of each step.
         rows: one for each step, with ``grad_norm`` and every loss by name.
         failure: why the run failed; None if it succeeded.
+        core: the release of megatron-core, where several are compared.
     """
 
     layout: NamedLayout
@@ -137,6 +74,12 @@ class Recording:
     rows: list[dict[str, Any]]
     padded_vocab_size: int | None = None
     failure: str | None = None
+    core: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return the layout's name, after the core's where there is one."""
+        return f"{self.core} {self.layout.name}".strip()
 
 
 def record(
@@ -152,11 +95,9 @@ def record(
     The layout's own flags follow ``words``. An error is returned as the recording's ``failure``.
     """
     folder.mkdir(parents=True)
-    fixed = f"--train-iters {steps} --log-interval 1 --eval-iters 0 --nproc-per-node {layout.ranks}"
     try:
-        parsed = parse_args(
-            [*words, *layout.flags, *fixed.split()], program, world_size=0, device=device.kind
-        )
+        flags = flags_of_run(words, layout, steps)
+        parsed = parse_args(flags, program, world_size=0, device=device.kind)
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
         with (folder / "log").open("w") as log, redirect_stdout(log):
@@ -285,12 +226,14 @@ def _worst(differences: Sequence[Difference]) -> Difference | None:
 
 
 def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -> Table:
+    """Return a table with a row for each result; with a column of cores if ``truth`` has one."""
     columns = ("layout", "ranks", "loss", "grad norm", "gradient", "of", "", "first divergence")
+    core = f" on megatron-core {truth.core}" if truth.core else ""
     title = (
-        f"largest relative difference to {truth.layout.name} over {len(truth.rows)} steps "
+        f"largest relative difference to {truth.layout.name}{core} over {len(truth.rows)} steps "
         f"(limits: {tolerances.loss:g}, gradients {tolerances.gradient:g})"
     )
-    shown = Table(*columns, title=title)
+    shown = Table(*(("core",) if core else ()), *columns, title=title)
     for result in results:
         found = (result.loss, result.grad_norm, result.gradient)
         sizes = ["-" if worst is None else f"{worst.size:.1e}" for worst in found]
@@ -299,5 +242,6 @@ def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -
             first = f"step {result.first.step}: {result.first.name} ({result.first.size:.1e})"
         layout, where = result.recording.layout, result.gradient.name if result.gradient else ""
         verdict = "[green]PASS" if result.passed else "[red]FAIL"
-        shown.add_row(layout.name, str(layout.ranks), *sizes, where, verdict, first)
+        cells = [layout.name, str(layout.ranks), *sizes, where, verdict, first]
+        shown.add_row(*((result.recording.core,) if core else ()), *cells)
     return shown

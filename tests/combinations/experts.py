@@ -8,13 +8,12 @@ from itertools import product
 from pathlib import Path
 
 from megatron_ext.device import select
+from megatron_ext.inspect.layouts import NamedLayout, parse_layout
 from megatron_ext.inspect.parity import (
-    NamedLayout,
     Parity,
     Recording,
     Tolerances,
     compare,
-    parse_layout,
     record,
 )
 from megatron_ext.text.task import TEXT

@@ -14,6 +14,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect import parity
+from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.lora import merge_adapters
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -159,7 +160,7 @@ LAYOUTS += [f"pp2[{RECOMPUTE}]", "pp4[--pipeline-model-parallel-layout E|tt|tt|L
 def run_layout(layout: str, words: list[str], folder: Path) -> parity.Recording:
     words = [word for word in words if word != "--use-distributed-optimizer"]
     flags = [*words, *mock_data(), *LORA]
-    return parity.record(GPT, flags, parity.parse_layout(layout), STEPS, folder, select())
+    return parity.record(GPT, flags, parse_layout(layout), STEPS, folder, select())
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import pytest
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, parse_layout, record
+from megatron_ext.inspect.layouts import parse_layout
+from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, record
 from megatron_ext.text.task import GPT
 from megatron_ext.train import main as pretrain
 from tests.training_runs import TINY, config_of, mock_data, train

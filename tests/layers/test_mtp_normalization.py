@@ -13,6 +13,7 @@ from megatron_ext.core import MTP_LAYER
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.inspect import parity
+from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -47,7 +48,7 @@ def config_of(*more: str, num_ranks: int = 1) -> RunConfig:
 
 def run_layout(name: str, folder: Path, *more: str) -> parity.Recording:
     found = parity.record(
-        GPT, [*MODEL, *mock_data(), *more], parity.parse_layout(name), 1, folder, select()
+        GPT, [*MODEL, *mock_data(), *more], parse_layout(name), 1, folder, select()
     )
     assert found.failure is None, found.failure
     return found

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
-from megatron_ext.inspect.parity import parse_layout
+from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect import parity
+from megatron_ext.inspect.layouts import parse_layout, split_layouts
 from tests.training_runs import SAME_WEIGHTS, mock_data
 from tools.parity import main
 
@@ -25,7 +26,7 @@ def recording(
         halves = [("w", (4,), (0,), torch.tensor([g, 1.0])), ("w", (4,), (2,), torch.ones(2))]
         for rank, part in enumerate(halves):
             torch.save([part], folder / f"gradients_{step:04d}_{rank:04d}.pt")
-    return parity.Recording(parity.parse_layout(name), folder, rows, padded_vocab_size=128)
+    return parity.Recording(parse_layout(name), folder, rows, padded_vocab_size=128)
 
 
 def test_equal_runs_pass(tmp_path: Path) -> None:
@@ -100,15 +101,15 @@ def test_numbers_that_are_not_finite() -> None:
     ],
 )
 def test_a_name_gives_ranks_and_flags(name: str, ranks: int, flags: str) -> None:
-    layout = parity.parse_layout(name)
+    layout = parse_layout(name)
     assert (layout.name, layout.ranks, list(layout.flags)) == (name, ranks, flags.split())
 
 
 def test_commas_in_brackets_do_not_split_and_an_unknown_part_is_named() -> None:
-    names = [layout.name for layout in parity.split_layouts("tp2,pp2[--x a,b],cp2")]
+    names = [layout.name for layout in split_layouts("tp2,pp2[--x a,b],cp2")]
     assert names == ["tp2", "pp2[--x a,b]", "cp2"]
     with pytest.raises(ConfigError, match="has `tp2xp3`, whose part `xp3` is not known; join"):
-        parity.parse_layout("tp2xp3")
+        parse_layout("tp2xp3")
 
 
 FLAGS = [*SAME_WEIGHTS, *mock_data()]

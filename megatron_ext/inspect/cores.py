@@ -1,0 +1,159 @@
+"""Trains with several releases of megatron-core, each in an environment that holds it.
+
+A process of the environment's Python records all layouts, and says on its standard output when each
+is complete. The process that started it reads the recordings and compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from megatron_ext.device import Device
+from megatron_ext.errors import ConfigError, end_with_parent
+from megatron_ext.inspect.layouts import NamedLayout
+from megatron_ext.inspect.parity import Recording, record
+from megatron_ext.train.task import Task, TaskChoice
+
+_ASK = "import importlib.metadata; print(importlib.metadata.version('megatron-core'))"
+_FILE = "recording.json"
+_STORED = ("rows", "padded_vocab_size", "failure")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python interpreter, the ``PYTHONPATH`` that it needs, and its release of megatron-core."""
+
+    core: str
+    python: Path
+    search_path: str | None = None
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of a process of this Python."""
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return own | ({"PYTHONPATH": self.search_path} if self.search_path else {})
+
+
+def find_environments(root: Path) -> Iterator[Environment]:
+    """Yield the running interpreter, then each ``.venv*`` in ``root`` that has megatron-core.
+
+    Asks an interpreter by the metadata of its packages, and so without importing torch.
+    """
+    running = Path(sys.executable)
+    yield Environment(version("megatron-core"), running, os.environ.get("PYTHONPATH"))
+    for python in sorted(root.glob(".venv*/bin/python")):
+        found = Environment("", python)
+        asked = subprocess.run(
+            [python, "-c", _ASK], env=found.variables(), capture_output=True, text=True, check=False
+        )
+        if asked.returncode == 0:
+            yield dataclasses.replace(found, core=asked.stdout.strip())
+
+
+def choose_environments(names: str, root: Path) -> list[Environment]:
+    """Return an environment for each of the comma-separated releases, such as ``0.16.1,0.19``.
+
+    A release without its last number is any that begins so. ``root`` holds environments, and
+    ``constraints.txt`` with the releases that they are made of.
+
+    Raises:
+        ConfigError: no environment has a release, two names mean one release, or none is named.
+    """
+    known, chosen = list(find_environments(root)), list[Environment]()
+    for name in filter(None, names.split(",")):
+        fits = (e for e in known if e.core == name or e.core.startswith(f"{name}."))
+        found = next(fits, None)
+        if found is None:
+            raise ConfigError(_missing(name, known, root))
+        if found in chosen:
+            raise ConfigError(
+                f"`--cores` ({names}) names megatron-core {found.core} twice; name it once."
+            )
+        chosen.append(found)
+    if not chosen:
+        raise ConfigError(
+            f"`--cores` ({names}) names no megatron-core; give such as 0.16.1,0.19.2."
+        )
+    return chosen
+
+
+def _missing(name: str, known: Sequence[Environment], root: Path) -> str:
+    """Return the sentence that tells how to make an environment with the release ``name``."""
+    here = ", ".join(dict.fromkeys(f"{e.core} in {e.python}" for e in known))
+    constraints = (root / "constraints.txt").read_text(encoding="utf-8")
+    pins = list(dict.fromkeys(re.findall(r"^megatron-core==([\w.]+)", constraints, re.MULTILINE)))
+    if any(pin == name or pin.startswith(f"{name}.") for pin in pins):
+        remedy = f"make one by `CORE={name} bash tests/run.sh`"
+    else:
+        remedy = f"name one of these, or of {' and '.join(pins)}, which `tests/run.sh` can make"
+    return (
+        f"`--cores` has `{name}`, but no environment has that megatron-core (found: {here}); "
+        f"{remedy}."
+    )
+
+
+def record_on(
+    environment: Environment,
+    script: Path,
+    words: Sequence[str],
+    layouts: Sequence[NamedLayout],
+    steps: int,
+    folder: Path,
+) -> Iterator[Recording]:
+    """Train in each layout in a process of ``environment``, and yield each complete recording.
+
+    The process runs ``script``, which calls `serve`. A layout that it does not reach is yielded
+    with a ``failure``. Closing the iterator ends the process.
+    """
+    command = [str(environment.python), str(script), "--record-into", str(folder)]
+    command += ["--steps", str(steps)]
+    command += ["--layouts", ",".join(layout.name for layout in layouts), "--", *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment.variables()
+    )
+    assert process.stdout is not None
+    left = list(layouts)
+    with process.stdout:
+        try:
+            for line in process.stdout:
+                own = folder / line.strip()
+                stored = json.loads((own / _FILE).read_text(encoding="utf-8"))
+                yield Recording(left.pop(0), own, core=environment.core, **stored)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            code = process.wait()
+    failure = f"the process with megatron-core {environment.core} ended with exit code {code}"
+    for layout in left:
+        yield Recording(layout, folder, [], failure=failure, core=environment.core)
+
+
+def serve(
+    program: Task | TaskChoice,
+    words: Sequence[str],
+    layouts: Sequence[NamedLayout],
+    steps: int,
+    folder: Path,
+    device: Device,
+) -> None:
+    """Record each layout in a folder below ``folder``, for the `record_on` of the parent process.
+
+    Standard output carries the names of complete folders; what a run prints there goes to stderr.
+    """
+    end_with_parent(os.getppid())
+    with os.fdopen(os.dup(1), "w") as complete:
+        os.dup2(2, 1)
+        for index, layout in enumerate(layouts):
+            found = record(program, words, layout, steps, folder / str(index), device)
+            stored = {name: getattr(found, name) for name in _STORED}
+            (found.folder / _FILE).write_text(json.dumps(stored), encoding="utf-8")
+            print(index, file=complete, flush=True)
