@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import megatron.core
+
 from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError, end_with_parent
 from megatron_ext.inspect.layouts import NamedLayout
@@ -126,7 +128,7 @@ def record_on(
             for line in process.stdout:
                 own = folder / line.strip()
                 stored = json.loads((own / _FILE).read_text(encoding="utf-8"))
-                yield Recording(left.pop(0), own, core=environment.core, **stored)
+                yield Recording(left.pop(0), own, **stored)
         except BaseException:
             process.kill()
             raise
@@ -155,5 +157,7 @@ def serve(
         for index, layout in enumerate(layouts):
             found = record(program, words, layout, steps, folder / str(index), device)
             stored = {name: getattr(found, name) for name in _STORED}
+            # What the runs imported, not what the metadata say.
+            stored["core"] = megatron.core.__version__
             (found.folder / _FILE).write_text(json.dumps(stored), encoding="utf-8")
             print(index, file=complete, flush=True)

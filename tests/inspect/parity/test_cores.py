@@ -105,14 +105,16 @@ def test_a_process_that_dies_fails_the_layouts_that_it_has_not_trained(tmp_path:
 
 def test_whoever_stops_reading_ends_the_process(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
-    (tmp_path / "0/recording.json").write_text('{"rows": [{"lm loss": NaN}], "failure": "x"}')
+    (tmp_path / "0/recording.json").write_text(
+        '{"rows": [{"lm loss": NaN}], "failure": "x", "core": "9.8"}'
+    )
     script = f"echo $$ > {tmp_path}/pid; echo 0; exec sleep 600"
     environment = Environment("9.9", make_python(tmp_path, "slow", script))
     with closing(
         record_on(environment, tmp_path / "x.py", [], split_layouts("dp1,tp2"), 1, tmp_path)
     ) as recordings:
         first = next(recordings)
-    assert (first.label, first.failure, str(first.rows[0]["lm loss"])) == ("9.9 dp1", "x", "nan")
+    assert (first.label, first.failure, str(first.rows[0]["lm loss"])) == ("9.8 dp1", "x", "nan")
     pid = (tmp_path / "pid").read_text().strip()
     assert subprocess.run(["ps", "-p", pid], capture_output=True, check=False).returncode == 1
 
