@@ -158,6 +158,6 @@ def serve(
             found = record(program, words, layout, steps, folder / str(index), device)
             stored = {name: getattr(found, name) for name in _STORED}
             # What the runs imported, not what the metadata say.
-            stored["core"] = megatron.core.__version__
+            stored["core"] = megatron.core.__version__.partition("+")[0]
             (found.folder / _FILE).write_text(json.dumps(stored), encoding="utf-8")
             print(index, file=complete, flush=True)

@@ -13,7 +13,6 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext import core
 from megatron_ext.config.flags import flag
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.parallel import STAGES
@@ -151,12 +150,14 @@ def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[str]:
     if text is None:
         return
     name = f"`{_FLAG}` ({text})"
+    from megatron_ext import core  # imports torch, which most programs that read flags do without
+
     if not core.HAS_HYBRID_MODEL:
         installed = importlib.metadata.version("megatron-core")
         yield (
             f"`{_FLAG}` needs the HybridModel of newer releases of megatron-core, which the "
             f"installed one ({installed}) lacks; give the flags of a GPT instead, "
-            "or install `megatron-core>=0.19` with Python 3.12."
+            "or use Python 3.12, for which pip installs a newer one."
         )
     try:
         pattern = read_pattern(text)

@@ -27,7 +27,7 @@ slow = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Case:
-    """What a run computes, on two ranks, and the layouts that save it and that go on with it."""
+    """A run on two ranks, and the layouts that save it and that go on with it."""
 
     words: str
     saving: str

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ext.core import takes
 from megatron_ext.text.config import TokenizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,6 +128,8 @@ def cores_tokenizer(flags: TokenizerConfig) -> Any:
     """Return the tokenizer that megatron-core builds from the flags."""
     homes = "megatron.core.tokenizers.text.utils", "megatron.core.tokenizers.utils"
     from megatron.core.tokenizers.text.libraries import NullTokenizer
+
+    from megatron_ext.core import takes  # imports torch
 
     home = next(name for name in homes if _is_there(name))
     build = importlib.import_module(f"{home}.build_tokenizer").build_tokenizer

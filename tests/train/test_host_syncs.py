@@ -1,5 +1,6 @@
 """A step would wait for a GPU in one place, once; a host that learns late counts the same."""
 
+import inspect
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.train.loop import IntervalMetrics
@@ -68,7 +70,9 @@ def test_a_host_that_decides_asks_for_the_norm(context: ParallelContext) -> None
 def test_megatron_cores_schedule_also_asks_for_the_tokens(context: ParallelContext) -> None:
     run = build([*FLAGS, "--pipeline-schedule", "core-1f1b"], context)
     tokens = "megatron/core/distributed/finalize_model_grads.py:finalize_model_grads"
-    assert places_of_a_step(run) == [tokens, READ]
+    # Newer releases divide by a number that is at least 1, and need not ask.
+    asks = "if num_tokens > 0" in inspect.getsource(finalize_model_grads)
+    assert places_of_a_step(run) == ([tokens, READ] if asks else [READ])
 
 
 @ranks()
