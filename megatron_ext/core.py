@@ -32,8 +32,9 @@ HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is no
 """Whether there is a HybridModel of attention, MLP and other layers, in any order."""
 
 
+@functools.cache
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function has a parameter of this name."""
+    """Return whether a function has a parameter of this name, from a cache: each step asks."""
     return name in inspect.signature(function).parameters
 
 
