@@ -1,10 +1,11 @@
 """Counts kernels and the bytes that they read and write, of code that runs on CPU tensors.
 
 What is counted is what a GPU would be asked for: an operation of torch is a kernel, with the bytes
-of its tensors; a view is none; a compiled graph is one, with the bytes of what enters and leaves
-it, tensors kept for the backward pass among them. Inductor may make a few kernels of a graph, which
-read some inputs twice (sums over the tokens beside sums over the features), so that the bytes of
-compiled code are the least possible, not a promise.
+of its tensors, a tensor that is changed in place being read and written; a view is none; a compiled
+graph is one, with the bytes of what enters and leaves it, tensors kept for the backward pass among
+them, and none if it computes nothing. Inductor may make a few kernels of a graph, which read some
+inputs twice (sums over the tokens beside sums over the features), so that the bytes of compiled
+code are the least possible, not a promise.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from megatron_ext.layers.compiled import compiled_on_cpu
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 KINDS = ("products", "attention", "pointwise")
+OVERWRITES = ("copy_", "zero_", "fill_")
+"""Operations that change a tensor in place without reading it."""
 MAKES_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided")
 
 
@@ -59,15 +62,15 @@ class Traffic:
         """Return the bytes of the kernels of a kind."""
         return sum(kernel.num_bytes for kernel in self.kernels if kernel.kind == kind)
 
-    def add(self, name: str, tensors: Iterable[Any]) -> None:
-        """Count a kernel of these inputs and outputs, each once."""
+    def add(self, name: str, tensors: Iterable[Any], read_too: Sequence[Tensor] = ()) -> None:
+        """Count a kernel of these inputs and outputs, each once; outputs in ``read_too`` twice."""
         seen = {(x.data_ptr(), x.shape): x for x in tensors if isinstance(x, Tensor)}
         kind = "pointwise"
         if name in PRODUCTS:
             kind = "products"
         elif "scaled_dot_product" in name:
             kind = "attention"
-        self.kernels.append(Kernel(name, kind, sum(map(_size, seen.values()))))
+        self.kernels.append(Kernel(name, kind, sum(map(_size, (*seen.values(), *read_too)))))
 
 
 def _size(x: Tensor) -> int:
@@ -98,7 +101,8 @@ class _Counting(TorchDispatchMode):
         aliases = all(x.untyped_storage().data_ptr() in storages for x in outputs)
         is_view = aliases and not func._schema.is_mutable
         if not is_view and name not in MAKES_NOTHING:
-            self.traffic.add(name, (*inputs, *outputs))
+            in_place = name.endswith("_") and name not in OVERWRITES
+            self.traffic.add(name, (*inputs, *outputs), outputs if in_place else ())
         return out
 
     @contextmanager
@@ -163,10 +167,12 @@ def compiled_traffic(step: Callable[[], object]) -> Traffic:
     counting = _Counting(traffic)
 
     def count(graph: torch.fx.GraphModule, _example: Sequence[Tensor]) -> Callable[..., Any]:
+        computes = any(node.op == "call_function" for node in graph.graph.nodes)
+
         def run(*args: Any) -> Any:
             with counting.as_one():
                 out = graph(*args)
-            if not counting.paused:
+            if computes and not counting.paused:
                 traffic.add("compiled", (*args, *tree_leaves(out)))
             return out
 

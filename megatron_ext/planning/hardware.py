@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
 from megatron_ext.errors import ConfigError
+from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.stages import Ranks
 
 MIB = 2**20
@@ -109,9 +110,10 @@ class Efficiency:
     """
 
     products: float = _assumed(
-        0.73,
-        "of the datasheet's bf16 or fp32 rate, by a large matrix product; "
-        "720 of 989 TFLOP/s on H100 (SemiAnalysis, MI300X vs H100 vs H200, 2024)",
+        0.80,
+        "of the datasheet's bf16 or fp32 rate, by a large matrix product; 790 of 989 TFLOP/s on "
+        "H200 are expected of CUDA 13; 720 on H100 with CUDA 12.4 (SemiAnalysis, MI300X vs H100 vs "
+        "H200, 2024)",
     )
     fp8_products: float = _assumed(
         0.65,
@@ -124,15 +126,28 @@ class Efficiency:
         "about 3.0 of 3.35 TB/s on H100, as STREAM-like benchmarks report",
     )
     layers: float = _assumed(
-        0.85,
-        "of the rate of a large product, by those of layers, attention among them; "
-        "chosen so that runs come to the MFU of 0.38 to 0.47 that Llama 3 (arXiv:2407.21783, "
-        "table 4) and Megatron-LM's README report on H100",
+        0.90,
+        "of the rate of a large product, by those of layers and of the head; a guess for products "
+        "of 4 to 64 thousand rows, whose last wave of tiles is not full",
+    )
+    attention_forward: float = _assumed(
+        0.67,
+        "of the rate of a large product, by attention; cuDNN's 529 TFLOP/s for 8 k causal tokens, "
+        "heads of 128, H100 (FlashAttention-3, arXiv:2407.08608, figure 5)",
+    )
+    attention_backward: float = _assumed(
+        0.60,
+        "of the rate of a large product, by attention's backward pass; cuDNN's 518 TFLOP/s without "
+        "a mask (figure 6), less 8% for a causal one, which is a guess",
     )
     kernels: float = _assumed(
         0.85,
-        "of the rate of a copy, by kernels that read and write; "
-        "a guess; eager kernels of several inputs stay below a copy",
+        "of the rate of a copy, by norms, activations and other kernels of several inputs; a guess",
+    )
+    streams: float = _assumed(
+        0.92,
+        "of the rate of a copy, by kernels over all weights or logits, such as the optimizer's; a "
+        "guess; their arrays are long and read once",
     )
     links: float = _assumed(
         0.75,
@@ -156,6 +171,11 @@ class Efficiency:
 
 
 DEFAULT = Efficiency()
+FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
+"""With flash attention 3, on Hopper: 602 TFLOP/s forward, and 559 less 8% backward (the same)."""
+
+GAP = 5e-6
+"""Assumed seconds from the last work of a kernel to the full speed of the next; a guess."""
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
@@ -177,25 +197,43 @@ class Rates:
     efficiency: Efficiency = DEFAULT
 
     def products(self, width: int) -> float:
-        """Return the operations a second of layers' matrix products of ``width``-byte numbers.
+        """Return the operations a second of a large matrix product of ``width``-byte numbers.
 
         Raises:
             ConfigError: fp8 on a GPU without it.
         """
-        measured, share = self.gpu.measured, self.efficiency.layers
+        measured = self.gpu.measured
         if measured is not None and width == 2:
-            return measured.bf16 * share
+            return measured.bf16
         if measured is not None and width == 1 and measured.fp8 is not None:
-            return measured.fp8 * share
+            return measured.fp8
         reached = self.efficiency.fp8_products if width == 1 else self.efficiency.products
-        return self.gpu.peak(width) * reached * share
+        return self.gpu.peak(width) * reached
 
-    @property
-    def memory(self) -> float:
-        """Return the bytes a second that memory-bound kernels read and write."""
+    def operations(self, work: Work) -> float:
+        """Return the operations a second of a class's matrix products."""
+        x = self.efficiency
+        share = x.layers
+        if work.kind == "attention":
+            forward = work.phase is Phase.FORWARD
+            share = x.attention_forward if forward else x.attention_backward
+        return self.products(work.width) * share
+
+    def memory(self, kind: str) -> float:
+        """Return the bytes a second that kernels of a class read and write."""
         measured, efficiency = self.gpu.measured, self.efficiency
         copied = self.gpu.memory_bandwidth * efficiency.copies
-        return (copied if measured is None else measured.copy) * efficiency.kernels
+        share = efficiency.kernels if kind in ("pointwise", "casts") else efficiency.streams
+        return (copied if measured is None else measured.copy) * share
+
+    def busy(self, work: Work) -> float:
+        """Return the seconds in which the kernels compute, without the gaps between them."""
+        moved = work.num_bytes / self.memory(work.kind)
+        return moved + (work.flops / self.operations(work) if work.flops else 0.0)
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds that the kernels take, with the gaps between them."""
+        return self.busy(work) + work.kernels * GAP
 
     def link(self, span: int) -> float:
         """Return the bytes a second that a rank sends to others in a range of ``span`` ranks."""

@@ -19,6 +19,7 @@ from megatron_ext.config.precision import CudaGraphConfig, Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.device.gpus import Gpu
+from megatron_ext.planning.kernels import Phase, Work, cast_of, gradient_bytes
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, Summed
 from megatron_ext.planning.state import LINEAR, Weight
 from megatron_ext.schedules.orders import build_plan
@@ -30,6 +31,12 @@ MULTIPLY_AND_ADD = 2
 FORWARD_AND_BACKWARD = 3
 """Matrix products of a step per forward product: itself and the gradients of both factors."""
 
+ATTENTION_BACKWARD = 2.5
+"""Products of attention's backward pass per forward product: five in place of two."""
+
+LAYER_KERNELS = 36
+"""Assumed kernels of a layer, forward and backward, in networks that do not count their own."""
+
 
 @dataclass(frozen=True)
 class Flops(Summed):
@@ -38,8 +45,9 @@ class Flops(Summed):
     Attributes:
         linear, fp8: forward matrix products with weights; ``fp8`` counts those in 8 bits.
         scores: forward matrix products without weights, such as those of attention.
-        again, fp8_again: matrix products that the backward pass recomputes.
+        again, fp8_again, scores_again: matrix products that the backward pass recomputes.
         weights, fp8_weights: matrix products for the gradients of weights.
+        head, head_weights: the same of the output layer, which no other field counts.
         cast: bytes (not operations) that casts to 8 bits read and write in all passes together.
     """
 
@@ -51,11 +59,19 @@ class Flops(Summed):
     weights: float = 0.0
     fp8_weights: float = 0.0
     cast: float = 0.0
+    scores_again: float = 0.0
+    head: float = 0.0
+    head_weights: float = 0.0
 
     @property
     def forward(self) -> float:
         """Return the operations of the forward pass, in any format."""
-        return self.linear + self.fp8 + self.scores
+        return self.linear + self.fp8 + self.scores + self.head
+
+    def recomputed(self, times: int) -> Flops:
+        """Return these layers' forward products as products that the backward pass recomputes."""
+        again = [times * part for part in (self.linear, self.fp8, self.scores)]
+        return Flops(again=again[0], fp8_again=again[1], scores_again=again[2])
 
 
 @dataclass(frozen=True)
@@ -182,6 +198,50 @@ class Network(ABC):
     @abstractmethod
     def flops(self, stage: Stage) -> Flops:
         """Return the operations of one micro-batch in a stage."""
+
+    def work(self, stage: Stage) -> list[Work]:
+        """Return the kernels of one micro-batch in a stage, by class and phase."""
+        return [*self.products(stage), *self.other_work(stage)]
+
+    def products(self, stage: Stage) -> list[Work]:
+        """Return the matrix products of one micro-batch, and what 8 bits and float32 sums cost."""
+        x, width, count = self.flops(stage), self.sizes.width, self.schedule.num_microbatches
+        forward, inputs, weights = Phase.FORWARD, Phase.INPUT, Phase.WEIGHT
+        found = [
+            Work("linear", forward, x.linear, width=width),
+            Work("linear", forward, x.fp8, width=1),
+            Work("linear", inputs, x.linear + x.again, width=width),
+            Work("linear", inputs, x.fp8 + x.fp8_again, width=1),
+            Work("linear", weights, x.weights, width=width),
+            Work("linear", weights, x.fp8_weights, width=1),
+            Work("attention", forward, x.scores, width=width),
+            # The two products forward, which are made again, and two for each of their factors.
+            Work("attention", inputs, ATTENTION_BACKWARD * x.scores + x.scores_again, width=width),
+            Work("casts", forward, num_bytes=x.cast / 2),
+            Work("casts", inputs, num_bytes=x.cast / 2),
+        ]
+        matrices = [w for w in self.weights(stage) if LINEAR.search(w.name)]
+        if x.fp8:
+            # Weights are cast once in a step, in the layers that are in 8 bits.
+            numbers = sum(w.numel for w in matrices) * x.fp8 / (x.fp8 + x.linear) / count
+            moved = numbers * cast_of(self.config.fp8.fp8_recipe)[0]
+            found.append(Work("casts", forward, num_bytes=moved))
+        summed = gradient_bytes(count, in_8_bits=x.fp8_weights > 0)
+        summed *= sum(w.numel for w in matrices if not w.frozen)
+        found.append(Work("weight gradients", weights, num_bytes=summed))
+        return [work for work in found if work.flops or work.num_bytes]
+
+    def other_work(self, stage: Stage) -> list[Work]:
+        """Return the kernels of one micro-batch beside the products of layers and attention.
+
+        Without a count of the model's own, all that autograd keeps is taken to be moved once in the
+        forward pass and twice in the backward pass, by `LAYER_KERNELS` kernels a layer.
+        """
+        kept, count = self.activations(stage).kept, len(stage.layers) * LAYER_KERNELS
+        return [
+            Work("pointwise", Phase.FORWARD, num_bytes=kept, kernels=count / 3),
+            Work("pointwise", Phase.INPUT, num_bytes=2 * kept, kernels=count * 2 / 3),
+        ]
 
     @abstractmethod
     def traffic(self, stage: Stage) -> Volume:

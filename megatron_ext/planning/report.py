@@ -14,6 +14,7 @@ from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GB, Gpu
 from megatron_ext.layers.transformer_config import check_core
+from megatron_ext.planning.budget import budget_table
 from megatron_ext.planning.hardware import assumed, gpu_named, size
 from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
 from megatron_ext.planning.network import Case, Network, Report, TaskCost, Volume, step_plan
@@ -77,7 +78,8 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
     if gpu is None:
         return parts, True
     found = estimate(network, gpu)
-    parts += [*time_lines(found, cost), reserve_table(found), assumption_table(gpu)]
+    parts += [*time_lines(found, cost), budget_table(found)]
+    parts += [reserve_table(found), assumption_table(gpu)]
     return parts, found.fits
 
 

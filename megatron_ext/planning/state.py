@@ -110,6 +110,7 @@ class State(Summed):
         count: number of elements of the parameters, without padding.
         parameters, gradients, optimizer, average: bytes of each.
         frozen: the part of ``parameters`` that is not trained, in bytes.
+        updated: number of elements that the rank's optimizer updates.
     """
 
     count: int = 0
@@ -118,6 +119,7 @@ class State(Summed):
     optimizer: int = 0
     average: int = 0
     frozen: int = 0
+    updated: int = 0
 
     @property
     def total(self) -> int:
@@ -217,6 +219,7 @@ def rank_state(
                 gradients=laid[-1].end * (FP32 if in_fp32 else ranks.width),
                 optimizer=_optimizer_bytes(optimizer, elements, touched, half=ranks.half),
                 average=elements * FP32 if config.ema.ema_decay else 0,
+                updated=elements,
             )
         size = None  # The first chunk alone has several buckets.
     return total

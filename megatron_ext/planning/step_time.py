@@ -15,6 +15,7 @@ from megatron_ext.config.run import RunConfig, TaskFlags
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_on
+from megatron_ext.planning.kernels import Phase, Work, update_work
 from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
 from megatron_ext.planning.network import Network, TaskCost, Volume, ring
 from megatron_ext.planning.stages import FP32, Stage
@@ -33,11 +34,22 @@ class Estimate:
     """
 
     network: Network
-    gpu: Gpu
+    rates: Rates
     ranks: list[RankMemory]
     price: Price
     seconds: float
     flops: float
+
+    @property
+    def gpu(self) -> Gpu:
+        """Return the kind of GPU."""
+        return self.rates.gpu
+
+    @property
+    def matrix_share(self) -> float:
+        """Return the share of a step that the model's products take at a large product's rate."""
+        large = self.rates.products(self.network.sizes.width)
+        return self.flops / (self.seconds * self.network.config.parallel.world_size * large)
 
     @property
     def mfu(self) -> float:
@@ -82,7 +94,7 @@ def _fits(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Clock:
+class Clock:
     """Times of the parts of a step on a kind of GPU, in seconds."""
 
     network: Network
@@ -90,21 +102,13 @@ class _Clock:
 
     def durations(self, stage: Stage) -> Durations:
         """Return the times of a micro-batch's forward, input-gradient and weight-gradient pass."""
-        network = self.network
-        counted = network.flops(stage)
-        rate = self.rates.products(network.sizes.width)
-        rate8 = self.rates.products(1) if counted.fp8 else 1.0
-        linear = counted.linear / rate + counted.fp8 / rate8
-        scores = counted.scores / rate
-        weights = counted.weights / rate + counted.fp8_weights / rate8
-        again = counted.again / rate + counted.fp8_again / rate8
-        cast = counted.cast / self.rates.memory / 2
-        touched = network.activations(stage).kept / self.rates.memory
+        network, times = self.network, dict.fromkeys(Phase, 0.0)
+        for work in network.work(stage):
+            times[work.phase] += self.rates.seconds(work)
         sent = self.exchange(network.traffic(stage)) / 2
-        forward = linear + scores + cast + touched + sent
-        # Both factors of a product without weights have gradients.
-        inputs = linear + 2 * scores + cast + again + 2 * touched + sent
-        return Durations(forward, inputs, weights)
+        return Durations(
+            times[Phase.FORWARD] + sent, times[Phase.INPUT] + sent, times[Phase.WEIGHT]
+        )
 
     def exchange(self, volume: Volume) -> float:
         """Return the time of tensor, context and expert collectives that send ``volume``."""
@@ -122,12 +126,14 @@ class _Clock:
         stride = x.tp * x.cp * (1 if mapped else x.dp)
         return self.network.boundary / self.rates.link(stride * x.pp) if x.pp > 1 else 0.0
 
-    def update(self, rank: RankMemory) -> float:
-        """Return the time in which the optimizer reads and writes its state and parameters."""
-        state = rank.state
-        trained = state.parameters - state.frozen
-        moved = 2 * (state.optimizer + state.average) + state.gradients + trained
-        return moved / self.rates.memory
+    def update_work(self, rank: RankMemory) -> list[Work]:
+        """Return the kernels of the optimizer."""
+        return update_work(self.network.config.optimizer, self.network.sizes, rank.state)
+
+    def after(self, rank: RankMemory) -> float:
+        """Return the time after the last backward pass: update, and what replicas exchange."""
+        volume = rank_volume(self.network, rank, self.network.schedule.num_microbatches)
+        return sum(map(self.rates.seconds, self.update_work(rank))) + self.replicas(volume)
 
     def replicas(self, volume: Volume) -> float:
         """Return the time of communication between replicas that computation does not hide.
@@ -143,13 +149,14 @@ class _Clock:
             shown -= self.rates.efficiency.hidden * (1.0 if both else 0.5)
         return seconds * shown + volume.embedding / link(x.tp * ranks * x.pp)
 
-    def slowest(self) -> Durations:
-        """Return the three pass times of the slowest pipeline rank, averaged over its chunks."""
-        ranks = []
-        for rank in range(self.network.sizes.pp):
-            times = [astuple(self.durations(stage)) for stage in self.network.stages_of(rank)]
-            ranks.append([sum(part) / len(times) for part in zip(*times, strict=True)])
-        return Durations(*max(ranks, key=sum))
+    def rank_durations(self, rank: int) -> Durations:
+        """Return the three pass times of a pipeline rank, averaged over its chunks."""
+        times = [astuple(self.durations(stage)) for stage in self.network.stages_of(rank)]
+        return Durations(*(sum(part) / len(times) for part in zip(*times, strict=True)))
+
+    def slowest(self) -> int:
+        """Return the pipeline rank whose passes take longest."""
+        return max(range(self.network.sizes.pp), key=lambda x: sum(astuple(self.rank_durations(x))))
 
 
 def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Estimate:
@@ -161,13 +168,11 @@ def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Es
     Raises:
         ConfigError: fp8 on a GPU without it.
     """
-    clock, plan = _Clock(network, Rates(gpu, efficiency)), network.schedule
-    ranks, after = memory(network), 0.0
-    for rank in ranks:
-        volume = rank_volume(network, rank, plan.num_microbatches)
-        after = max(after, clock.update(rank) + clock.replicas(volume))
-    cost = price(plan, clock.slowest(), clock.latency())
-    return Estimate(network, gpu, ranks, cost, cost.makespan + after, network.step_flops())
+    rates = Rates(gpu, efficiency)
+    clock, ranks = Clock(network, rates), memory(network)
+    cost = price(network.schedule, clock.rank_durations(clock.slowest()), clock.latency())
+    seconds = cost.makespan + max(map(clock.after, ranks))
+    return Estimate(network, rates, ranks, cost, seconds, network.step_flops())
 
 
 def rank_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:

@@ -13,6 +13,7 @@ from megatron_ext.inspect.doctor.host import Examination, Rates
 from megatron_ext.inspect.doctor.host import Gpu as Found
 from megatron_ext.planning.hardware import DEFAULT, Efficiency, assumed, gpu_named, reserve_on
 from megatron_ext.planning.hardware import Rates as Reached
+from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.memory import walk
 from megatron_ext.planning.stages import LayerBytes, Ranks
 from megatron_ext.planning.state import Weight, buckets
@@ -122,9 +123,10 @@ def test_a_measured_machine_takes_the_place_of_assumptions(tmp_path: Path) -> No
     assert gpu.memory == 150 * 10**9
     assert (gpu.bf16, gpu.link) == (GPUS["H200"].bf16, GPUS["H200"].link)
     rates = Reached(gpu)
-    assert rates.products(2) == 7e14 * DEFAULT.layers
-    assert rates.products(1) == 1.3e15 * DEFAULT.layers
-    assert rates.memory == 4.1e12 * DEFAULT.kernels
+    assert (rates.products(2), rates.products(1)) == (7e14, 1.3e15)
+    assert rates.operations(Work("linear", Phase.FORWARD)) == 7e14 * DEFAULT.layers
+    assert rates.memory("pointwise") == 4.1e12 * DEFAULT.kernels
+    assert rates.memory("optimizer") == 4.1e12 * DEFAULT.streams
     replaced = {name for name, _, _, measured in assumed(gpu) if measured}
     assert replaced == {"products", "fp8_products", "copies"}
     assert not any(measured for *_, measured in assumed(GPUS["H200"]))

@@ -12,12 +12,9 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.kernels import cast_of
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops
 from megatron_ext.planning.stages import Ranks, Stage
-
-CASTS = {"delayed": 4, "tensorwise": 6, "rowwise": 8}
-"""Bytes read and written per number when `layers.fp8` casts to 8 bits in both layouts, by recipe.
-Other recipes (Transformer Engine's) count as tensorwise."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class GptFlops:
             scores=scores,
             weights=0.0 if fp8.fp8_wgrad else weights,
             fp8_weights=weights if fp8.fp8_wgrad else 0.0,
-            cast=float(numbers * x.tokens // x.tp * CASTS.get(fp8.fp8_recipe, CASTS["tensorwise"])),
+            cast=float(numbers * x.tokens // x.tp * cast_of(fp8.fp8_recipe)[0]),
         )
 
     def _linear(self, experts: bool) -> float:
@@ -138,8 +135,8 @@ class GptFlops:
         return Flops(linear, scores=scores, weights=self._trained(linear))
 
     def _logits_flops(self) -> Flops:
-        linear = self._on_rank("logits") * (1 + self.sizes.depths)
-        return Flops(linear, weights=self._trained(linear))
+        head = self._on_rank("logits") * (1 + self.sizes.depths)
+        return Flops(head=head, head_weights=self._trained(head))
 
     def flops(self, stage: Stage) -> Flops:
         total = Flops()
@@ -159,7 +156,7 @@ class GptFlops:
         for number in layers:
             linear, scores = self._again(number)
             fp8 = linear if self.sizes.in_8_bits(self.config.fp8, number) else 0.0
-            total += Flops(again=linear - fp8 + scores, fp8_again=fp8)
+            total += Flops(again=linear - fp8, fp8_again=fp8, scores_again=scores)
         return total
 
     def _again(self, number: int) -> tuple[float, float]:

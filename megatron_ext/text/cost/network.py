@@ -1,7 +1,8 @@
 """The cost model of a GPT, `GPT_COST`, by which `planning` estimates memory and time.
 
 This file has the layers of each stage, their parameters and the bytes that ranks send. flops.py has
-the sizes of a run and its operations, activations.py the bytes kept for the backward pass.
+the sizes of a run and its operations, activations.py the bytes kept for the backward pass, and
+kernels.py the bytes that kernels move.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,8 @@ from megatron_ext.planning.network import (
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.flops import GptFlops, Sizes
+from megatron_ext.text.cost.flops import Sizes
+from megatron_ext.text.cost.kernels import GptKernels
 
 RECOMPUTATION: dict[str, dict[str, object]] = {
     "none": {"recompute_granularity": None},
@@ -162,7 +164,7 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class GptNetwork(Parameters, Activations, GptFlops, Network):
+class GptNetwork(Parameters, Activations, GptKernels, Network):
     """Formulas for the weights, memory, traffic and operations of a GPT in one run."""
 
     @classmethod

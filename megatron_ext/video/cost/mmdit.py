@@ -223,7 +223,7 @@ class MMDiTNetwork(ClipNetwork):
             parts = 12 if self._is_double(number) else 3
             vectors = MULTIPLY_AND_ADD * self.sizes.b * parts * h * h
             total += self._block_flops() + Flops(vectors, weights=vectors)
-        return total + Flops(again=self._block_flops().forward * sum(self._recomputed(stage)))
+        return total + self._block_flops().recomputed(sum(self._recomputed(stage)))
 
     def sample_flops(self) -> float:
         """Return the operations of one clip, forward and backward, without recomputation."""

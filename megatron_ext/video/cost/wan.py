@@ -239,7 +239,7 @@ class DiTNetwork(ClipNetwork):
         """Return the operations of a stage's blocks for one micro-batch on one rank."""
         block = self._block_flops()
         total = sum((block for _ in stage.layers), Flops())
-        return total + Flops(again=block.forward * self._run_again(stage))
+        return total + block.recomputed(self._run_again(stage))
 
     def sample_flops(self) -> float:
         """Return the operations of one clip, forward and backward, without recomputation."""

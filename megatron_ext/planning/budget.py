@@ -1,0 +1,96 @@
+"""The time of a step by class of kernels, to be laid beside a measured profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from megatron_ext.device.gpus import GB, TFLOPS
+from megatron_ext.planning.hardware import FLASH_3, GAP
+from megatron_ext.planning.kernels import KINDS, Work
+from megatron_ext.planning.step_time import Clock, Estimate, estimate, rank_volume
+
+
+@dataclass(frozen=True)
+class Line:
+    """One class of kernels in a step of one rank.
+
+    Attributes:
+        kind: a key of `KINDS`, or "waiting".
+        flops, num_bytes, kernels: sums over the step, see `Work`.
+        rates: the assumed rates in words.
+    """
+
+    kind: str
+    seconds: float
+    rates: str
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    kernels: float = 0.0
+
+
+def budget(found: Estimate) -> list[Line]:
+    """Return the classes of kernels of the slowest rank; their seconds add up to the step's.
+
+    "gaps" is the time between all kernels, "waiting" that for other pipeline stages.
+    """
+    network, clock = found.network, Clock(found.network, found.rates)
+    rank, count = found.ranks[clock.slowest()], network.schedule.num_microbatches
+    works = clock.update_work(rank)
+    works += [work * count for stage in rank.stages for work in network.work(stage)]
+    kinds = [(kind, [work for work in works if work.kind == kind]) for kind in KINDS]
+    lines = [_line(kind, found, own) for kind, own in kinds if own]
+    kernels = sum(work.kernels for work in works)
+    lines.append(Line("gaps", kernels * GAP, f"{1e6 * GAP:.0f} µs a kernel", kernels=kernels))
+    volume = rank_volume(network, rank, count)
+    sent = clock.exchange(volume) + clock.replicas(volume)
+    if sent:
+        lines.append(Line("communication", sent, "links", num_bytes=volume.total))
+    waiting = found.seconds - sum(line.seconds for line in lines)
+    if waiting > 1e-6 * found.seconds:
+        lines.append(Line("waiting", waiting, "for other pipeline stages"))
+    return lines
+
+
+def _line(kind: str, found: Estimate, works: Sequence[Work]) -> Line:
+    flops, moved = (sum(getattr(work, name) for work in works) for name in ("flops", "num_bytes"))
+    rates = sorted({found.rates.operations(work) for work in works if work.flops})
+    words = [f"{rate / TFLOPS:.0f} TFLOP/s" for rate in rates]
+    words += [f"{found.rates.memory(kind) / 1e12:.2f} TB/s"] if moved else []
+    seconds = sum(map(found.rates.busy, works))
+    return Line(kind, seconds, ", ".join(words), flops, moved, sum(work.kernels for work in works))
+
+
+def budget_table(found: Estimate) -> Table:
+    """Return a table of the classes of kernels in a step, with the assumed rates."""
+    table = Table(
+        "class", "what", "TFLOP", "GB", "kernels", "assumed rates", "ms", "share",
+        title="time of a step on the slowest rank, by class of kernels",
+    )  # fmt: skip
+    for line in budget(found):
+        counts = (line.flops / TFLOPS, line.num_bytes / GB)
+        shown = [f"{count:,.1f}" if count else "" for count in counts]
+        shown.append(f"{line.kernels:,.0f}" if line.kernels else "")
+        share = f"{line.seconds / found.seconds:.1%}"
+        what = KINDS.get(line.kind, "")
+        table.add_row(line.kind, what, *shown, line.rates, f"{1e3 * line.seconds:.1f}", share)
+    table.caption = _caption(found)
+    return table
+
+
+def _caption(found: Estimate) -> str:
+    """Return the share of the matrix rate, on Hopper with flash attention 3 too."""
+    large = found.rates.products(found.network.sizes.width) / TFLOPS
+    text = (
+        f"sum {1e3 * found.seconds:.1f} ms; the model's products alone, at {large:.0f} TFLOP/s, "
+        f"take {found.matrix_share:.1%} of it"
+    )
+    if "H100" in found.gpu.name or "H200" in found.gpu.name:
+        other = estimate(found.network, found.gpu, FLASH_3)
+        text += (
+            f"; where flash attention 3 is installed, {other.matrix_share:.1%} of "
+            f"{1e3 * other.seconds:.1f} ms"
+        )
+    return text

@@ -1,0 +1,104 @@
+"""The kernels of a training step in classes, by the operations and bytes that are counted for them.
+
+A task's `Network.work` counts the kernels of a micro-batch, `update_work` those of the optimizer.
+`hardware.Rates` turns both into seconds, and `budget` sums the seconds by class. A byte counts each
+time that a kernel reads it from memory or writes it. Kernels of a measured profile are sorted into
+the same classes by `benchmarks/compare_profile.py`, and operations of a traced step by tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.planning.stages import FP32, Ranks
+from megatron_ext.planning.state import State
+
+KINDS = {
+    "linear": "matrix products of layers, with their weights",
+    "weight gradients": "float32 sums of weight gradients that these products read and write",
+    "attention": "attention, forward and backward",
+    "head": "matrix products of the output layer",
+    "logits": "cross-entropy of the logits and its gradient",
+    "plumbing": "gradients that are set to zero, copied or added on their way to the buffer",
+    "pointwise": "norms, activations, rotary embeddings and residual additions",
+    "casts": "casts to 8 bits",
+    "optimizer": "norm of the gradients and update of the weights",
+    "gaps": "time between two kernels",
+    "communication": "messages that computation does not hide",
+}
+"""The classes of kernels, in the order of reports, and what belongs to each."""
+
+CASTS = {"delayed": (6, 3), "tensorwise": (6, 3), "rowwise": (8, 2)}
+"""For each recipe of `layers.fp8`, what a cast to 8 bits in both layouts takes: bytes read and
+written per 16-bit number, and kernels."""
+
+
+def cast_of(recipe: str) -> tuple[int, int]:
+    """Return the entry of `CASTS`; recipes of Transformer Engine alone count as tensorwise."""
+    return CASTS.get(recipe, CASTS["tensorwise"])
+
+
+class Phase(Enum):
+    """The part of a step that a kernel belongs to."""
+
+    FORWARD = "forward"
+    INPUT = "gradient of the input"
+    WEIGHT = "gradient of the weights"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the kernels of one class do in one phase of a micro-batch, or in the update of a step.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        flops: operations of matrix products, whose numbers have ``width`` bytes.
+        num_bytes: bytes read and written beside those of the products' own factors and results.
+        kernels: number of kernels.
+    """
+
+    kind: str
+    phase: Phase
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    kernels: float = 0.0
+    width: int = 2
+
+    def __mul__(self, times: float) -> Work:
+        return replace(
+            self,
+            flops=self.flops * times,
+            num_bytes=self.num_bytes * times,
+            kernels=self.kernels * times,
+        )
+
+
+def gradient_bytes(num_microbatches: int, *, in_8_bits: bool) -> float:
+    """Return the bytes per weight and micro-batch that summing weight gradients adds to products.
+
+    A product adds to the float32 sum, 4 bytes read and 4 written, in place of the 16-bit result of
+    2 bytes that the assumed rate of products includes. An 8-bit product cannot add: it writes a
+    float32 result, which another kernel adds to the sum.
+    """
+    return 16 - 2 if in_8_bits else 8 - 2
+
+
+def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[Work]:
+    """Return the kernels between the last backward pass of a step and the next forward pass.
+
+    Bytes per gradient of the buffer: 4 to set it to zero, 8 to divide it by the tokens. Bytes per
+    weight that this rank updates: 4 to read the gradient for the norm; 4 to read it for the update
+    and 4 to write it back clipped; twice the state; in 16-bit runs 4 to read the float32 weight
+    and 2 to write the model's. An average of the weights is read and written, and the weights read.
+    """
+    whole, updated = state.gradients, state.updated
+    per_weight = 3 * FP32
+    if ranks.half:
+        per_weight += FP32 + ranks.width
+    else:
+        per_weight += 2 * FP32
+    moved = 3 * whole + per_weight * updated + 2 * state.optimizer + 3 * state.average
+    return [Work("optimizer", Phase.UPDATE, num_bytes=moved, kernels=60)]

@@ -1,0 +1,125 @@
+"""The kernels of a GPT's micro-batch beside the matrix products of its layers.
+
+Bytes are counted as the compiled functions of a GPU move them (`layers.pointwise`, `losses`): each
+is one kernel, which reads its inputs and writes its outputs once. A test compares the sums with
+those of a traced layer.
+"""
+
+from dataclasses import dataclass
+
+from megatron_ext.losses.vocabulary import default_rows, fused_rows
+from megatron_ext.planning.kernels import Phase, Work, cast_of
+from megatron_ext.planning.stages import FP32, Stage
+from megatron_ext.text.cost.flops import GptFlops
+
+FORWARD_KERNELS = 10
+"""Kernels of a dense layer: norm, four products, split with rotation, attention, sum with norm,
+activation, sum."""
+BACKWARD_KERNELS = 21
+"""Eight products, three of attention, two of each norm, activation, the gradients of queries, keys
+and values in one, and four that add the gradients of the norms' gains to the buffer."""
+BLOCK_KERNELS = 24
+"""Kernels of a block of logits: three products, two compiled passes, and those of vectors."""
+
+LOGIT = 2 + 4
+"""Bytes per 16-bit logit: a pass that reads it, and one that overwrites it by its gradient."""
+EAGER_LOGIT = 48
+"""Bytes per 16-bit logit without blocks and compiled passes; see `losses.vocabulary`."""
+
+HEAD_PLUMBING = 4 + 12 + 2 + 10
+"""Bytes per weight of the head: zeros of a float32 sum; the sum, scaled and added to the buffer;
+zeros for autograd; the hook of data parallelism, which adds them to the buffer."""
+EMBEDDING_PLUMBING = 2 + 10
+"""Bytes per weight of the embedding: zeros of its gradient, and the hook that adds it."""
+
+
+@dataclass(frozen=True)
+class GptKernels(GptFlops):
+    """Counts of the kernels of one micro-batch on one rank."""
+
+    def other_work(self, stage: Stage) -> list[Work]:
+        """Return the kernels of one micro-batch beside the products of layers and attention."""
+        found = []
+        fp8 = self.config.fp8
+        for number in stage.layers:
+            found += self.layer_work(self.sizes.experts[number])
+            if self.sizes.in_8_bits(fp8, number):
+                # Inputs and output gradients of four layers.
+                casts = 4 * cast_of(fp8.fp8_recipe)[1]
+                found += [Work("casts", x, kernels=casts) for x in (Phase.FORWARD, Phase.INPUT)]
+        for _ in range(stage.depths):
+            found += [*self.layer_work(self.sizes.experts[-1]), *self._norms(3)]
+        if stage.final_norm:
+            found += self._norms(1)
+        x = self.sizes
+        table = x.v // x.tp * x.h
+        if stage.embedding:
+            found.append(Work("pointwise", Phase.FORWARD, num_bytes=2 * self._stream, kernels=2))
+        if (stage.embedding or stage.depths) and self._trains:
+            moved = EMBEDDING_PLUMBING * table
+            found.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
+        return found + (self._head_work() if stage.head else [])
+
+    @property
+    def _stream(self) -> int:
+        """Return the bytes of the residual stream ``[s, b, h]`` on one rank."""
+        width = FP32 if self.config.model.fp32_residual_connection else self.sizes.width
+        return self.sizes.residual_tokens * self.sizes.h * width
+
+    @property
+    def _trains(self) -> bool:
+        return self.config.lora.lora_rank is None
+
+    def layer_work(self, experts: bool) -> list[Work]:
+        """Return the pointwise kernels of a layer, and the number of all its kernels."""
+        x, model, moe = self.sizes, self.config.model, self.config.moe
+        r, qkv = self._stream, x.tokens * (x.n + 2 * x.g) * x.d // x.tp * x.width
+        f, routed = x.tokens * x.f // x.tp * x.width, 0
+        if experts:
+            count = moe.moe_router_topk * x.residual_tokens
+            routed = count * x.h * x.width
+            f = count * (moe.moe_ffn_hidden_size or x.f) * x.width // x.etp
+        wide = 2 * f if model.gated else f
+        # A norm 2, the sum before the other norm with it 4, a sum 3; experts sort tokens there and
+        # back. Backward, the second norm with the sum reads 3 and writes 1.
+        forward = (2 + 4 + 3) * r + 2 * qkv + wide + f + 4 * routed
+        backward = (6 + 4) * r + 2 * qkv + 2 * wide + f + 4 * routed
+        return [
+            Work("pointwise", Phase.FORWARD, num_bytes=forward, kernels=FORWARD_KERNELS),
+            Work("pointwise", Phase.INPUT, num_bytes=backward, kernels=BACKWARD_KERNELS),
+        ]
+
+    def _norms(self, count: int) -> list[Work]:
+        """Return norms of the residual stream: 2 tensors moved forward, 3 backward."""
+        return [
+            Work("pointwise", phase, num_bytes=count * tensors * self._stream, kernels=2 * count)
+            for phase, tensors in ((Phase.FORWARD, 2), (Phase.INPUT, 3))
+        ]
+
+    def _head_work(self) -> list[Work]:
+        """Return the kernels of the output layer and the loss.
+
+        The chunked cross-entropy computes the gradients in its forward pass, block by block, and
+        sums the weight's in float32: 4 bytes for the first block, 8 for each other, of which 2 a
+        block are in the assumed rate of products.
+        """
+        x, losses = self.sizes, 1 + self.sizes.depths
+        chunked = self.config.loss.cross_entropy_impl == "chunked"
+        counted, table = self._logits_flops(), x.v // x.tp * x.h
+        size = self.config.loss.cross_entropy_chunk_size
+        rows = size or (fused_rows(x.tokens, x.h) if x.gpu else default_rows(x.tokens))
+        blocks = -(-x.tokens // rows) if chunked else 1
+        summed = table * (8 * blocks - 4 - 2 * blocks) if chunked and self._trains else 0
+        inputs, weights = (Phase.FORWARD,) * 2 if chunked else (Phase.INPUT, Phase.WEIGHT)
+        per_logit = (LOGIT if chunked else EAGER_LOGIT) * x.width / 2
+        logits = losses * x.tokens * x.v // x.tp
+        found = [
+            Work("head", Phase.FORWARD, counted.head, width=x.width),
+            Work("head", inputs, counted.head, width=x.width),
+            Work("head", weights, counted.head_weights, losses * summed, width=x.width),
+            Work("logits", Phase.FORWARD, 0.0, per_logit * logits, losses * blocks * BLOCK_KERNELS),
+        ]
+        if self._trains:
+            moved = HEAD_PLUMBING * table * losses
+            found.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
+        return found

@@ -1,0 +1,77 @@
+"""The time of a step by class of kernels."""
+
+import pytest
+
+from megatron_ext.device.gpus import GPUS
+from megatron_ext.planning.budget import budget, budget_table
+from megatron_ext.planning.hardware import DEFAULT, GAP, Rates
+from megatron_ext.planning.kernels import KINDS, Phase, Work, update_work
+from megatron_ext.planning.memory import memory
+from megatron_ext.planning.step_time import estimate
+from tests.text.cost.layouts import llama_network
+
+H200 = GPUS["H200"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--use-distributed-optimizer",
+        "--pipeline-model-parallel-size 4",
+        "--tensor-model-parallel-size 4 --sequence-parallel --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+        "--fp8-format hybrid --fp8-recipe delayed",
+    ],
+)
+def test_the_classes_make_up_the_whole_step(layout: str) -> None:
+    found = estimate(llama_network(layout), H200)
+    lines = budget(found)
+    assert sum(line.seconds for line in lines) == pytest.approx(found.seconds)
+    assert all(line.seconds > 0 for line in lines)
+    kinds = [line.kind for line in lines]
+    assert set(kinds) <= {*KINDS, "waiting"}
+    assert ("waiting" in kinds) == ("pipeline" in layout)
+    assert ("casts" in kinds) == ("fp8" in layout)
+    assert "communication" in kinds
+
+
+def test_a_class_takes_the_time_of_its_operations_and_bytes() -> None:
+    found = estimate(llama_network("--global-batch-size 8"), H200)
+    lines = {line.kind: line for line in budget(found)}
+    # Eight replicas of 8.03 billion weights, one micro-batch of 8192 tokens each.
+    linear = 6 * 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) * 8192
+    rate = H200.bf16 * DEFAULT.products * DEFAULT.layers
+    assert lines["linear"].seconds == pytest.approx(linear / rate)
+    streams = H200.memory_bandwidth * DEFAULT.copies * DEFAULT.streams
+    assert lines["logits"].seconds == pytest.approx(6 * 8192 * 128256 / streams)
+    assert lines["gaps"].seconds == lines["gaps"].kernels * GAP
+
+
+def test_attention_has_a_rate_for_each_direction() -> None:
+    rates = Rates(H200)
+    forward, backward = (Work("attention", x, flops=1e12) for x in (Phase.FORWARD, Phase.INPUT))
+    large = H200.bf16 * DEFAULT.products
+    assert rates.busy(forward) == pytest.approx(1e12 / large / DEFAULT.attention_forward)
+    assert rates.busy(backward) == pytest.approx(1e12 / large / DEFAULT.attention_backward)
+
+
+def test_bytes_of_an_update_by_weight() -> None:
+    """Alone a rank moves 54 bytes a weight; over 8 replicas it updates an eighth of them."""
+    alone, shared = (llama_network(x) for x in ("", "--use-distributed-optimizer"))
+    found = []
+    for network in (alone, shared):
+        (rank,) = memory(network)
+        (work,) = update_work(network.config.optimizer, network.sizes, rank.state)
+        found.append(work.num_bytes / rank.state.count)
+    assert found == pytest.approx([54, 12 + 42 / 8], rel=1e-3)
+
+
+def test_the_table_says_the_share_of_the_matrix_rate() -> None:
+    found = estimate(llama_network(), H200)
+    shown = str(budget_table(found).caption)
+    assert f"take {found.matrix_share:.1%} of it" in shown
+    assert "where flash attention 3 is installed" in shown
+    assert "flash attention 3" not in str(
+        budget_table(estimate(llama_network(), GPUS["B200"])).caption
+    )
+    assert found.mfu == pytest.approx(found.matrix_share * DEFAULT.products)

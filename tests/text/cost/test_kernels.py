@@ -1,0 +1,94 @@
+"""Planned bytes and operations of a GPT's kernels, beside those of a traced layer and loss."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_setup import LLAMAS
+from benchmarks.layer_traffic import DTYPE, LLAMA, gpt_step
+from benchmarks.traffic import compiled_traffic
+from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
+from megatron_ext.planning.kernels import Work
+from megatron_ext.text.cost.kernels import LOGIT
+from megatron_ext.text.cost.network import GptNetwork
+from tests.ranks import ParallelContext, ranks
+from tests.training_runs import config_of
+
+
+def network(size: str, length: int, more: str = "", batch: int = 1) -> GptNetwork:
+    sizes = LLAMAS[size]
+    flags = f"{' '.join(sizes.flags(length, batch))} --padded-vocab-size {sizes.vocab}"
+    return GptNetwork.of(config_of(f"{flags} --bf16 {more}", device="cuda"))
+
+
+def num_bytes(works: list[Work], kind: str) -> float:
+    return sum(work.num_bytes for work in works if work.kind == kind)
+
+
+@ranks()
+def test_pointwise_bytes_are_those_of_a_traced_layer(context: ParallelContext) -> None:
+    s, h = 128, 512
+    more = (
+        f"--hidden-size {h} --num-attention-heads 4 --num-query-groups 1 "
+        f"--ffn-hidden-size {7 * h // 2} --kv-channels 128"
+    )
+    planned = num_bytes(network("tiny", s, more).layer_work(experts=False), "pointwise")
+    step = gpt_step(context, LLAMA, torch.randn(s, 1, h, dtype=DTYPE))
+    # Attention on a CPU gives gradients in another layout, which is copied.
+    traced = [x for x in compiled_traffic(step).kernels if x.name != "copy_"]
+    found = sum(kernel.num_bytes for kernel in traced if kernel.kind == "pointwise")
+    assert planned == pytest.approx(found, rel=0.03)
+
+
+def test_a_logit_is_read_once_and_overwritten_once() -> None:
+    s, h, v = 64, 32, 4096
+    hidden, weight = (torch.randn(n, h, dtype=DTYPE, requires_grad=True) for n in (s, v))
+    labels, weights = torch.randint(v, (1, s)), torch.ones(1, s)
+
+    def step() -> None:
+        layout: dict[str, Any] = {"tp_group": None, "sequence_parallel": False}
+        given: tuple[Tensor, ...] = (hidden.unsqueeze(1), weight, labels, weights)
+        weighted_linear_cross_entropy(*given, **layout)[1].backward()  # type: ignore[no-untyped-call]
+
+    passes = [x.num_bytes for x in compiled_traffic(step).kernels if x.name == "compiled"]
+    assert sum(passes) == pytest.approx(LOGIT * s * v, rel=0.02)
+
+
+LENGTH = 8192
+SIZES = LLAMAS["3b"]
+MATRICES = SIZES.layers * (
+    SIZES.hidden * SIZES.head_size * (2 * SIZES.heads + 2 * SIZES.groups)
+    + 3 * SIZES.hidden * SIZES.ffn
+)
+TABLE = SIZES.vocab * SIZES.hidden
+
+
+def test_operations_of_a_3b_llama_by_class() -> None:
+    """Six operations per weight and token; attention makes its scores again going back."""
+    found = network("3b", LENGTH)
+    works = found.work(found.stages()[0])
+    counted = {work.kind: 0.0 for work in works}
+    for work in works:
+        counted[work.kind] += work.flops
+    assert counted["linear"] == 6 * MATRICES * LENGTH
+    assert counted["head"] == 6 * TABLE * LENGTH
+    scores = SIZES.layers * 2 * SIZES.hidden * LENGTH**2
+    assert counted["attention"] == (1 + 2.5) * scores
+    model = counted["linear"] + counted["head"] + 3 * scores
+    assert model == pytest.approx(SIZES.flops_per_token(LENGTH) * LENGTH)
+
+
+def test_eight_bits_cast_inputs_gradients_and_weights() -> None:
+    plain, eight = (
+        network("3b", LENGTH, more) for more in ("", "--fp8-format hybrid --fp8-recipe tensorwise")
+    )
+    works = eight.work(eight.stages()[0])
+    assert num_bytes(plain.work(plain.stages()[0]), "casts") == 0
+    x = SIZES
+    qkv = (x.heads + 2 * x.groups) * x.head_size
+    inputs = x.hidden + x.heads * x.head_size + x.hidden + x.ffn
+    gradients = qkv + x.hidden + 2 * x.ffn + x.hidden
+    numbers = x.layers * (inputs + gradients) * LENGTH + MATRICES
+    assert num_bytes(works, "casts") == 6 * numbers
