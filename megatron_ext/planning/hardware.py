@@ -172,7 +172,7 @@ class Efficiency:
 
 DEFAULT = Efficiency()
 FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
-"""With flash attention 3, on Hopper: 602 TFLOP/s forward, and 559 less 8% backward (the same)."""
+"""Flash attention 3, for Hopper only: 602 TFLOP/s forward, 559 less 8% backward (same source)."""
 
 GAP = 5e-6
 """Assumed seconds from the last work of a kernel to the full speed of the next; a guess."""

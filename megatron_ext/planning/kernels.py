@@ -31,8 +31,8 @@ KINDS = {
 """The classes of kernels, in the order of reports, and what belongs to each."""
 
 CASTS = {"delayed": (6, 3), "tensorwise": (6, 3), "rowwise": (8, 2)}
-"""For each recipe of `layers.fp8`, what a cast to 8 bits in both layouts takes: bytes read and
-written per 16-bit number, and kernels."""
+"""Cost of a cast to 8 bits in both layouts by recipe of `layers.fp8`: bytes read and written per
+16-bit number, and kernels."""
 
 
 def cast_of(recipe: str) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def cast_of(recipe: str) -> tuple[int, int]:
 
 
 class Phase(Enum):
-    """The part of a step that a kernel belongs to."""
+    """A part of a step, to which a kernel belongs."""
 
     FORWARD = "forward"
     INPUT = "gradient of the input"
@@ -51,7 +51,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """What the kernels of one class do in one phase of a micro-batch, or in the update of a step.
+    """Counts of the kernels of one class in a phase of a micro-batch, or in the update of a step.
 
     Attributes:
         kind: a key of `KINDS`.
