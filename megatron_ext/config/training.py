@@ -132,16 +132,30 @@ class TrainingConfig(Changeable):
         steps = self.train_epochs * steps_per_epoch
         return dataclasses.replace(self, train_iters=steps, train_epochs=None)
 
+    def microbatches(self, batch: int, replicas: int) -> int | None:
+        """Return the micro-batches of each replica in a step of ``batch`` samples.
+
+        With ``--decrease-batch-size-if-needed`` samples may be left over. Return None if that
+        number is not whole or not at least 1.
+        """
+        number, rest = divmod(batch, (self.micro_batch_size or 1) * replicas)
+        return number if number and (not rest or self.decrease_batch_size_if_needed) else None
+
     def microbatch_counts(self, replicas: int) -> list[int]:
         """Return, ascending, the numbers of micro-batches that a replica may have in a step."""
-        micro, batch = self.batch_sizes
+        counts = {self.microbatches(size, replicas) for size in self._sizes()}
+        return sorted(count for count in counts if count is not None)
+
+    def _sizes(self) -> list[int]:
+        """Return, ascending, the batch sizes that steps may have, before any rounding."""
+        _, batch = self.batch_sizes
         sizes = {batch}
         if self.step_batch_size_schedule is not None:
             sizes |= {size for _, size in parse_batch_schedule(self.step_batch_size_schedule)}
         elif self.rampup_batch_size is not None:
             start, increment, _ = self.rampup_batch_size
             sizes |= set(range(start, batch, increment))
-        return sorted({size // (micro * replicas) for size in sizes})
+        return sorted(sizes)
 
     def errors(self, data_parallel_size: int) -> Iterator[str]:
         """Yield a sentence for each fault in the flags of training."""
@@ -182,18 +196,37 @@ class TrainingConfig(Changeable):
             yield "`--micro-batch-size` is missing; 1 always works."
             return
         share = micro * replicas
-        rounds = self.decrease_batch_size_if_needed and (batch or share) >= share
-        if batch is not None and batch % share and not rounds:
+        if batch is not None and self.microbatches(batch, replicas) is None:
             lower, upper = batch // share * share, -(-batch // share) * share
             yield (
                 f"`--global-batch-size` ({batch}) must be divisible by micro-batch size × "
                 f"data-parallel size ({micro} × {replicas} = {share}); use "
                 f"{f'{lower} or ' if lower else ''}{upper}."
             )
-        elif self.step_batch_size_schedule is not None:
-            yield from self._schedule_errors()
+            return
+        changes: list[str] = []
+        if self.step_batch_size_schedule is not None:
+            changes = list(self._schedule_errors())
         elif self.rampup_batch_size is not None and batch is not None:
-            yield from self._rampup_errors(batch)
+            changes = list(self._rampup_errors(batch))
+        yield from changes
+        if batch is not None and not changes:
+            yield from self._reached_errors(share, replicas)
+
+    def _reached_errors(self, share: int, replicas: int) -> Iterator[str]:
+        """Yield a sentence about the first batch size that ranks cannot share, if any."""
+        flag = "rampup-batch-size" if self.rampup_batch_size else "step-batch-size-schedule"
+        unfit = [x for x in self._sizes() if self.microbatches(x, replicas) is None]
+        for size in unfit[:1]:
+            reaches = f"`--{flag}` reaches the global batch size {size}, which must be"
+            product = f"micro-batch size × data-parallel size ({share})"
+            if size < share:
+                yield f"{reaches} at least {product}; use a larger one."
+            else:
+                yield (
+                    f"{reaches} divisible by {product}; use other sizes, or give "
+                    "`--decrease-batch-size-if-needed`."
+                )
 
     def _schedule_errors(self) -> Iterator[str]:
         text, batch = self.step_batch_size_schedule, self.global_batch_size

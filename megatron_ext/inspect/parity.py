@@ -27,7 +27,7 @@ from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import preflight, pretrain
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
 from megatron_ext.train.run import Run
-from megatron_ext.train.task import Task, TaskChoice, check_step_flags
+from megatron_ext.train.task import Task, TaskChoice, check_own_flags
 
 
 class GradientRecorder:
@@ -101,7 +101,7 @@ def record(
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
         with (folder / "log").open("w") as log, redirect_stdout(log):
-            check_step_flags(parsed.task, parsed.config)
+            check_own_flags(parsed.task, parsed.config)
             config, assets = preflight(parsed.config, parsed.task.preflight)
     except MegatronExtError as error:
         return Recording(layout, folder, [], failure=" ".join(error.messages))

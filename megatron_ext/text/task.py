@@ -19,6 +19,7 @@ from megatron_ext.text.config import (
 from megatron_ext.text.cost.network import GPT_COST
 from megatron_ext.text.data.blend import text_source
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
+from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
@@ -102,6 +103,7 @@ GPT = Task(
     model_chunk=build_gpt_chunk,
     forward_step=gpt_forward_step,
     takes_step_flags=gpt_forward_step,
+    chunk_sections={build_gpt_chunk: (HybridConfig,)},
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
     cost=GPT_COST,

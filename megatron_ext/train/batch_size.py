@@ -8,43 +8,41 @@ from typing import Any
 
 from megatron_ext.checkpoint.publish import BestCheckpoint
 from megatron_ext.config.training import TrainingConfig, parse_batch_schedule
-from megatron_ext.errors import ConfigError
 
 
 class BatchSize:
     """The batch size of the current step: constant, or changing with the consumed samples.
 
-    ``samples_per_microbatch`` is the micro-batch size times the data-parallel size.
+    Attributes:
+        samples_per_microbatch: the micro-batch size times the data-parallel size.
+        num_microbatches: the micro-batches of the current step on each data-parallel rank.
     """
 
-    global_batch_size: int
+    num_microbatches = 0
 
     def __init__(
         self, training: TrainingConfig, seq_length: int | None, data_parallel_size: int
     ) -> None:
         micro_batch_size, self._final = training.batch_sizes
         self.samples_per_microbatch = micro_batch_size * data_parallel_size
-        self._decreases = training.decrease_batch_size_if_needed
-        self._ramp = training.rampup_batch_size
-        self._flag, self._ramp_end = "--global-batch-size", -1
+        self._training, self._replicas = training, data_parallel_size
+        self._ramp, self._ramp_end = training.rampup_batch_size, -1
         self._steps: list[tuple[int, int]] = []
         if training.step_batch_size_schedule is not None:
-            self._flag = "--step-batch-size-schedule"
             steps = parse_batch_schedule(training.step_batch_size_schedule)
             self._steps = [(tokens // (seq_length or 1), batch) for tokens, batch in steps]
             self._ramp_end = self._steps[-1][0] - 1
         elif self._ramp is not None:
-            self._flag, self._ramp_end = "--rampup-batch-size", self._ramp[2]
-        self.global_batch_size = self._checked(self._size_at(0))
+            self._ramp_end = self._ramp[2]
+        self.update(0)
 
     def update(self, consumed_samples: int) -> bool:
-        """Set the batch size, and return whether the number of micro-batches has changed.
-
-        A batch size that is not divisible by ``samples_per_microbatch`` raises a ConfigError.
-        """
+        """Set the batch size, and return whether the number of micro-batches has changed."""
         before = self.num_microbatches
-        self.global_batch_size = self._checked(self._size_at(consumed_samples))
-        return self.num_microbatches != before
+        number = self._training.microbatches(self._size_at(consumed_samples), self._replicas)
+        assert number is not None, "the flags were checked before"
+        self.num_microbatches = number
+        return number != before
 
     def _size_at(self, consumed_samples: int) -> int:
         """Return the batch size that the flags ask for after this number of samples."""
@@ -57,29 +55,14 @@ class BatchSize:
         each = samples / ((self._final - start) // increment)
         return start + (int(consumed_samples / each) * increment if each else 0)
 
-    def _checked(self, size: int) -> int:
-        """Return the size, rounded down to whole micro-batches where the flags allow it."""
-        share = self.samples_per_microbatch
-        rounded = size // share * share if self._decreases else size
-        if rounded % share or not rounded:
-            raise ConfigError(
-                f"`{self._flag}` reaches the global batch size {size}, which must be "
-                f"divisible by micro-batch size × data-parallel size ({share}); change the start "
-                "or increment, or give `--decrease-batch-size-if-needed`."
-                if rounded
-                else f"`{self._flag}` reaches the global batch size {size}, which must be at least "
-                f"micro-batch size × data-parallel size ({share}); use a larger one."
-            )
-        return rounded
-
     def is_final(self, consumed_samples: int) -> bool:
         """Return whether the batch size has reached its last value."""
         return consumed_samples > self._ramp_end
 
     @property
-    def num_microbatches(self) -> int:
-        """Return the current number of micro-batches of a step on each data-parallel rank."""
-        return self.global_batch_size // self.samples_per_microbatch
+    def global_batch_size(self) -> int:
+        """Return the samples of the current step on all ranks."""
+        return self.num_microbatches * self.samples_per_microbatch
 
 
 def number_of_iterations(

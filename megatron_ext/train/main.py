@@ -36,7 +36,7 @@ from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.reporting.start import start_lines
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from megatron_ext.train.task import Preflight, Task, TaskChoice, check_step_flags
+from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags
 
 EVERYWHERE = (
     # megatron-core deprecates its own default of a field.
@@ -64,17 +64,21 @@ ON_A_CPU = (
 )
 
 
+def _lacks(message: str, record: logging.LogRecord) -> bool:
+    """Return False, so as not to log, for a record that contains ``message``."""
+    return message not in record.getMessage()
+
+
+_FILTERS = {name: partial(_lacks, message) for name, message in LOGGED.items()}
+"""One filter for each logger, which takes the same one only once."""
+
+
 def silence_known_warnings(device: str) -> None:
     """Silence known warnings of ``device``, cuda or cpu, in this process and ranks forked later."""
     for message in EVERYWHERE + (ON_A_CPU if device == "cpu" else ()):
         warnings.filterwarnings("ignore", message=message)
-    for name, message in LOGGED.items():
-        logging.getLogger(name).addFilter(partial(_lacks, message))
-
-
-def _lacks(message: str, record: logging.LogRecord) -> bool:
-    """Return False, so as not to log, for a record that contains ``message``."""
-    return message not in record.getMessage()
+    for name, silenced in _FILTERS.items():
+        logging.getLogger(name).addFilter(silenced)
 
 
 Work = Callable[[Run], "int | None"]
@@ -115,7 +119,7 @@ def main(
             return 0
         logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
         device, task = select(parsed.config.parallel.distributed_backend), parsed.task
-        check_step_flags(task, parsed.config)
+        check_own_flags(task, parsed.config)
         config, assets = preflight(parsed.config, task.preflight)
         silence_known_warnings(device.kind)
         for note in parsed.notes if first else ():

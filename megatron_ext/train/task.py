@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,6 +89,8 @@ class Task(TaskFlags):
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
         takes_step_flags: True, or the forward step itself, if the forward step implements
             `STEP_FLAGS`; otherwise these flags are refused.
+        chunk_sections: by a model chunk, the sections of flags that it alone implements; a task
+            with another model chunk refuses these flags.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
             ``process_non_loss_data_func``. ``collected`` holds the result of the loss function
@@ -111,6 +113,7 @@ class Task(TaskFlags):
     step_runner: Callable[..., Any] | None = None
     cost: TaskCost | None = None
     takes_step_flags: bool | ForwardStep = False
+    chunk_sections: Mapping[ModelChunk, Sequence[type]] = field(default_factory=dict)
     process_non_loss_data: ProcessNonLossData | None = None
     non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
 
@@ -170,23 +173,37 @@ class TaskChoice:
         return TaskChoice(tuple(changed.values()), lambda config: changed[self.pick(config)])
 
 
-def check_step_flags(task: Task, config: RunConfig) -> None:
-    """Raise a ConfigError with a sentence for each given flag that the forward step ignores."""
+def check_own_flags(task: Task, config: RunConfig) -> None:
+    """Raise a ConfigError with a sentence for each flag that the task's step or model ignores."""
+    errors = [*_step_errors(task, config), *_chunk_errors(task, config)]
+    if errors:
+        raise ConfigError(errors)
+
+
+def _step_errors(task: Task, config: RunConfig) -> list[str]:
     takes = task.takes_step_flags
     if takes is True or (takes is not False and takes is task.forward_step):
-        return
+        return []
     given = [x for name, only in STEP_FLAGS.items() for x in changed(config, [name], only)]
     step = getattr(task.forward_step, "__name__", "none")
     left_out = {name for fields in task.left_out.values() for name in fields}
-    errors = [
+    return [
         f"`{flag}` is left out of account by the forward step of this task (`{step}`); leave it "
         "out, or let the step call `text.step.gpt_forward_step`, which knows it, and say "
         "`takes_step_flags=True` in the task."
         for flag in given
         if flag.lstrip("-").replace("-", "_") not in left_out
     ]
-    if errors:
-        raise ConfigError(errors)
+
+
+def _chunk_errors(task: Task, config: RunConfig) -> list[str]:
+    own = getattr(task.model_chunk, "__name__", "its own")
+    return [
+        f"`{flag}` is left out of account by the model of this task (`{own}`); leave it out."
+        for chunk, kinds in task.chunk_sections.items()
+        if chunk is not task.model_chunk
+        for flag in changed(config, [*named([kind for kind in kinds if config.has(kind)])])
+    ]
 
 
 def no_datasets(*_: Any) -> Datasets:

@@ -1,13 +1,13 @@
 """`--hybrid-layer-pattern` sets the flags of the GPT that it spells, or says what is wrong."""
 
-from pathlib import Path
-
 import pytest
 
 from megatron_ext import core
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.hybrid import HybridConfig, Pattern, read_pattern
 from megatron_ext.text.model import gpt
+from megatron_ext.text.task import GPT
+from megatron_ext.train.task import check_own_flags
 from tests.training_runs import SMALL, check_refused, config_of, errors_of, prepared, without
 
 BASE = without(SMALL, "--num-layers")
@@ -88,11 +88,20 @@ def test_what_a_pattern_cannot_be_is_said(flags: str, sentence: str) -> None:
 
 
 @HAS
-def test_a_model_of_the_users_own_is_refused(tmp_path: Path) -> None:
-    class Own(gpt.GPTModel):
-        pass
+def test_a_model_of_the_users_own_is_refused_before_ranks_start() -> None:
+    def own_chunk(*_: object, **__: object) -> None:
+        raise AssertionError("nothing is built")
 
-    _, config, _ = prepared([*BASE, "--hybrid-layer-pattern", "*-*-"])
-    with pytest.raises(ConfigError, match="does not go with a model of your own"):
-        gpt._model_class(config, Own)
+    words = [*BASE, "--train-iters", "1", "--hybrid-layer-pattern", "*-*-"]
+    task = GPT.replace(model_chunk=own_chunk)
+    _, config, _ = prepared(words, GPT)
+    check_own_flags(GPT, config)
+    with pytest.raises(ConfigError) as caught:
+        check_own_flags(task, config)
+    assert list(caught.value.messages) == [
+        "`--hybrid-layer-pattern` is left out of account by the model of this task (`own_chunk`); "
+        "leave it out."
+    ]
+    own = type("Own", (gpt.GPTModel,), {})
+    assert gpt._model_class(config, own) is own
     assert gpt._model_class(config, gpt.GPTModel).__name__ == "HybridModel"

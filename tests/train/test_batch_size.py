@@ -1,27 +1,19 @@
 """Growing batches and run lengths equal counts made by hand."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_ext.config.training import parse_batch_schedule
-from megatron_ext.errors import ConfigError
+from megatron_ext.config.training import TrainingConfig, parse_batch_schedule
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations
 
 
-def _training(**values: Any) -> Any:
-    base = {
-        "global_batch_size": 16,
-        "micro_batch_size": 2,
-        "decrease_batch_size_if_needed": False,
-        "rampup_batch_size": None,
-        "step_batch_size_schedule": None,
-        "train_iters": None,
-        "train_samples": None,
-        "batch_sizes": (2, 16),
-    }
-    return SimpleNamespace(**{**base, **values})
+def _training(**values: Any) -> TrainingConfig:
+    return TrainingConfig(**{"global_batch_size": 16, "micro_batch_size": 2, **values})
+
+
+def _errors(replicas: int, **values: Any) -> list[str]:
+    return list(_training(train_iters=1, **values).errors(replicas))
 
 
 def test_constant() -> None:
@@ -47,8 +39,16 @@ def test_ramp_up_grows_by_its_increment_or_is_refused() -> None:
     assert number_of_iterations(training, 8, 1) == 6
     assert number_of_iterations(_training(train_samples=60), 8, 1) == 3
     assert number_of_iterations(_training(train_iters=7), 8, 1) == 7
-    with pytest.raises(ConfigError, match=r"reaches the global batch size 4, .* \(8\)"):
-        BatchSize(_training(rampup_batch_size=[4, 4, 24]), 8, 4)
+    assert _errors(4, rampup_batch_size=[4, 4, 24]) == [
+        "`--rampup-batch-size` reaches the global batch size 4, which must be at least "
+        "micro-batch size × data-parallel size (8); use a larger one."
+    ]
+    assert _errors(2, rampup_batch_size=[4, 6, 24]) == [
+        "`--rampup-batch-size` reaches the global batch size 10, which must be divisible by "
+        "micro-batch size × data-parallel size (4); use other sizes, or give "
+        "`--decrease-batch-size-if-needed`."
+    ]
+    assert _errors(2, rampup_batch_size=[4, 4, 24]) == []
     # Without samples the ramp is over after the first step.
     assert _seen(BatchSize(_training(rampup_batch_size=[4, 4, 0]), 8, 1), 0, 4) == [(4, 2), (16, 8)]
 
@@ -56,8 +56,10 @@ def test_ramp_up_grows_by_its_increment_or_is_refused() -> None:
 def test_sizes_are_rounded_down_to_what_ranks_can_share() -> None:
     rounding = {"rampup_batch_size": [5, 11, 20], "decrease_batch_size_if_needed": True}
     assert _seen(BatchSize(_training(**rounding), 8, 2), 0, 21) == [(4, 1), (16, 4)]
-    with pytest.raises(ConfigError, match=r"size 5, which must be at least .* \(8\); use a larger"):
-        BatchSize(_training(**rounding), 8, 4)
+    (error,) = _errors(4, **rounding)
+    assert "`--rampup-batch-size` reaches the global batch size 5, which must be at least" in error
+    (error,) = _errors(4, step_batch_size_schedule="0:4 96:16")
+    assert "`--step-batch-size-schedule` reaches the global batch size 4, which must be" in error
 
 
 def test_a_schedule_of_steps_counts_tokens() -> None:

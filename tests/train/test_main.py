@@ -87,6 +87,9 @@ def test_known_noise_is_silent(device: str, message: str, kind: type[Warning], h
 
 def test_what_core_logs_for_programmers_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     silence_known_warnings("cpu")
+    once = [list(logging.getLogger(name).filters) for name in LOGGED]
+    silence_known_warnings("cpu")
+    assert [logging.getLogger(name).filters for name in LOGGED] == once
     for name, message in LOGGED.items():
         logging.getLogger(name).warning("a class: %s and more", message)
         logging.getLogger(name).warning("the model is odd")

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_ext.inspect.audit.defect import Defect, State
+from megatron_ext.inspect.audit.defect import (
+    BY_MEAN,
+    NEWER,
+    Defect,
+    Rule,
+    State,
+    auxiliary,
+    depth,
+    learned,
+    sequence_loss,
+    split_tokens,
+)
 
 MODEL: tuple[Defect, ...] = (
     Defect(
@@ -22,6 +33,20 @@ MODEL: tuple[Defect, ...] = (
             "`test_d01_parallel_ranks_do_not_shrink_auxiliary_losses`, "
             "`test_d01_d02_d03_d28_transformer_engines_layers_have_our_router`"
         ),
+        rules=(
+            Rule(
+                (
+                    lambda x: x.experts,
+                    lambda x: x.per_token,
+                    auxiliary,
+                    lambda x: split_tokens(x) > 1,
+                ),
+                lambda x: (
+                    f"Auxiliary gradients are {1 / split_tokens(x):.4g} of what they should be."
+                ),
+                f"{NEWER}, or {BY_MEAN}.",
+            ),
+        ),
     ),
     Defect(
         number="D2",
@@ -30,6 +55,13 @@ MODEL: tuple[Defect, ...] = (
         since=State("there", "2.0000"),
         ours="own path, as D1",
         test="`test_d02_masked_targets_do_not_make_auxiliary_losses_grow`",
+        rules=(
+            Rule(
+                (lambda x: x.experts, lambda x: x.per_token, auxiliary, lambda x: x.masked),
+                "Auxiliary gradients grow by tokens / unmasked targets: 2 times with half masked.",
+                f"Multiply the coefficients by the share of unmasked targets, or {BY_MEAN}.",
+            ),
+        ),
     ),
     Defect(
         number="D3",
@@ -38,6 +70,21 @@ MODEL: tuple[Defect, ...] = (
         since=State("fixed", "1.0000"),
         ours="own path, as D1",
         test="`test_d03_the_micro_batch_size_does_not_shrink_the_loss_of_sequences`",
+        rules=(
+            Rule(
+                (
+                    lambda x: x.experts,
+                    lambda x: x.per_token,
+                    sequence_loss,
+                    lambda x: x.size("--micro-batch-size") > 1,
+                ),
+                lambda x: (
+                    f"Its gradients are {1 / x.size('--micro-batch-size'):.4g} of what they "
+                    "should be."
+                ),
+                f"{NEWER}, or --micro-batch-size 1.",
+            ),
+        ),
     ),
     Defect(
         number="D4",
@@ -47,6 +94,14 @@ MODEL: tuple[Defect, ...] = (
         ours="own path: counts are clamped, `layers/auxiliary_loss.py`; a log of nothing is 0",
         test="`test_d04_a_batch_without_targets_leaves_numbers`",
         began="0.17",
+        rules=(
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.masked),
+                "A step without a target in a depth gives NaN in the log, and in gradients with "
+                "the mean of means.",
+                f"{NEWER}.",
+            ),
+        ),
     ),
     Defect(
         number="D5",
@@ -71,6 +126,19 @@ MODEL: tuple[Defect, ...] = (
             " `test_d05_stock_weighs_a_depth_by_the_targets_that_it_keeps`"
         ),
         began="0.17",
+        rules=(
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.per_token),
+                depth,
+                f"Nothing to switch; {BY_MEAN} if depths must weigh alike.",
+                only="0.16",
+            ),
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.per_token, lambda x: x.masked),
+                "A depth weighs by the rank's own targets: 1.402 of the right weight as measured.",
+                f"Nothing to switch; {BY_MEAN} if depths must weigh alike.",
+            ),
+        ),
     ),
     Defect(
         number="D6",
@@ -86,6 +154,14 @@ MODEL: tuple[Defect, ...] = (
             "`test_d06_stock_marks_the_first_copy_alone_as_an_embedding`"
         ),
         began="0.18",
+        rules=(
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.has("--decoupled-lr"), lambda x: x.pp > 1),
+                "The copies of the embedding take different steps: 0.001 instead of 0.01 as "
+                "measured.",
+                f"{NEWER}, or leave --decoupled-lr out.",
+            ),
+        ),
     ),
     Defect(
         number="D7",
@@ -105,6 +181,17 @@ MODEL: tuple[Defect, ...] = (
             "`test_d07_cores_embedding_ranks_mix_gradients`, "
             "`test_d07_own_stage_over_several_steps`"
         ),
+        rules=(
+            Rule(
+                (
+                    lambda x: x.mtp > 0,
+                    lambda x: x.pp > 1,
+                    lambda x: not x.program.startswith("pretrain_gpt"),
+                ),
+                "Gradients of the embedding are those of other ranks too: 1.667 as measured.",
+                "Pass get_embedding_ranks as Megatron-LM's pretrain_gpt.py does.",
+            ),
+        ),
     ),
     Defect(
         number="D8",
@@ -113,6 +200,14 @@ MODEL: tuple[Defect, ...] = (
         since=State("there", "as on 0.16: a third of the gradient on 2 stages"),
         ours="guard: refused, use rope",
         test="`tests/layers/test_mtp_layout.py::test_d08_learned_positions_on_several_stages_are_refused`",
+        rules=(
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.pp > 1, learned),
+                "Each stage has a table of positions of its own: a third of the gradient as "
+                "measured.",
+                "Use --position-embedding-type rope; Megatron-LM's own checks refuse learned ones.",
+            ),
+        ),
     ),
     Defect(
         number="D9",
@@ -131,6 +226,13 @@ MODEL: tuple[Defect, ...] = (
             "`test_d09_padding_brings_no_targets_and_none_crosses_documents`, "
             "`test_d09_stock_shifts_by_the_lengths_without_padding`"
         ),
+        rules=(
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.has("--sft")),
+                "Depths learn targets across packed samples: 10 instead of 9 as measured.",
+                "Leave --mtp-num-layers out of fine-tuning.",
+            ),
+        ),
     ),
     Defect(
         number="D10",
@@ -143,6 +245,13 @@ MODEL: tuple[Defect, ...] = (
             "`test_d10_documents_shorter_than_the_chunks_of_ranks`, "
             "`test_d10_stock_cannot_shift_a_short_document`"
         ),
+        rules=(
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.has("--sft"), lambda x: x.cp > 1),
+                lambda x: f"IndexError on samples shorter than {2 * x.cp} tokens per depth.",
+                "Use --context-parallel-size 1, or leave --mtp-num-layers out.",
+            ),
+        ),
     ),
     Defect(
         number="D11",
@@ -151,6 +260,17 @@ MODEL: tuple[Defect, ...] = (
         since=State("fixed", "gradients equal"),
         ours="recomputation changes nothing (2.4e-7); packed sequences are refused as yet",
         test="`tests/layers/test_mtp_normalization.py::test_d11_full_recomputation_changes_nothing`",
+        rules=(
+            Rule(
+                (
+                    lambda x: x.mtp > 0,
+                    lambda x: x.has("--sft"),
+                    lambda x: x.text("--recompute-granularity") == "full",
+                ),
+                "TypeError in the checkpoint function.",
+                f"{NEWER}, or --recompute-granularity selective.",
+            ),
+        ),
     ),
     Defect(
         number="D12",
@@ -179,6 +299,14 @@ MODEL: tuple[Defect, ...] = (
         ),
         test="`test_d13_d26_no_router_is_given_padding`",
         began="0.18",
+        rules=(
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.experts, lambda x: x.has("--sft")),
+                "Experts count padding as tokens: 32 instead of 19 (0.16), 20 (0.19) as measured.",
+                "Fill samples whole.",
+                depends="your forward step passes a padding mask",
+            ),
+        ),
     ),
     Defect(
         number="D14",
@@ -191,6 +319,13 @@ MODEL: tuple[Defect, ...] = (
         test=(
             "`test_d14_the_logged_loss_does_not_depend_on_micro_batches`, "
             "`tests/layers/test_mtp_layout.py::test_layout_gives_the_gradients_of_one_rank`"
+        ),
+        rules=(
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.masked),
+                "Only the log is off: 0.991 of the right loss on ragged data as measured.",
+                "Do not compare logged losses of depths between micro-batch sizes.",
+            ),
         ),
     ),
 )

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_ext.inspect.audit.defect import Defect, State
+from megatron_ext.inspect.audit.defect import (
+    NEWER,
+    Defect,
+    Rule,
+    State,
+    bias_recomputed,
+    depth_pieces,
+    full_pieces,
+    local,
+    unfit_vocabulary,
+    vocabulary,
+)
 
 REST: tuple[Defect, ...] = (
     Defect(
@@ -14,6 +25,18 @@ REST: tuple[Defect, ...] = (
         test=(
             "`test_d29_an_empty_split_is_refused_when_samples_are_asked_of_it`, "
             "`tests/text/data/test_gpt.py`, `test_d29_a_dataset_without_tokens_is_refused`"
+        ),
+        rules=(
+            Rule(
+                (
+                    lambda x: not x.has("--mock-data"),
+                    lambda x: x.has("--split"),
+                    lambda x: x.size("--eval-iters", 100) > 0,
+                ),
+                "The start counts epochs for ever.",
+                "Give each part of --split that is not 0 one document at least, or --eval-iters 0.",
+                depends="a part of --split comes to less than one document",
+            ),
         ),
     ),
     Defect(
@@ -28,6 +51,14 @@ REST: tuple[Defect, ...] = (
         test=(
             "`test_d30_the_key_of_a_cache_covers_what_decides_it`, `tests/text/data/test_gpt.py`"
         ),
+        rules=(
+            Rule(
+                (lambda x: not x.has("--mock-data"), lambda x: x.has("--data-cache-path")),
+                "Old indices are used for new files: 19 instead of 39 as measured.",
+                "Empty --data-cache-path when files of the data change.",
+                depends="the files of the data changed since the cache was written",
+            ),
+        ),
     ),
     Defect(
         number="D31",
@@ -41,6 +72,19 @@ REST: tuple[Defect, ...] = (
         test=(
             "`test_d31_stock_reads_int32_ids_as_pairs_of_uint16`, "
             "`test_d31_given_lengths_do_not_change_the_dtype`"
+        ),
+        rules=(
+            Rule(
+                (lambda x: x.has("--per-dataset-sequences-path"), vocabulary),
+                "Ids are read as pairs of halves: 0 0 1 0 2 for 0 1 2 3 4.",
+                "Leave --per-dataset-sequences-path out.",
+            ),
+            Rule(
+                (lambda x: x.has("--per-dataset-sequences-path"), unfit_vocabulary),
+                "Ids are read as pairs of halves: 0 0 1 0 2 for 0 1 2 3 4.",
+                "Leave --per-dataset-sequences-path out.",
+                depends="the vocabulary has 65,500 to 65,536 ids",
+            ),
         ),
     ),
     Defect(
@@ -76,6 +120,18 @@ REST: tuple[Defect, ...] = (
             "`test_d34_norms_under_sequence_parallelism`, `tests/layers/test_attention.py`, "
             "`tests/layers/test_pointwise.py`"
         ),
+        rules=(
+            Rule(
+                (local, lambda x: x.cp > 1),
+                "AssertionError: attention refuses context parallelism.",
+                "Use --transformer-impl transformer_engine.",
+            ),
+            Rule(
+                (local, lambda x: x.sequence_parallel),
+                "AssertionError without Apex: norms refuse sequence parallelism.",
+                "Use --transformer-impl transformer_engine.",
+            ),
+        ),
     ),
     Defect(
         number="D35",
@@ -85,7 +141,7 @@ REST: tuple[Defect, ...] = (
         ),
         stock=(
             "weights of experts are taken for dense ones, so that their gradients are summed "
-            "over the wrong ranks: 0.75 off at TP 2"
+            "over the wrong ranks: 0.69 off at TP 2"
         ),
         since=State("fixed", "gradients equal"),
         ours="own path: `mark_experts` in `layers/moe.py`, also in Transformer Engine's layers",
@@ -93,13 +149,20 @@ REST: tuple[Defect, ...] = (
             "`test_d35_whole_experts_sum_gradients_over_their_copies`, "
             "`test_d35_d36_runs_log_the_same_however_experts_are_shared`"
         ),
+        rules=(
+            Rule(
+                (lambda x: x.experts, lambda x: x.etp != x.tp, lambda x: x.ep == 1),
+                "Gradients of experts are summed over the wrong ranks: 0.69 off at TP 2.",
+                f"{NEWER}, or --expert-tensor-parallel-size as the tensor-parallel size.",
+            ),
+        ),
     ),
     Defect(
         number="D36",
         affected="experts with biases under sequence parallelism",
         stock=(
             "the gradient of the second bias is summed over the tensor-parallel ranks, which "
-            "hold other experts: 1.5 off at TP 2, EP 2, and the norm counts the bias of the "
+            "hold other experts: 1.7 off at TP 2, EP 2, and the norm counts the bias of the "
             "first rank alone"
         ),
         since=State("there", "1.7 off in the gradients at TP 2, EP 2"),
@@ -107,6 +170,19 @@ REST: tuple[Defect, ...] = (
         test=(
             "`test_d36_biases_of_other_experts_are_not_summed`, "
             "`test_d35_d36_runs_log_the_same_however_experts_are_shared`"
+        ),
+        rules=(
+            Rule(
+                (
+                    lambda x: x.experts,
+                    lambda x: x.biases,
+                    lambda x: x.sequence_parallel,
+                    lambda x: x.etp < x.tp,
+                    lambda x: x.ep > 1,
+                ),
+                "Gradients of the experts' second biases are summed over others': 1.7 off at TP 2.",
+                "Use --disable-bias-linear.",
+            ),
         ),
     ),
     Defect(
@@ -141,6 +217,26 @@ REST: tuple[Defect, ...] = (
                 ),
             ),
         ),
+        rules=(
+            Rule((bias_recomputed,), "Recomputes for ever.", "Use --disable-bias-linear."),
+            Rule(
+                (depth_pieces,),
+                "AssertionError in the depths of multi-token prediction.",
+                "Use --recompute-num-layers 1.",
+            ),
+            Rule(
+                (full_pieces,),
+                "IndexError at the last piece of a chunk.",
+                f"{NEWER}, or a --recompute-num-layers that divides the layers of a stage.",
+                only="0.16 0.17",
+            ),
+            Rule(
+                (lambda x: x.mtp > 0, lambda x: x.text("--recompute-granularity") == "full"),
+                "TypeError in the depths of multi-token prediction.",
+                f"{NEWER}, or --recompute-granularity selective.",
+                only="0.18",
+            ),
+        ),
     ),
     Defect(
         number="D38",
@@ -154,6 +250,14 @@ REST: tuple[Defect, ...] = (
         since=State("fixed", "rates are part of the mark of a group"),
         ours="own path: `optim/builder.py` sets it",
         test="`tests/checkpoint/test_optimizer_state.py::test_each_group_of_parameters_keeps_its_learning_rate`",
+        rules=(
+            Rule(
+                (lambda x: x.has("--decoupled-lr"), lambda x: x.resumes),
+                "After a resume matrices take the embedding's rate, or ValueError without the "
+                "distributed optimizer.",
+                f"{NEWER}, or leave --decoupled-lr out.",
+            ),
+        ),
     ),
     Defect(
         number="D39",
@@ -166,6 +270,18 @@ REST: tuple[Defect, ...] = (
         since=State("there", "a power of 2: 8 instead of 4"),
         ours="own path: `optim/update.py` lets all follow the one that overflowed",
         test="`test_d39_dense_weights_and_experts_have_one_loss_scale`",
+        rules=(
+            Rule(
+                (
+                    lambda x: x.experts,
+                    lambda x: x.has("--fp16"),
+                    lambda x: x.ep > 1,
+                    lambda x: not x.has("--loss-scale"),
+                ),
+                "After an overflow gradients of experts are off by a power of 2.",
+                "Use --bf16, or a fixed --loss-scale.",
+            ),
+        ),
     ),
     Defect(
         number="D40",
@@ -183,6 +299,13 @@ REST: tuple[Defect, ...] = (
         ),
         ours="own path: `checkpoint/state.py` settles the rates",
         test="`tests/checkpoint/test_optimizer_state.py::test_learning_rates_of_the_flags_or_of_the_checkpoint`",
+        rules=(
+            Rule(
+                (lambda x: x.has("--override-opt-param-scheduler"), lambda x: x.resumes),
+                "Another --lr changes nothing (0.16), or the resume fails (0.19).",
+                "Resume with the same --lr, or with --no-load-optim.",
+            ),
+        ),
     ),
     Defect(
         number="D41",
@@ -199,5 +322,23 @@ REST: tuple[Defect, ...] = (
             "values in"
         ),
         test="`tests/train/test_resume.py`",
+        rules=(
+            Rule(
+                (
+                    lambda x: x.has("--dist-ckpt-optim-fully-reshardable"),
+                    lambda x: x.has("--use-distributed-optimizer"),
+                    lambda x: x.resumes or x.has("--save"),
+                    lambda x: (
+                        x.has("--overlap-grad-reduce")
+                        or (
+                            x.pp > 1
+                            and (x.mtp > 0 or not x.has("--untie-embeddings-and-output-weights"))
+                        )
+                    ),
+                ),
+                "Optimizer values behind the first padding are shifted after a resume.",
+                "Leave --dist-ckpt-optim-fully-reshardable out.",
+            ),
+        ),
     ),
 )

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_ext.inspect.audit.defect import Defect, State
+from megatron_ext.inspect.audit.defect import (
+    BY_MEAN,
+    NEWER,
+    Defect,
+    Rule,
+    State,
+    auxiliary,
+    local,
+    positive,
+)
 
 STEP: tuple[Defect, ...] = (
     Defect(
@@ -23,6 +32,18 @@ STEP: tuple[Defect, ...] = (
             "`test_d15_d16_no_run_has_either_configuration`, "
             "`tests/schedules/test_runtime.py::test_zero_bubble_and_virtual_chunks_train_like_1f1b`"
         ),
+        rules=(
+            Rule(
+                (
+                    lambda x: x.interleaved,
+                    lambda x: x.pp == 2,
+                    lambda x: x.has("--no-overlap-p2p-communication"),
+                ),
+                "Messages of the two stages swap: gradients are 1.7 % off and more.",
+                "Leave --no-overlap-p2p-communication out; Megatron-LM's own checks refuse it "
+                "here.",
+            ),
+        ),
     ),
     Defect(
         number="D16",
@@ -36,6 +57,17 @@ STEP: tuple[Defect, ...] = (
             "`tests/schedules/test_runtime.py::test_d16_outputs_are_deallocated_and_messages_stay_whole`"
         ),
         began="0.18",
+        rules=(
+            Rule(
+                (
+                    lambda x: x.interleaved,
+                    lambda x: x.pp > 1,
+                    lambda x: not x.has("--no-overlap-p2p-communication"),
+                ),
+                "A buffer may be freed while it is sent: gradients off by 4e-4 to 1e28, by chance.",
+                f"{NEWER}, or with more than two stages --no-overlap-p2p-communication.",
+            ),
+        ),
     ),
     Defect(
         number="D17",
@@ -75,6 +107,14 @@ STEP: tuple[Defect, ...] = (
             (release, State("changed", "`TypeError`: `backward_step` lost an argument"))
             for release in ("0.17", "0.18")
         ),
+        rules=(
+            Rule(
+                (lambda x: x.has("--hybrid-context-parallel"),),
+                "A flag is taken for a size, a two-valued loss becomes 0; TypeError on 0.17 and "
+                "0.18.",
+                f"{NEWER}, or leave --hybrid-context-parallel out.",
+            ),
+        ),
     ),
     Defect(
         number="D21",
@@ -95,6 +135,16 @@ STEP: tuple[Defect, ...] = (
             "`test_d21_one_bad_gradient_skips_the_step`, `tests/optim/test_update.py`, "
             "`test_a_skipped_step_is_announced_once_when_it_happens`"
         ),
+        rules=(
+            Rule(
+                (
+                    lambda x: x.has("--no-check-for-nan-in-loss-and-grad"),
+                    lambda x: not x.has("--fp16"),
+                ),
+                "One NaN gradient makes every weight NaN after two steps.",
+                "Leave --no-check-for-nan-in-loss-and-grad out: the run then stops instead.",
+            ),
+        ),
     ),
     Defect(
         number="D22",
@@ -109,6 +159,17 @@ STEP: tuple[Defect, ...] = (
             "`test_d22_stock_rounds_the_gradient_of_the_fused_loss_to_bf16`, "
             "`test_d22_in_bf16_the_fused_gradient_is_the_unfused_one`, "
             "`test_d22_the_fused_loss_without_bf16_is_refused_and_none_on_a_cpu`"
+        ),
+        rules=(
+            Rule(
+                (
+                    lambda x: x.has("--cross-entropy-loss-fusion"),
+                    lambda x: x.text("--cross-entropy-fusion-impl", "native") == "native",
+                    lambda x: not x.has("--bf16"),
+                ),
+                "The gradient of the loss is rounded to bf16: error 1.9e-3.",
+                "Leave --cross-entropy-loss-fusion out, or train with --bf16.",
+            ),
         ),
     ),
     Defect(
@@ -139,6 +200,15 @@ STEP: tuple[Defect, ...] = (
             "`test_d24_ours_is_the_same_on_two_ranks`, "
             "`test_d24_whole_logits_are_not_smoothed`"
         ),
+        rules=(
+            Rule(
+                (lambda x: positive(x, "--label-smoothing"), lambda x: x.tp > 1),
+                lambda x: (
+                    f"Losses are smoothed over 1/{x.tp} of the vocabulary: 1.8e-2 off at TP 2."
+                ),
+                "Use --tensor-model-parallel-size 1, or no smoothing.",
+            ),
+        ),
     ),
     Defect(
         number="D25",
@@ -148,6 +218,13 @@ STEP: tuple[Defect, ...] = (
         ours="own path: `layers/moe.py` `Router.gating`",
         test="`test_d25_the_router_works_without_transformer_engine`",
         began="0.17",
+        rules=(
+            Rule(
+                (lambda x: x.experts, local),
+                "NameError te_general_gemm where Transformer Engine is not installed.",
+                f"{NEWER}, or install Transformer Engine.",
+            ),
+        ),
     ),
     Defect(
         number="D26",
@@ -158,6 +235,18 @@ STEP: tuple[Defect, ...] = (
         test=(
             "`test_d26_stock_masks_an_expert_instead_of_a_padded_token`, "
             "`test_d13_d26_no_router_is_given_padding`"
+        ),
+        rules=(
+            Rule(
+                (
+                    lambda x: x.experts,
+                    lambda x: x.has("--moe-router-enable-expert-bias"),
+                    lambda x: x.has("--sft"),
+                ),
+                "An expert's count is masked instead of a token's: 0 instead of 3 as measured.",
+                "Pass no padding mask, or leave --moe-router-enable-expert-bias out.",
+                depends="your forward step passes a padding mask",
+            ),
         ),
     ),
     Defect(
@@ -174,6 +263,19 @@ STEP: tuple[Defect, ...] = (
             "`test_d27_a_stage_without_experts_logs_what_one_rank_logs`"
         ),
         began="0.17",
+        rules=(
+            Rule(
+                (
+                    lambda x: x.experts,
+                    lambda x: x.mtp > 0,
+                    lambda x: x.pp > 1,
+                    lambda x: "0" in x.text("--moe-layer-freq"),
+                    auxiliary,
+                ),
+                "Only the log: a stage without experts sizes it otherwise, 4 entries for 5.",
+                f"{NEWER}.",
+            ),
+        ),
     ),
     Defect(
         number="D28",
@@ -184,6 +286,14 @@ STEP: tuple[Defect, ...] = (
         test=(
             "`test_d28_a_step_without_targets_has_no_auxiliary_gradient`, "
             "`tests/layers/test_moe.py`"
+        ),
+        rules=(
+            Rule(
+                (lambda x: x.experts, lambda x: x.per_token, auxiliary, lambda x: x.masked),
+                "In a step whose targets are all masked, auxiliary gradients are as many times too "
+                "large as it has tokens.",
+                f"Leave samples without targets out of the data, or {BY_MEAN}.",
+            ),
         ),
     ),
 )

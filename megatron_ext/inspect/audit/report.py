@@ -20,13 +20,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.inspect.audit.defect import RELEASES
-from megatron_ext.inspect.audit.defects import BY_NUMBER, DEFECTS
+from megatron_ext.inspect.audit.defect import RELEASES, Defect
+from megatron_ext.inspect.audit.defects_model import MODEL
+from megatron_ext.inspect.audit.defects_rest import REST
+from megatron_ext.inspect.audit.defects_step import STEP
 from megatron_ext.inspect.audit.expand import readable
 from megatron_ext.inspect.audit.flags import Flags, Undecided
 from megatron_ext.inspect.audit.launches import Launch
-from megatron_ext.inspect.audit.rules import RULES
 from megatron_ext.inspect.audit.script import Script, read_script
+
+DEFECTS: tuple[Defect, ...] = (*MODEL, *STEP, *REST)
+"""All defects in the order of their numbers."""
 
 FILES = "data layers losses mtp optimizer router schedules stages".split()
 """Endings of the files beside this one that reproduce defects."""
@@ -86,11 +90,9 @@ def judge(launch: Launch, minor: str) -> tuple[list[Finding], list[str]]:
     """Return the findings of a launch on a minor release, and what the script leaves open."""
     found: list[Finding] = []
     notes: list[str] = []
-    for number, rules in RULES.items():
-        state = BY_NUMBER[number].state(minor)
-        if state.kind == "fixed":
-            continue
-        for rule in rules:
+    for defect in DEFECTS:
+        number, state = defect.number, defect.state(minor)
+        for rule in defect.rules if state.kind != "fixed" else ():
             if rule.only and minor not in rule.only.split():
                 continue
             flags = Flags(launch)
@@ -106,11 +108,8 @@ def judge(launch: Launch, minor: str) -> tuple[list[Finding], list[str]]:
                 continue
             used = tuple(dict.fromkeys(flags.used))
             where = ", ".join(f"{text}: {'yes' if yes else 'no'}" for text, yes in launch.assumed)
-            affected = BY_NUMBER[number].affected
-            kind = state.kind
-            found.append(
-                Finding(number, affected, kind, size, rule.advice, used, rule.depends, where)
-            )
+            about = number, defect.affected, state.kind, size, rule.advice
+            found.append(Finding(*about, used, rule.depends, where))
             break
     return found, notes
 
@@ -176,7 +175,7 @@ def show_list(console: Console) -> None:
     """Print all defects with their states."""
     table = Table("defect", "affected", *RELEASES, "flags")
     for x in DEFECTS:
-        judged = "judged by flags" if x.number in RULES else "no flag hits it"
+        judged = "judged by flags" if x.rules else "no flag hits it"
         cells = x.number, x.affected, *(x.state(y).kind for y in RELEASES), judged
         table.add_row(*map(escape, cells))
     console.print(table)
@@ -188,7 +187,7 @@ def reproduce(number: str) -> str:
     Raises:
         ConfigError: the defect is unknown, or has no reproduction.
     """
-    if number not in BY_NUMBER:
+    if number not in [x.number for x in DEFECTS]:
         raise ConfigError(f"--reproduce ({number}) is no defect; use D1 to {DEFECTS[-1].number}.")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("ignore")

@@ -48,14 +48,10 @@ class GPTModel(TextModel, CoreGPTModel):  # type: ignore[misc]
 
 
 def _model_class(config: RunConfig, given: Callable[..., TextModel]) -> Callable[..., TextModel]:
-    """Return the given class, or with ``--hybrid-layer-pattern`` our HybridModel in its place."""
-    if not config.has(HybridConfig) or config.section(HybridConfig).hybrid_layer_pattern is None:
+    """Return the given class, or HybridModel for `GPTModel` and ``--hybrid-layer-pattern``."""
+    asked = config.has(HybridConfig) and config.section(HybridConfig).hybrid_layer_pattern
+    if not asked or given is not GPTModel:
         return given
-    if given is not GPTModel:
-        raise ConfigError(
-            "`--hybrid-layer-pattern` does not go with a model of your own, which is a GPTModel; "
-            "give `--num-layers`."
-        )
     from megatron_ext.text.model.hybrid import HybridModel
 
     return HybridModel
@@ -78,8 +74,7 @@ def build_gpt_chunk(
         post_process: the chunk holds the output layer.
         model_class: `GPTModel`, a subclass of it, or a function that returns an instance.
 
-    Raise a ConfigError if the vocabulary size is not set, or if a class is given beside
-    ``--hybrid-layer-pattern``.
+    Raise a ConfigError if the vocabulary size is not set.
     """
     model = config.model
     if not model.padded_vocab_size:

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.inspect.audit.defect import RELEASES
-from megatron_ext.inspect.audit.defects import BY_NUMBER, DEFECTS
 from megatron_ext.inspect.audit.launches import Launch
-from megatron_ext.inspect.audit.report import audit, main
-from megatron_ext.inspect.audit.rules import RULES
+from megatron_ext.inspect.audit.report import DEFECTS, audit, main
 from megatron_ext.inspect.audit.script import Script, read_text
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -94,13 +92,14 @@ def judged(flags: str, core: str, program: str = "pretrain_gpt.py") -> tuple[set
 def test_seeded_flags_are_named(number: str, core: str) -> None:
     program = "pretrain_hybrid.py" if number == "D7" else "pretrain_gpt.py"
     found, depends = judged(SEEDED[number], core, program)
-    there = BY_NUMBER[number].state(core[:4]).kind != "fixed"
+    (defect,) = [x for x in DEFECTS if x.number == number]
+    there = defect.state(core[:4]).kind != "fixed"
     assert (number in found | depends) == there
     assert (number in depends) == (there and number in ("D13", "D26", "D29", "D30"))
 
 
 def test_every_rule_is_seeded() -> None:
-    assert set(SEEDED) == set(RULES)
+    assert set(SEEDED) == {x.number for x in DEFECTS if x.rules}
 
 
 @pytest.mark.parametrize("core", ["0.16.1", "0.18.2", "0.19.2"])
