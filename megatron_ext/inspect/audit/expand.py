@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.inspect.audit.shell_nodes import Function
-from megatron_ext.inspect.audit.shell_words import Lexer, Part, Word
+from megatron_ext.inspect.audit.shell_words import CLOSE, OPEN, Lexer, Part, Word
 
-OPEN, CLOSE, _BLANK = "\ue000", "\ue001", "\ue002"
+_BLANK = "\ue002"
 _MARK = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 _PARAM = re.compile(
     r"(!?)(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[((?:[^\[\]]|\[[^\]]*\])*)\])?(.*)", re.DOTALL
 )
+_STAR = re.compile(r"\*|\w+\[\*\]")
+"""What follows ``${`` where all values become one word."""
 _DEFAULTS = re.compile(r"(:?[-=+?])(.*)", re.DOTALL)
 
 Value = str | tuple[str, ...] | dict[str, str]
@@ -62,6 +64,12 @@ class World:
             self.status, self.ended, self.capture,
         )  # fmt: skip
 
+    @property
+    def blanks(self) -> str:
+        """The characters at which values are split; the first joins the values of ``[*]``."""
+        given = self.variables.get("IFS", " ")
+        return given if isinstance(given, str) and not unknowns(given) else " "
+
     def get(self, name: str) -> Value | None:
         """Return a variable or a positional parameter, None if nothing gave it a value."""
         if name.isdigit():
@@ -93,7 +101,7 @@ def fields(word: Word, world: World) -> list[str]:
             pieces = values
         else:
             for value in values:
-                pieces += _split(value) if len(values) == 1 or value else []
+                pieces += _split(value, world) if len(values) == 1 or value else []
         for index, piece in enumerate(pieces):
             if index:
                 if current:
@@ -107,10 +115,28 @@ def _quoted(word: Word) -> bool:
     return any(part.quoted and part.kind == "text" for part in word)
 
 
-def _split(value: str) -> list[str]:
+def _split(value: str, world: World) -> list[str]:
     """Split at blanks; a blank at an end separates from what stands beside it."""
-    pieces = re.split(r"[ \t\n]+", value)
+    pieces = re.split(_blanks(world), value)
     return pieces if any(pieces) or not value else ["", ""]
+
+
+def _blanks(world: World) -> str:
+    return r"[ \t\n]+" if not world.blanks.strip() else f"[{re.escape(world.blanks)}]"
+
+
+def split_for(names: Sequence[str], value: str, world: World) -> dict[str, str]:
+    """Return a text as ``read`` shares it out among variables; the last one has the rest."""
+    pieces, blanks = [], _blanks(world)
+    for _ in names[1:]:
+        piece, value = [*re.split(blanks, value, maxsplit=1), ""][:2]
+        pieces.append(piece)
+    return dict(zip(names, [*pieces, value], strict=True))
+
+
+def split_all(value: str, world: World) -> tuple[str, ...]:
+    """Return the elements of an array that is read from a text."""
+    return tuple(x for x in re.split(_blanks(world), value.strip()) if x)
 
 
 def text_of(word: Word, world: World) -> str:
@@ -129,7 +155,8 @@ def _values(part: Part, world: World) -> list[str]:
         if world.capture is None:
             return [unknown(f"$({part.text.strip()})")]
         return [world.capture(part.text, world)]
-    return parameter(part.text, world)
+    values = parameter(part.text, world)
+    return [world.blanks[:1].join(values)] if part.quoted and _STAR.match(part.text) else values
 
 
 def parameter(text: str, world: World) -> list[str]:
@@ -151,6 +178,14 @@ def parameter(text: str, world: World) -> list[str]:
         if values is None or any(map(unknowns, values)):
             return [unknown(f"#{name}")]
         return [str(len(values) if key in ("@", "*") else len("".join(values)))]
+    if (
+        values
+        and rest.startswith(":")
+        and "@*".find(key or name) >= 0
+        and not _DEFAULTS.match(rest)
+    ):
+        # Positional parameters are counted from 1.
+        return _slice(values, rest, world, int(not key))
     return _with_operator(name, values, rest, world)
 
 
@@ -180,7 +215,7 @@ def _with_operator(name: str, values: list[str] | None, rest: str, world: World)
     if not given:
         if values is None:
             return [unknown(name)] if name not in ("@", "*") else [unknown("@")]
-        return [_edited(value, rest, world) for value in _slice(values, rest, world)]
+        return [_edited(value, rest, world) for value in values]
     kind, word = given.groups()
     empty = values is None or (kind[0] == ":" and not any(values))
     if kind[-1] == "+":
@@ -198,13 +233,12 @@ def fields_text(text: str, world: World) -> str:
     return text_of(Lexer(text).word(""), world)
 
 
-def _slice(values: list[str], rest: str, world: World) -> list[str]:
-    """Return a part of an array for ``${A[@]:start:length}``."""
-    if len(values) < 2 or not rest.startswith(":"):
-        return values
+def _slice(values: list[str], rest: str, world: World, first: int) -> list[str]:
+    """Return a part of an array, which begins at ``first``, for ``${A[@]:start:length}``."""
     numbers = [arithmetic(x, world) for x in rest[1:].split(":")]
     start, length = numbers[0] or 0, numbers[1] if len(numbers) > 1 else None
-    return values[start:] if length is None else values[start : start + length]
+    found = values[start if start < 0 else max(start - first, 0) :]
+    return found if length is None else found[:length]
 
 
 def _edited(value: str, rest: str, world: World) -> str:
@@ -220,7 +254,9 @@ def _edited(value: str, rest: str, world: World) -> str:
     if rest[0] == "/":
         every = rest[:2] == "//"
         old, _, new = rest[1 + every :].partition("/")
+        anchor, old = (old[0], old[1:]) if old[:1] in ("#", "%") and not every else ("", old)
         pattern = _regex(fields_text(old, world))
+        pattern = {"#": rf"\A{pattern}", "%": rf"{pattern}\Z"}.get(anchor, pattern)
         return re.sub(pattern, lambda _: fields_text(new, world), value, count=0 if every else 1)
     if rest[0] == ":":
         numbers = [arithmetic(x, world) for x in rest[1:].split(":")]

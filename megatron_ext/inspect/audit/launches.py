@@ -9,10 +9,11 @@ from pathlib import Path
 
 from megatron_ext.errors import DataError
 from megatron_ext.inspect.audit.expand import (
-    OPEN,
     World,
     arithmetic,
     readable,
+    split_all,
+    split_for,
     test,
     text_of,
     unknown,
@@ -20,6 +21,7 @@ from megatron_ext.inspect.audit.expand import (
 )
 from megatron_ext.inspect.audit.shell import DECLARING, parse
 from megatron_ext.inspect.audit.shell_nodes import Simple
+from megatron_ext.inspect.audit.shell_words import OPEN
 from megatron_ext.inspect.audit.walk import Walk
 
 MAX_SOURCES = 20
@@ -32,10 +34,12 @@ _MEGATRON = frozenset(
     "--global-batch-size --num-experts --load".split()
 )
 """Flags by which the words of a training program are known where its name is open."""
-_SILENT = (
+_QUIET = frozenset(
     "echo printf cat ls cp mv rm ln sed awk grep mkdir chmod chown touch which pip git".split()
 )
-_QUIET = frozenset(_SILENT)
+"""Commands whose words are no launch, even where they name a training program."""
+_PLACE = re.compile(r"%[-+ 0-9.]*[bdfgiqsu]")
+"""A place for a word in a format of ``printf``."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,15 @@ class Reader(Walk):
         """Take note of a launch, or carry out a built-in command or a function."""
         name = words[0].rsplit("/", 1)[-1]
         if words[0] in world.functions:
-            return self._call(words, world)
-        if name in _BUILTINS:
-            return _BUILTINS[name](self, words, node, world)
-        if self._output is not None:
+            worlds = self._call(words, world)
+        elif name in _BUILTINS:
+            worlds = _BUILTINS[name](self, words, node, world)
+        elif self._output is not None:
             self._output.append(unknown("$(" + name + ")"))
-            return [world]
-        worlds = self.launched(words, node, world)
-        for each in worlds if before else []:
+            worlds = [world]
+        else:
+            worlds = self.launched(words, node, world)
+        for each in worlds if before and name not in DECLARING else []:
             for assign in node.assigns:
                 old = before.variables.get(assign.name) if before else None
                 each.variables.pop(assign.name, None)
@@ -110,7 +115,7 @@ class Reader(Walk):
         texts = [text_of(x, world) for x in node.documents]
         inner = [x for x in (*words[1:], *texts) if ".py" in x and re.search(r"\s--", x)]
         worlds = [world]
-        if inner and name not in ("echo", "printf", "grep", "sed", "awk", "rm"):
+        if inner and (name not in _QUIET or name == "cat"):
             for text in inner:
                 worlds = self._text(text, worlds)
         elif words[0].startswith("--") and self.found:
@@ -163,6 +168,11 @@ class Reader(Walk):
         if self._output is not None:
             self._output.append(text)
 
+    def join_lines(self) -> None:
+        """Join the lines that were printed so far within a command substitution."""
+        if self._output is not None:
+            self._output[:] = [" ".join("".join(self._output).split())]
+
     def variables(self, worlds: list[World]) -> None:
         """Take variables that hold flags for a launch, in a script that is sourced by another."""
         for world in worlds:
@@ -189,9 +199,24 @@ def _echo(reader: Reader, words: list[str], node: Simple, world: World) -> list[
     rest = words[1:]
     while rest and re.fullmatch(r"-[neE]+", rest[0]):
         rest = rest[1:]
-    if words[0] == "printf" and rest and "%s" in rest[0]:
-        rest = [rest[0].replace("%s", " ".join(rest[1:])).replace("\\n", "\n")]
     reader.say(" ".join(rest) + "\n")
+    return [world]
+
+
+def _printf(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
+    """Print words in a format, which is used again while words are left."""
+    rest = [x for x in words[1:3] if x != "--"] + words[3:]
+    name = rest[1] if rest[0] == "-v" else ""
+    form, *rest = rest[2:] if name else rest
+    form = form.replace("\\n", "\n").replace("\\t", "\t")
+    places, printed = len(_PLACE.findall(form)), ""
+    while not printed or (rest and places):
+        taken, rest = iter(rest[:places]), rest[places:]
+        printed += _PLACE.sub(lambda _: next(taken, ""), form) or "\n"  # noqa: B023
+    if name:
+        world.variables[name] = printed
+    else:
+        reader.say(printed)
     return [world]
 
 
@@ -202,13 +227,29 @@ def _cat(reader: Reader, words: list[str], node: Simple, world: World) -> list[W
 
 
 def _read(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
-    """Set the variable of ``read`` to its heredoc, or leave it open."""
-    names = [x for x in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", x)]
-    texts = [text_of(x, world) for x in node.documents]
-    array = any(re.fullmatch(r"-\w*a\w*", x) for x in words)
-    for name in names[-1:]:
-        value = "\n".join(texts) if texts else unknown(name)
-        world.variables[name] = tuple(value.split()) if array and texts else value
+    """Set the variables of ``read`` to what stands in its heredoc, or leave them open."""
+    valued = [i + 1 for i, x in enumerate(words) if re.fullmatch(r"-\w*[dinNptu]", x)]
+    names = [x for i, x in enumerate(words) if i and i not in valued and x.isidentifier()]
+    text = "\n".join(text_of(x, world) for x in node.documents).strip()
+    if not any(re.fullmatch(r"-\w*d", x) for x in words):
+        text = text.partition("\n")[0]
+    if not node.documents or not names:
+        world.variables.update({name: unknown(name) for name in names})
+    elif any(re.fullmatch(r"-\w*a\w*", x) for x in words):
+        world.variables[names[-1]] = split_all(text, world)
+    else:
+        world.variables.update(split_for(names, text, world))
+    return [world]
+
+
+def _filter(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
+    """Join the lines that the commands before it in a pipeline printed, or leave them open."""
+    if not reader.captures:
+        return reader.launched(words, node, world)
+    if words in (["xargs"], ["tr", "\\n", " "]):
+        reader.join_lines()
+    elif words[0] != "tee":
+        reader.say(unknown(f"$({words[0]})"))
     return [world]
 
 
@@ -230,7 +271,7 @@ def _exit(reader: Reader, words: list[str], node: Simple, world: World) -> list[
 
 def _unset(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
     for name in words[1:]:
-        world.variables.pop(name, None)
+        world.variables[name] = ""
         if name in world.given:
             world.given = {k: v for k, v in world.given.items() if k != name}
     return [world]
@@ -325,7 +366,8 @@ def _nothing(reader: Reader, words: list[str], node: Simple, world: World) -> li
 
 
 _BUILTINS: dict[str, Callable[[Reader, list[str], Simple, World], list[World]]] = {
-    "echo": _echo, "printf": _echo, "cat": _cat, "read": _read, "[": _test, "test": _test,
+    "echo": _echo, "printf": _printf, "tr": _filter, "xargs": _filter, "tee": _filter,
+    "cat": _cat, "read": _read, "[": _test, "test": _test,
     "exit": _exit, "return": _exit, "unset": _unset, "set": _set, "shift": _shift,
     "source": _source, ".": _source, "eval": _eval, "exec": _exec, "dirname": _path,
     "basename": _path, "realpath": _path, "readlink": _path, "pwd": _path, "cd": _path,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from megatron_ext.errors import DataError
 
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Around the name of a value that is open, as `expand.unknown` writes it."""
 _META = " \t\n;&|<>()"
 _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "&>>", "&>", ";", "&", "|", "(", ")", "\n")
 _KEYWORD = re.compile(r"[^\s;&|<>()'\"$`\\]+")
@@ -102,9 +104,17 @@ class Lexer:
             return [Part("text", plain, True)]
         if char in "$`":
             return [self._expansion(False)]
+        if char == OPEN:
+            return [Part("text", self._mark())]
         run = _PLAIN.match(self.text, self.at)
         self.at += len(run.group()) if run else 1
         return [Part("text", run.group() if run else char)]
+
+    def _mark(self) -> str:
+        """Take the mark of an open value, which an earlier expansion has left in the text."""
+        start, end = self.at, self.text.find(CLOSE, self.at)
+        self.at = end + 1 if end >= 0 else len(self.text)
+        return self.text[start : self.at]
 
     def _until(self, quote: str) -> str:
         end = self.text.find(quote, self.at + 1)
@@ -127,6 +137,8 @@ class Lexer:
             elif char in "$`":
                 parts += [Part("text", plain, True), self._expansion(True)]
                 plain = ""
+            elif char == OPEN:
+                plain += self._mark()
             else:
                 plain += char
                 self.at += 1

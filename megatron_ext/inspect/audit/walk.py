@@ -210,7 +210,9 @@ class Walk:
         return worlds
 
     def _while(self, node: shell.While, world: World) -> list[World]:
-        if re.search(r"\bshift\b", node.text) and world.positional is None:
+        if world.positional is None and (
+            re.search(r"\bshift\b", node.text) or _first_words(node.condition) == ["getopts"]
+        ):
             return [world]
         worlds = self.run(node.condition, [world])
         for _ in range(MAX_ROUNDS):
@@ -283,6 +285,10 @@ def _is_default(condition: list[Node], body: list[Node]) -> bool:
     tested = {re.split(r"\W", x.text)[0] for word in words for x in word if x.kind == "param"}
     sets = {x.name for node in body if isinstance(node, Simple) for x in node.assigns}
     return any(shell.spelled(x) == "-z" for x in words) and len(tested) == 1 and tested <= sets
+
+
+def _first_words(nodes: list[Node]) -> list[str]:
+    return [shell.spelled(x.words[0]) for x in nodes if isinstance(x, Simple) and x.words]
 
 
 def _text(node: Node) -> str:

@@ -46,6 +46,24 @@ VARIANTS = {
     "a default set by a test": f'if [ -z "$N" ]; then\n N=4\nfi\n{RUN} --num-layers $N --bf16',
     "a subshell": f"( cd /tmp && {RUN} --num-layers 4 --bf16 )",
     "an array built of itself": f'A=(--num-layers 4)\nA=( "${{A[@]}}" --bf16 )\n{RUN} "${{A[@]}}"',
+    "options of the script": 'N=4\nwhile getopts "n:" o; do case $o in n) N=$OPTARG;; esac; done\n'
+    f"{RUN} --num-layers $N --bf16",
+    "an array in a text for a shell": f'A=(--num-layers 4)\nbash -c "{RUN} ${{A[*]}} --bf16"',
+    "printf": f"{RUN} $(printf -- '--%s %d\\n' num-layers 4) $(printf '%s ' --bf16)",
+    "printf into a variable": f"printf -v X '%s-%s' --num layers\n{RUN} $X 4 --bf16",
+    "lines joined by tr": "X=$(cat <<EOF | tr '\\n' ' '\n--num-layers 4\n--bf16\nEOF\n)\n"
+    f'eval "{RUN} $X"',
+    "a part of an array": f'A=(x --num-layers 4 y)\n{RUN} "${{A[@]:1:2}}" --bf16',
+    "the last arguments of a function": f'go() {{ {RUN} --num-layers $1 "${{@:2}}"; }}\n'
+    "go 4 --bf16",
+    "values between commas": f'IFS=, read -ra L <<< "2,4"\n{RUN} --num-layers ${{L[1]}} --bf16',
+    "several variables read": f'read -r A B <<< "4 bf16"\n{RUN} --num-layers $A --$B',
+    "joined by a separator": 'L=(num layers)\nX=$(IFS=-; echo "${L[*]}")\n'
+    + f"{RUN} --$X 4 --bf16",
+    "a prefix for each": f'A=(num-layers)\n{RUN} "${{A[@]/#/--}}" 4 --bf16',
+    "unset": f"X=--fp16\nunset X\n{RUN} --num-layers 4 $X --bf16",
+    "comments between flags": f"{RUN} \\\n --num-layers 4 `# layers` \\\n --bf16",
+    "exec": f"exec {RUN} --num-layers '4' --bf16",
     "windows' ends of lines": f"{RUN} \\\r\n --num-layers 4 --bf16\r\n",
 }
 
