@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
 
 from megatron_ext.core import moe_submodules
@@ -271,6 +272,16 @@ def test_d35_stock_sums_gradients_of_whole_experts_over_the_wrong_ranks() -> Non
 
 def test_d36_stock_sums_the_biases_of_different_experts() -> None:
     check_ratio(reproduce_layers.d36, {"0.16": 1.76581, "0.19": 1.76581})
+
+
+def test_stock_rounds_a_routers_scores_before_it_chooses_on_older_releases() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4096, 64).bfloat16()
+    _, chosen = topk_routing_with_score_function(logits, 8, score_function="sigmoid")[:2]
+    best = torch.sigmoid(logits.float()).topk(8).indices
+    other = (chosen != torch.zeros_like(chosen).scatter(1, best, True)).any(1)
+    share = {"0.16": 0.052, "0.19": 0.0}[RELEASE]
+    assert float(other.float().mean()) == pytest.approx(share, abs=5e-3)
 
 
 def test_d37_stock_recomputes_an_mlp_with_biases_without_end() -> None:

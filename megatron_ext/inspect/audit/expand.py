@@ -197,7 +197,7 @@ def _of_name(name: str, key: str | None, world: World) -> list[str] | None:
     if isinstance(value, dict):
         if key in ("@", "*"):
             return list(value.values())
-        index = text_of(tuple(Lexer(key or "0").quoted("")), world).strip("\"'")
+        index = subscript(key or "0", world)
         return [value[index]] if index in value else None
     if isinstance(value, str):
         return [value]
@@ -207,6 +207,11 @@ def _of_name(name: str, key: str | None, world: World) -> list[str] | None:
     if place is None:
         return [unknown(f"{name}[{key}]")]
     return [value[place]] if -len(value) <= place < len(value) else None
+
+
+def subscript(key: str, world: World) -> str:
+    """Return what stands between the brackets of an element, expanded and without quotes."""
+    return text_of(tuple(Lexer(key).quoted("")), world).strip("\"'")
 
 
 def _with_operator(name: str, values: list[str] | None, rest: str, world: World) -> list[str]:

@@ -351,6 +351,12 @@ def _expr(reader: Reader, words: list[str], node: Simple, world: World) -> list[
     return [world]
 
 
+def _let(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
+    for word in words[1:]:
+        reader.calculate(word, world)
+    return [world]
+
+
 def _declare(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
     """Set variables whose assignments are quoted whole, such as ``export "X=$Y"``."""
     for word in words[1:]:
@@ -371,6 +377,6 @@ _BUILTINS: dict[str, Callable[[Reader, list[str], Simple, World], list[World]]] 
     "exit": _exit, "return": _exit, "unset": _unset, "set": _set, "shift": _shift,
     "source": _source, ".": _source, "eval": _eval, "exec": _exec, "dirname": _path,
     "basename": _path, "realpath": _path, "readlink": _path, "pwd": _path, "cd": _path,
-    "seq": _seq, "expr": _expr, ":": _nothing, "true": _nothing, "false": _nothing,
+    "seq": _seq, "let": _let, "expr": _expr, ":": _nothing, "true": _nothing, "false": _nothing,
     **dict.fromkeys(DECLARING, _declare),
 }  # fmt: skip

@@ -22,7 +22,7 @@ from megatron_ext.inspect.audit.shell_nodes import (
 )
 from megatron_ext.inspect.audit.shell_words import Lexer, Part, Word
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]\n=]*)\])?(\+?)=")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[((?:[^\[\]\n=]|\[[^\[\]\n]*\])*)\])?(\+?)=")
 _FUNCTION = re.compile(
     r"(?:function[ \t]+([\w:.-]+)(?:[ \t]*\([ \t]*\))?|([\w:.-]+)[ \t]*\([ \t]*\))"
 )

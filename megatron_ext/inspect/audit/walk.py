@@ -15,6 +15,7 @@ from megatron_ext.inspect.audit.expand import (
     arithmetic,
     fields,
     invert,
+    subscript,
     test,
     text_of,
     unknown,
@@ -95,7 +96,7 @@ class Walk:
             world.status = test([text_of(x, world) for x in node.words], world)
             return [world]
         if isinstance(node, shell.Arithmetic):
-            return [self._arithmetic(node.text, world)]
+            return [self.calculate(node.text, world)]
         if isinstance(node, shell.Function):
             world.functions[node.name] = node
             return [world]
@@ -227,7 +228,7 @@ class Walk:
                 break
         return worlds
 
-    def _arithmetic(self, text: str, world: World) -> World:
+    def calculate(self, text: str, world: World) -> World:
         """Carry out ``((X = …))`` and its kin; the status is whether the value is not zero."""
         found = re.fullmatch(r"\s*(\w+)\s*(\+\+|--|[-+*/%]?=(?!=))(.*)", text, re.DOTALL)
         if found:
@@ -267,10 +268,13 @@ class Walk:
         else:
             text = text_of(assign.value, world)
             if assign.key is not None:
-                before = old if isinstance(old, dict) else {}
+                key = subscript(assign.key, world)
+                elements = dict(old) if isinstance(old, dict) else {}
                 if isinstance(old, tuple):
-                    before = {str(i): x for i, x in enumerate(old)}
-                value = {**before, assign.key.strip("\"'"): text}
+                    elements = {str(i): x for i, x in enumerate(old)}
+                elements[key] = elements.get(key, "") + text if assign.added else text
+                counted = [str(i) for i in range(len(elements))]
+                value = tuple(elements.values()) if list(elements) == counted else elements
             elif isinstance(old, tuple) and assign.added:
                 value = (old[0] + text, *old[1:]) if old else (text,)
             else:

@@ -61,6 +61,8 @@ VARIANTS = {
     "joined by a separator": 'L=(num layers)\nX=$(IFS=-; echo "${L[*]}")\n'
     + f"{RUN} --$X 4 --bf16",
     "a prefix for each": f'A=(num-layers)\n{RUN} "${{A[@]/#/--}}" 4 --bf16',
+    "elements of an array": f'A[0]=--num-layers\nA[1]=4\nA[${{#A[@]}}]=--bf16\n{RUN} "${{A[@]}}"',
+    "let": f"N=3\nlet N=N+1\nlet N++ N--\n{RUN} --num-layers $N --bf16",
     "unset": f"X=--fp16\nunset X\n{RUN} --num-layers 4 $X --bf16",
     "comments between flags": f"{RUN} \\\n --num-layers 4 `# layers` \\\n --bf16",
     "exec": f"exec {RUN} --num-layers '4' --bf16",

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_ext import core
 from megatron_ext.checkpoint.conversion import one_rank
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.stored import read_run_config
@@ -30,6 +31,11 @@ from tests.text.convert.models import (
 from tests.training_runs import config_of, train
 
 QUERIES = "model__layers__1__self_attn__q_proj__weight"
+TRAINING = (
+    "--tensor-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 200 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 "
+    "--use-distributed-optimizer --num-workers 0 --eval-iters 0 --log-interval 1"
+).split()
 TP2_PP2 = Layout(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 
 
@@ -118,12 +124,7 @@ def test_another_padding_and_another_precision_load_it(tmp_path: Path) -> None:
 def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
     source, root, trained = make("qwen3", tmp_path / "hf"), tmp_path / "ours", tmp_path / "trained"
     words = [*imported(source, root, seq_length=32), "--pretrained-checkpoint", str(root)]
-    flags = (
-        "--tensor-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer "
-        "--vocab-size 200 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 "
-        "--use-distributed-optimizer --num-workers 0 --eval-iters 0 --log-interval 1"
-    )
-    train([*words, *flags.split()], trained, 2)
+    train([*words, *TRAINING], trained, 2)
     notes = exported(trained, tmp_path / "back")
     assert notes == ["The padding of the vocabulary is exported too; `--vocab-size` leaves it out."]
     assert exported(trained, tmp_path / "cut", like=source, step=2) == []
@@ -131,6 +132,16 @@ def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
     assert not torch.allclose(expected, theirs(source), atol=1e-3)
     assert torch.equal(theirs(tmp_path / "back")[..., :300], expected)
     run_on_ranks(by_checkpoint, TP2_PP2, {"root": trained, "expected": expected})
+
+
+@pytest.mark.skipif(not core.HAS_HYBRID_MODEL, reason="this megatron-core has no HybridModel")
+def test_a_hybrid_run_is_exported_as_the_gpt_that_it_spells(tmp_path: Path) -> None:
+    source, root = make("qwen3", tmp_path / "hf"), tmp_path / "ours"
+    words = [*imported(source, root, seq_length=32), "--pretrained-checkpoint", str(root)]
+    for name, pattern in {"gpt": [], "hybrid": ["--hybrid-layer-pattern", "*-*-"]}.items():
+        train([*words, *TRAINING, *pattern], tmp_path / name, 2)
+        exported(tmp_path / name, tmp_path / f"{name}_back", like=source)
+    assert_same_tensors(tmp_path / "gpt_back", tmp_path / "hybrid_back")
 
 
 def refusal(source: Path, target: Path) -> str:
