@@ -13,7 +13,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import flag, spelling_of
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.parallel import STAGES
 from megatron_ext.config.run import RunConfig
@@ -29,18 +29,19 @@ NO_PATH = {
 """Layers of megatron-core that are refused, by their letters, each with the reason."""
 
 _FLAG = "--hybrid-layer-pattern"
-_CUTS = {
-    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
-    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
-    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
-}
-"""Flags that count layers of a stage, which would be letters or pairs."""
-_CUTS_BESIDE_STAGES = {
-    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
-    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
-}
+_CUTS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+)
+"""Fields of flags that count layers of a stage, which would be letters or pairs."""
+_CUTS_WITHOUT_STAGES = (
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Fields of flags that cut a pattern into stages unless it has ``|``."""
 
 
 @dataclass(frozen=True)
@@ -208,14 +209,16 @@ def _stage_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str
     """Yield a sentence for each fault in how the pattern is cut into pipeline stages."""
     parallel, count = given.parallel, len(pattern.stages)
     size = parallel.pipeline_model_parallel_size
-    for field, spelled in _CUTS.items():
+    for field in _CUTS:
         if getattr(parallel, field) is not None:
-            yield f"{name} is cut into stages by |, not by `{spelled}`; leave it out."
+            other = spelling_of(parallel, field)
+            yield f"{name} is cut into stages by |, not by `{other}`; leave it out."
     if count == 1:
         return
-    for field, spelled in _CUTS_BESIDE_STAGES.items():
+    for field in _CUTS_WITHOUT_STAGES:
         if getattr(parallel, field) not in (None, False, pattern.layout()):
-            yield f"{name} is cut into stages by |, and also by `{spelled}`; leave out one of them."
+            other = spelling_of(parallel, field)
+            yield f"{name} is cut into stages by |, and also by `{other}`; leave out one of them."
     if size < 2:
         yield f"{name} has {count} stages, but `{STAGES}` is {size}; use {count}, or leave out |."
     elif count % size:

@@ -106,6 +106,22 @@ class Draws:
         return len(pairs - self.seen)
 
 
+def as_pattern(case: Case) -> Case:
+    """Return a case of GPT whose layers are spelled by a pattern, as far as its options allow."""
+    given = settings_of(case.words(""))
+    layers, depths = (
+        int(given.get(x, (True, ("0",)))[1][0]) for x in ("num_layers", "mtp_num_layers")
+    )
+    pair = "*E" if "num_experts" in given else "*-"
+    pattern = pair * layers + f"/{pair}" * depths
+    options = [x for x in case.options if not settings_of(x.split()).keys() & _NOT_BESIDE_PATTERNS]
+    model = f"{case.layout.model} --hybrid-layer-pattern {pattern}".strip()
+    return replace(case, options=tuple(options), layout=replace(case.layout, model=model))
+
+
+_NOT_BESIDE_PATTERNS = {"hybrid_layer_pattern", "moe_layer_freq", "cuda_graph_impl"}
+
+
 def has(words: Sequence[str], *fields: str) -> bool:
     settings = settings_of(words)
     return any(settings.get(name, (False, ()))[0] for name in fields)

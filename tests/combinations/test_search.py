@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ext import core
 from tests.combinations import conversion, experts, inputs, preprocess
-from tests.combinations.draw import Case, cases_of
+from tests.combinations.draw import Case, as_pattern, cases_of
 from tests.combinations.execute import load
 from tests.combinations.run import Result, replay_text, settle
 
@@ -47,6 +48,12 @@ def test_a_combination_trains_or_is_refused(case: Case) -> None:
 @pytest.mark.parametrize("case", numbers("gpt", 15, "one rank", slow=60, seed=16))
 def test_a_layout_trains_as_one_rank_does(case: Case) -> None:
     passes(case)
+
+
+@pytest.mark.skipif(not core.HAS_HYBRID_MODEL, reason="this megatron-core has no HybridModel")
+@pytest.mark.parametrize("case", numbers("gpt", 6, "one rank", slow=40, seed=18))
+def test_a_pattern_of_layers_trains_as_on_one_rank(case: Case) -> None:
+    passes(as_pattern(case))
 
 
 @pytest.mark.parametrize(

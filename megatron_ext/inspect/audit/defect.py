@@ -112,6 +112,7 @@ def auxiliary(x: Flags) -> bool:
 
 
 def positive(x: Flags, name: str) -> bool:
+    """Return whether a flag has a number above 0, be it one of several."""
     return x.number(name, 0) > 0 or any(word.strip("[],0.") for word in x.text(name).split()[1:])
 
 
@@ -126,7 +127,7 @@ def split_tokens(x: Flags) -> int:
     return x.cp * (x.tp if x.sequence_parallel else 1)
 
 
-def depth(x: Flags) -> str:
+def depth_weight(x: Flags) -> str:
     """Return how far the weight of the last depth is off on 0.16."""
     length = x.size("--seq-length", 0)
     if x.masked or not length:
@@ -146,7 +147,7 @@ def learned(x: Flags) -> bool:
     return kind == "learned_absolute" and not x.has("--use-rotary-position-embeddings")
 
 
-def full_pieces(x: Flags) -> bool:
+def uneven_pieces(x: Flags) -> bool:
     """Return whether recomputed pieces do not divide the layers of a stage."""
     layers, piece = x.size("--num-layers", 0), x.size("--recompute-num-layers", 1)
     chunks = x.pp * (x.size("--num-virtual-stages-per-pipeline-rank"))
@@ -170,12 +171,12 @@ def depth_pieces(x: Flags) -> bool:
     return full and x.mtp > 0 and x.size("--recompute-num-layers", 1) > 1
 
 
-def vocabulary(x: Flags) -> bool:
+def misread_vocabulary(x: Flags) -> bool:
     """Return whether the vocabulary has a size of which core errs about the type of ids."""
     size = x.size("--vocab-size", 0) or x.size("--padded-vocab-size", 0)
     return 65_500 <= size < 65_536
 
 
-def unfit_vocabulary(x: Flags) -> bool:
+def no_vocabulary_size(x: Flags) -> bool:
     """Return whether no flag says the size of the vocabulary."""
     return not x.has("--vocab-size", "--padded-vocab-size")

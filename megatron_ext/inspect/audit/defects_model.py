@@ -9,7 +9,7 @@ from megatron_ext.inspect.audit.defect import (
     Rule,
     State,
     auxiliary,
-    depth,
+    depth_weight,
     learned,
     sequence_loss,
     split_tokens,
@@ -129,7 +129,7 @@ MODEL: tuple[Defect, ...] = (
         rules=(
             Rule(
                 (lambda x: x.mtp > 0, lambda x: x.per_token),
-                depth,
+                depth_weight,
                 f"Nothing to switch; {BY_MEAN} if depths must weigh alike.",
                 only="0.16",
             ),

@@ -9,10 +9,10 @@ from megatron_ext.inspect.audit.defect import (
     State,
     bias_recomputed,
     depth_pieces,
-    full_pieces,
     local,
-    unfit_vocabulary,
-    vocabulary,
+    misread_vocabulary,
+    no_vocabulary_size,
+    uneven_pieces,
 )
 
 REST: tuple[Defect, ...] = (
@@ -75,12 +75,12 @@ REST: tuple[Defect, ...] = (
         ),
         rules=(
             Rule(
-                (lambda x: x.has("--per-dataset-sequences-path"), vocabulary),
+                (lambda x: x.has("--per-dataset-sequences-path"), misread_vocabulary),
                 "Ids are read as pairs of halves: 0 0 1 0 2 for 0 1 2 3 4.",
                 "Leave --per-dataset-sequences-path out.",
             ),
             Rule(
-                (lambda x: x.has("--per-dataset-sequences-path"), unfit_vocabulary),
+                (lambda x: x.has("--per-dataset-sequences-path"), no_vocabulary_size),
                 "Ids are read as pairs of halves: 0 0 1 0 2 for 0 1 2 3 4.",
                 "Leave --per-dataset-sequences-path out.",
                 depends="the vocabulary has 65,500 to 65,536 ids",
@@ -225,7 +225,7 @@ REST: tuple[Defect, ...] = (
                 "Use --recompute-num-layers 1.",
             ),
             Rule(
-                (full_pieces,),
+                (uneven_pieces,),
                 "IndexError at the last piece of a chunk.",
                 f"{NEWER}, or a --recompute-num-layers that divides the layers of a stage.",
                 only="0.16 0.17",

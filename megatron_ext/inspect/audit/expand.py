@@ -227,7 +227,7 @@ def _with_operator(name: str, values: list[str] | None, rest: str, world: World)
         return [] if empty else fields(tuple(Lexer(word).word("")), world)
     if not empty or kind[-1] == "?":
         return values or [unknown(name)]
-    default = "".join(fields_text(word, world))
+    default = fields_text(word, world)
     if kind[-1] == "=":
         world.variables[name] = default
     return [default]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,13 @@ class Launch:
     launcher: tuple[str, ...]
     program: str
     words: tuple[str, ...]
-    line: int
+    line: int = 1
     assumed: tuple[tuple[str, bool], ...] = ()
+
+    @classmethod
+    def of_flags(cls, words: Sequence[str], assumed: tuple[tuple[str, bool], ...] = ()) -> Launch:
+        """Return a launch of Megatron-LM's pretrain_gpt.py with these flags."""
+        return cls((), "pretrain_gpt.py", tuple(words), assumed=assumed)
 
 
 class Reader(Walk):
@@ -187,8 +192,7 @@ class Reader(Walk):
                     "The script starts no training program; the flags that it leaves in "
                     f"{', '.join(names)} are audited."
                 )
-                launch = Launch((), "pretrain_gpt.py", tuple(words), 1, world.assumed)
-                self.found.append(launch)
+                self.found.append(Launch.of_flags(words, world.assumed))
 
 
 def _open_command(printed: str) -> bool:

@@ -242,7 +242,7 @@ def _carry_out(args: argparse.Namespace, words: tuple[str, ...]) -> int:
     if args.script:
         script = read_script(args.script, dict(x.split("=", 1) for x in args.var))
     else:
-        script = Script([Launch((), "pretrain_gpt.py", words, 1)])
+        script = Script([Launch.of_flags(words)])
     result = audit(script, args.core)
     if args.json:
         print(json.dumps(dataclasses.asdict(result), indent=1, ensure_ascii=False))

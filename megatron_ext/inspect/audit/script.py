@@ -96,9 +96,7 @@ def _recipe(path: Path) -> Script:
         if value is False or value is None:
             continue
         values = [] if value is True else value if isinstance(value, list) else str(value).split()
-        name = re.sub(r"\$\{?(\w+)\}?", lambda x: unknown(x[1]), str(name))
         words += [
-            name,
-            *(re.sub(r"\$\{?(\w+)\}?", lambda x: unknown(x[1]), str(x)) for x in values),
+            re.sub(r"\$\{?(\w+)\}?", lambda x: unknown(x[1]), str(x)) for x in (name, *values)
         ]
-    return Script([Launch((), "pretrain_gpt.py", tuple(words), 1)])
+    return Script([Launch.of_flags(words)])

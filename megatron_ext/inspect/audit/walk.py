@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Callable
 
 from megatron_ext.inspect.audit import shell_nodes as shell
 from megatron_ext.inspect.audit.expand import (
@@ -90,35 +91,32 @@ class Walk:
             self._depth -= 1
 
     def _dispatch(self, node: Node, world: World) -> list[World]:
-        if isinstance(node, Simple):
-            return self._simple(node, world)
-        if isinstance(node, shell.Test):
-            world.status = test([text_of(x, world) for x in node.words], world)
-            return [world]
-        if isinstance(node, shell.Arithmetic):
-            return [self.calculate(node.text, world)]
-        if isinstance(node, shell.Function):
-            world.functions[node.name] = node
-            return [world]
-        if isinstance(node, shell.Chain):
-            return self._chain(node, world)
-        return self._compound(node, world)
+        walks: dict[type, Callable[..., list[World]]] = {
+            Simple: self._simple, shell.Test: self._test, shell.Arithmetic: self._arithmetic,
+            shell.Function: self._function, shell.Chain: self._chain, shell.If: self._if,
+            shell.Case: self._case, shell.For: self._for, shell.While: self._while,
+            shell.Pipeline: self._pipeline, shell.Group: self._group,
+        }  # fmt: skip
+        return walks[type(node)](node, world)
 
-    def _compound(self, node: Node, world: World) -> list[World]:
-        if isinstance(node, shell.If):
-            return self._if(node, world)
-        if isinstance(node, shell.Case):
-            return self._case(node, world)
-        if isinstance(node, shell.For):
-            return self._for(node, world)
-        if isinstance(node, shell.While):
-            return self._while(node, world)
-        if isinstance(node, shell.Pipeline):
-            worlds = self.run(node.commands, [world])
-            for each in worlds:
-                each.status = invert(each.status) if node.inverted else each.status
-            return worlds
-        assert isinstance(node, shell.Group)
+    def _test(self, node: shell.Test, world: World) -> list[World]:
+        world.status = test([text_of(x, world) for x in node.words], world)
+        return [world]
+
+    def _arithmetic(self, node: shell.Arithmetic, world: World) -> list[World]:
+        return [self.calculate(node.text, world)]
+
+    def _function(self, node: shell.Function, world: World) -> list[World]:
+        world.functions[node.name] = node
+        return [world]
+
+    def _pipeline(self, node: shell.Pipeline, world: World) -> list[World]:
+        worlds = self.run(node.commands, [world])
+        for each in worlds:
+            each.status = invert(each.status) if node.inverted else each.status
+        return worlds
+
+    def _group(self, node: shell.Group, world: World) -> list[World]:
         if not node.subshell:
             return self.run(node.body, [world])
         for inner in self.run(node.body, [world.copy()]):
@@ -146,16 +144,13 @@ class Walk:
                     yes, no = self._fork(each, _text(node.first))
                     yes.status, no.status = True, False
                     runs, rests = (yes, no) if joint == "&&" else (no, yes)
-                    after += [*self._alive(command, runs), rests]
+                    after += [*self.run([command], [runs]), rests]
                 elif each.status == (joint == "&&"):
                     after += self._node(command, each)
                 else:
                     after.append(each)
             worlds = [x for x in after if x.ended != "impossible"]
         return worlds
-
-    def _alive(self, node: Node, world: World) -> list[World]:
-        return [world] if world.ended else self._node(node, world)
 
     def _if(self, node: shell.If, world: World) -> list[World]:
         left, after = [world], []

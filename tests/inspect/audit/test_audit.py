@@ -135,7 +135,7 @@ def test_each_release_has_the_defects_that_were_measured_on_it(
     ],
 )
 def test_the_size_of_an_error_comes_from_the_flags(flags: str, number: str, sentence: str) -> None:
-    found = audit(Script([Launch((), "pretrain_gpt.py", tuple(flags.split()), 1)]), "0.16.1")
+    found = audit(Script([Launch.of_flags(flags.split())]), "0.16.1")
     assert sentence in {x.number: x.error for x in found.findings}[number]
 
 
