@@ -109,13 +109,15 @@ class Draws:
 def as_pattern(case: Case) -> Case:
     """Return a case of GPT whose layers are spelled by a pattern, as far as its options allow."""
     given = settings_of(case.words(""))
-    layers, depths = (
-        int(given.get(x, (True, ("0",)))[1][0]) for x in ("num_layers", "mtp_num_layers")
+    layers, depths, experts = (
+        int(given.get(name, (True, ("0",)))[1][0])
+        for name in ("num_layers", "mtp_num_layers", "num_experts")
     )
-    pair = "*E" if "num_experts" in given else "*-"
+    pair = "*E" if experts else "*-"
     pattern = pair * layers + f"/{pair}" * depths
     options = [x for x in case.options if not settings_of(x.split()).keys() & _NOT_BESIDE_PATTERNS]
-    model = f"{case.layout.model} --hybrid-layer-pattern {pattern}".strip()
+    model = f"{case.layout.model} --num-layers {layers} --hybrid-layer-pattern {pattern}"
+    model += f" --num-experts {experts}" if experts else ""
     return replace(case, options=tuple(options), layout=replace(case.layout, model=model))
 
 
