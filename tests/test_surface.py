@@ -178,6 +178,7 @@ THROUGH_THE_CONFIGURATION = {
     "num_virtual_stages_per_pipeline_rank": "gives virtual_pipeline_model_parallel_size",
     "group_query_attention": "gives num_query_groups",
     "exit_signal": "read by its number",
+    "decrease_batch_size_if_needed": "read by microbatches",
     "sft_template_kwargs": "read as template_kwargs",
     "grad_reduce_in_bf16": "gives accumulate_allreduce_grads_in_fp32",
     "first_last_layers_bf16": "read by keeps_bf16",

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import DataError
+from megatron_ext.inspect.audit.conditions import test
 from megatron_ext.inspect.audit.expand import (
     World,
     arithmetic,
     readable,
     split_all,
     split_for,
-    test,
     text_of,
     unknown,
     unknowns,

@@ -10,14 +10,13 @@ import re
 from collections.abc import Callable
 
 from megatron_ext.inspect.audit import shell_nodes as shell
+from megatron_ext.inspect.audit.conditions import invert, test
 from megatron_ext.inspect.audit.expand import (
     Value,
     World,
     arithmetic,
     fields,
-    invert,
     subscript,
-    test,
     text_of,
     unknown,
     unknowns,
