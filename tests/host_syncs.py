@@ -32,6 +32,15 @@ ON_THE_HOST = ("torch/optim/", "torch/utils/data/", "torch/_refs", "torch/testin
 """Files whose values are on the host on a GPU too, such as an optimizer's count of steps."""
 
 
+def waits(func: Any, args: Any) -> bool:
+    """Return whether the host would wait for the value of an operation's result."""
+    name = func.name() if hasattr(func, "name") else ""
+    by_mask = name == "aten::index.Tensor" and any(
+        index is not None and index.dtype == torch.bool for index in args[1]
+    )
+    return by_mask or name in WAITING or name.removesuffix(".self_int") in WAITING
+
+
 class HostSyncs(TorchDispatchMode):
     """Records in `places` where values were asked for, as ``file:function``."""
 
@@ -40,11 +49,7 @@ class HostSyncs(TorchDispatchMode):
         self.places: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name() if hasattr(func, "name") else ""
-        by_mask = name == "aten::index.Tensor" and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        if by_mask or name in WAITING or name.removesuffix(".self_int") in WAITING:
+        if waits(func, args):
             self.note()
         return func(*args, **(kwargs or {}))
 

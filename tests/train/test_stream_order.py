@@ -1,0 +1,164 @@
+"""Steps of all layouts wait for what they use on a GPU, and the host waits in one place."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext import device as copies
+from megatron_ext.data import batch
+from megatron_ext.layers import linear
+from megatron_ext.optim.builder import choose_kernels
+from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.schedules.communication import Channels
+from megatron_ext.schedules.plan import Action, Kind
+from megatron_ext.text.task import GPT
+from megatron_ext.train.loop import IntervalMetrics
+from megatron_ext.train.run import Run
+from megatron_ext.train.setup import build_run
+from tests.host_syncs import READ
+from tests.ranks import on_ranks, ranks
+from tests.runs_from_inside import one_step
+from tests.stream_order import OutOfOrder, StreamOrder
+from tests.stream_stand_in import stream_order
+from tests.training_runs import TINY, mock_data, prepared
+
+STEPS, MICROBATCHES = 3, 2
+FLAGS = [*TINY, *mock_data(), *"--train-iters 10 --seq-length 32 --micro-batch-size 1".split()]
+PIPELINE = "--pipeline-model-parallel-size 2"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+TENSOR = "--tensor-model-parallel-size 2"
+
+
+def build(context: ParallelContext, words: str, *, overlap: bool = False) -> Run:
+    """Build a run with a GPU's copies of batches, kernel of the update and, on demand, overlap."""
+    samples = MICROBATCHES * context.layout.data_parallel_size
+    flags = [*FLAGS, *words.split(), "--global-batch-size", str(samples)]
+    _, config, tokenizer = prepared(flags, GPT, ranks=context.layout.world_size)
+    optimizer = dataclasses.replace(
+        config.optimizer, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
+    config = dataclasses.replace(config, optimizer=optimizer)
+    seed_everything(context, config.training.seed)
+    run = build_run(config, GPT, context, torch.device("cpu"), tokenizer)
+    if run.train_source.loader is not None:
+        run.train_source.loader.device = torch.device("cuda", 0)
+    choose_kernels(run.optimizer, fused=True)
+    return run
+
+
+def take_steps(run: Run, number: int = STEPS) -> StreamOrder:
+    with stream_order() as order:
+        metrics = IntervalMetrics(run)
+        for _ in range(number):
+            one_step(run, metrics)
+    return order
+
+
+def operations(order: StreamOrder, *, messages: bool) -> list[int]:
+    """Return how many operations each channel of messages ran, or each other group's stream."""
+    return [
+        stream.clock.get(stream, 0)
+        for (_, peer), stream in order.channels.items()
+        if (peer is not None) == messages and stream.clock.get(stream, 0)
+    ]
+
+
+def check(context: ParallelContext, words: str, overlap: bool, num_messages: list[int]) -> None:
+    order = take_steps(build(context, words, overlap=overlap))
+    assert order.default.clock[order.default] > 400 * STEPS
+    # Both ends count the messages of one direction between two ranks.
+    assert operations(order, messages=True) == [STEPS * MICROBATCHES * n for n in num_messages]
+    # The update before; once also which 8-bit layers have a whole history.
+    assert Counter(order.waits) == {READ: STEPS - 1 + ("--fp8-format" in words)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words", "overlap", "num_messages"),
+    [
+        ({}, "--bf16 --ema-decay 0.9 --reset-attention-mask --eod-mask-loss", False, []),
+        ({}, "--bf16 --ffn-hidden-size 192 --fp8-format hybrid", False, []),
+        ({"tp": 2}, f"{TENSOR} --sequence-parallel --mtp-num-layers 1", False, []),
+        ({"tp": 2}, f"{TENSOR} --recompute-granularity full --recompute-method uniform "
+                    "--recompute-num-layers 1", False, []),
+        ({"cp": 2}, "--context-parallel-size 2 --cp-comm-type a2a", False, []),
+        ({"dp": 2}, "--ddp-num-buckets 4 --bf16", True, []),
+        ({"pp": 2}, PIPELINE, False, [1, 1]),
+        ({"pp": 2}, f"{PIPELINE} --pipeline-schedule zb-h1", False, [1, 1]),
+        ({"pp": 2, "vpp": 2}, f"{PIPELINE} {CHUNKS}", False, [3, 3]),
+        ({"pp": 2, "dp": 2}, PIPELINE, True, [1, 1]),
+    ],
+)  # fmt: skip
+def test_steps_wait_for_what_they_use(
+    sizes: dict[str, int], words: str, overlap: bool, num_messages: list[int]
+) -> None:
+    arguments: dict[str, Any] = {"words": words, "overlap": overlap}
+    on_ranks(check, sizes, **arguments, num_messages=num_messages)
+
+
+def to_device_at_once(host: Tensor, device: torch.device) -> Tensor:
+    """Send a batch as `to_device` does, but let nobody wait for it."""
+    with torch.cuda.stream(copies._stream_of_copies(device)):
+        return host.pin_memory().to(device, non_blocking=True)
+
+
+def take_at_once(channels: Channels, kind: Kind, action: Action) -> Tensor:
+    """Return a message that may not have arrived."""
+    return channels.received[kind, action.microbatch, action.stage][1]
+
+
+def send_and_reuse(channels: Channels, action: Action, tensor: Tensor) -> None:
+    """Overwrite the tensor while it may still be sent."""
+    SEND(channels, action, tensor)
+    tensor.detach().zero_()
+
+
+SEND = Channels.send
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words", "owner", "name", "planted", "said"),
+    [
+        ({}, "", batch, "to_device", to_device_at_once,
+         "which copy to the GPU on a side stream .* wrote"),
+        ({"tp": 2}, f"{TENSOR} --sequence-parallel", linear._Sent, "get", lambda sent: sent.tensor,
+         r"layers/linear.py:.* which (_allgather_base_|_reduce_scatter_base_) on the stream of"),
+        ({"tp": 2}, TENSOR, linear._Sent, "get", lambda sent: sent.tensor,
+         r"which allreduce_ on the stream of"),
+        ({"pp": 2}, PIPELINE, Channels, "take", take_at_once, "which recv_ on the stream of"),
+        ({"pp": 2}, PIPELINE, Channels, "send", send_and_reuse, "overwrites .* which send on the"),
+    ],
+)  # fmt: skip
+def test_a_planted_use_without_a_wait_is_found(
+    sizes: dict[str, int], words: str, owner: Any, name: str, planted: Callable[..., Any], said: str
+) -> None:
+    found = pytest.raises(pytest.fail.Exception, match=f"OutOfOrder: .*{said}")
+    with mock.patch.object(owner, name, planted), found:
+        on_ranks(take_one_step, sizes, words=words)
+
+
+def take_one_step(context: ParallelContext, words: str) -> None:
+    take_steps(build(context, words), 1)
+
+
+@ranks(dp=2)
+def test_a_reduction_that_nobody_waits_for_is_found(context: ParallelContext) -> None:
+    run = build(context, "--ddp-num-buckets 4", overlap=True)
+    run.runner.transformer_config.finalize_model_grads_func = lambda *_, **__: None
+    with pytest.raises(OutOfOrder, match="which reduce_scatter_tensor_coalesced_ on the"):
+        take_steps(run, 1)
+
+
+@ranks()
+def test_a_planted_wait_of_the_host_is_found(context: ParallelContext) -> None:
+    run = build(context, "")
+    run.runner.observer = lambda: print(float(run.chunks[0].buffers[0].grad_data.sum()))
+    places = Counter(take_steps(run).waits)
+    assert places.pop(READ) == STEPS - 1
+    assert list(places.values()) == [STEPS]
+    assert "tests/train/test_stream_order.py:<lambda>" in places
