@@ -56,6 +56,13 @@ class Stream:
         self.clock: Clock = dict(self.order.host)
         self.order.streams.append(self)
 
+    @classmethod
+    def of_one_operation(cls, name: str, clock: Clock) -> Stream:
+        """Return a stream for one operation, which comes after ``clock``."""
+        stream = cls.__new__(cls)
+        stream.name, stream.clock = name, dict(clock)
+        return stream
+
     def __repr__(self) -> str:
         return self.name
 
@@ -193,8 +200,9 @@ class StreamOrder(TorchDispatchMode):
 
     Attributes:
         host: what the host has waited for.
-        channel: the stream of the collective that is being started.
-        launched: the clock at its end, None if it uses no memory of the GPU.
+        channels: for each communicator, the collectives that it has started.
+        channel: the communicator of the collective that is being started.
+        launched: what is over with that collective; None if it uses no memory of the GPU.
         waits: the places where the host waited for the GPU, one entry for each time.
     """
 
@@ -204,8 +212,8 @@ class StreamOrder(TorchDispatchMode):
         self.streams: list[Stream] = []
         self.memory: dict[int, Memory] = {}
         self.shared: dict[int, Memory] = {}
-        self.channels: dict[Any, Stream] = {}
-        self.channel: Stream | None = None
+        self.channels: dict[tuple[str, int | None], list[Stream]] = {}
+        self.channel: tuple[str, int | None] = ("", None)
         self.launched: Clock | None = None
         self.waits: list[str] = []
         self.is_off = False
@@ -349,17 +357,25 @@ class StreamOrder(TorchDispatchMode):
         return target is not None and target.pinned and not given.get("non_blocking")
 
     def _communicate(self, func: Any, args: Any) -> None:
+        """Note a collective, which comes after those of its communicator.
+
+        Who waits for it comes after it alone: it may not rely on the collectives before.
+        """
         name = func._schema.name.removeprefix("c10d::")
         parts = [tensors for tensors in map(_tensors, args[:2]) if tensors]
-        if any(self.is_on_gpu(x) for tensors in parts for x in tensors):
-            assert self.channel is not None
-            self.channel.wait_stream(self.current)
-            use = Use(self.channel, self.channel.advance(), name, place())
-            for tensor in parts[1] if len(parts) > 1 else ():
-                self.use(tensor, use, writes=False, held=True)
-            for tensor in parts[0]:
-                self.use(tensor, use, writes=name != "send", held=True)
-            self.launched = dict(self.channel.clock)
+        if not any(self.is_on_gpu(x) for tensors in parts for x in tensors):
+            return
+        before = self.channels.setdefault(self.channel, [])
+        stream = Stream.of_one_operation(f"the communicator {self.channel}", self.current.clock)
+        if before:
+            _join(stream.clock, before[-1].clock)
+        before.append(stream)
+        use = Use(stream, stream.advance(), name, place())
+        self.launched = {**self.current.clock, stream: use.number}
+        for tensor in parts[1] if len(parts) > 1 else ():
+            self.use(tensor, use, writes=False, held=True)
+        for tensor in parts[0]:
+            self.use(tensor, use, writes=name != "send", held=True)
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:

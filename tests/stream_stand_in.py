@@ -121,14 +121,10 @@ def _factory(order: StreamOrder, make: Callable[..., Any]) -> Callable[..., Any]
 
 def _collective(order: StreamOrder, name: str, start: Callable[..., Any]) -> Callable[..., Any]:
     def started(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        # Messages between two ranks have a communicator, and so a stream, of their own.
-        peer = args[1] if name in ("send", "recv") else None
-        key = group.group_name, peer
-        if key not in order.channels:
-            order.channels[key] = Stream(name=f"the stream of {key}")
-        order.channel, order.launched = order.channels[key], None
+        # Messages between two ranks have a communicator of their own.
+        order.channel = group.group_name, args[1] if name in ("send", "recv") else None
+        order.launched = None
         work = start(group, *args, **kwargs)
-        order.channel = None
         return work if order.launched is None else Awaited(work, order.launched)
 
     return started
