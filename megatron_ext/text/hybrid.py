@@ -187,9 +187,10 @@ def _size_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]
             f"{name} has {2 * len(pairs)} layers, or {len(pairs)} with attention and MLP as one, "
             f"but `--num-layers` is {model.num_layers}; leave it out."
         )
-    if (model.mtp_num_layers or 0) not in (0, len(pattern.depths)):
+    depths = len(pattern.depths)
+    if (model.mtp_num_layers or 0) not in (0, depths):
         yield (
-            f"{name} has {len(pattern.depths)} depths of multi-token prediction, but "
+            f"{name} has {depths} depth{'s' * (depths != 1)} of multi-token prediction, but "
             f"`--mtp-num-layers` is {model.mtp_num_layers}; write /{pairs[-1]} for each."
         )
     experts = "*E" in pairs

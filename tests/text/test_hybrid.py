@@ -61,7 +61,7 @@ def test_a_release_without_hybrid_model_is_named() -> None:
         ("*-*-/*E", "must have depths of multi-token prediction like its last layers (*-);"),
         ("*-*- --num-layers 3", "has 4 layers, or 2 with attention and MLP as one, but "
          "`--num-layers` is 3; leave it out."),
-        ("*-*-/*- --mtp-num-layers 2", "has 1 depths of multi-token prediction, but "
+        ("*-*-/*- --mtp-num-layers 2", "has 1 depth of multi-token prediction, but "
          "`--mtp-num-layers` is 2; write /*- for each."),
         ("*E*E", "has layers of experts (E), and `--num-experts` is missing; give both or "
          "neither."),
