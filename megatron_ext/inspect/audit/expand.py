@@ -70,7 +70,7 @@ class World:
         )  # fmt: skip
 
     @property
-    def blanks(self) -> str:
+    def separators(self) -> str:
         """The characters at which values are split; the first joins the values of ``[*]``."""
         given = self.variables.get("IFS", " ")
         return given if isinstance(given, str) and not unknowns(given) else " "
@@ -122,26 +122,26 @@ def _quoted(word: Word) -> bool:
 
 def _split(value: str, world: World) -> list[str]:
     """Split at blanks; a blank at an end separates from what stands beside it."""
-    pieces = re.split(_blanks(world), value)
+    pieces = re.split(_pattern(world), value)
     return pieces if any(pieces) or not value else ["", ""]
 
 
-def _blanks(world: World) -> str:
-    return r"[ \t\n]+" if not world.blanks.strip() else f"[{re.escape(world.blanks)}]"
+def _pattern(world: World) -> str:
+    return r"[ \t\n]+" if not world.separators.strip() else f"[{re.escape(world.separators)}]"
 
 
 def split_for(names: Sequence[str], value: str, world: World) -> dict[str, str]:
     """Return a text as ``read`` shares it out among variables; the last one has the rest."""
-    pieces, blanks = [], _blanks(world)
+    pieces, pattern = [], _pattern(world)
     for _ in names[1:]:
-        piece, value = [*re.split(blanks, value, maxsplit=1), ""][:2]
+        piece, value = [*re.split(pattern, value, maxsplit=1), ""][:2]
         pieces.append(piece)
     return dict(zip(names, [*pieces, value], strict=True))
 
 
 def split_all(value: str, world: World) -> tuple[str, ...]:
     """Return the elements of an array that is read from a text."""
-    return tuple(x for x in re.split(_blanks(world), value.strip()) if x)
+    return tuple(x for x in re.split(_pattern(world), value.strip()) if x)
 
 
 def text_of(word: Word, world: World) -> str:
@@ -161,7 +161,7 @@ def _values(part: Part, world: World) -> list[str]:
             return [unknown(f"$({part.text.strip()})")]
         return [world.capture(part.text, world)]
     values = parameter(part.text, world)
-    return [world.blanks[:1].join(values)] if part.quoted and _STAR.match(part.text) else values
+    return [world.separators[:1].join(values)] if part.quoted and _STAR.match(part.text) else values
 
 
 def parameter(text: str, world: World) -> list[str]:
@@ -183,12 +183,8 @@ def parameter(text: str, world: World) -> list[str]:
         if values is None or any(map(unknowns, values)):
             return [unknown(f"#{name}")]
         return [str(len(values) if key in ("@", "*") else len("".join(values)))]
-    if (
-        values
-        and rest.startswith(":")
-        and "@*".find(key or name) >= 0
-        and not _DEFAULTS.match(rest)
-    ):
+    whole = (key or name) in ("@", "*")
+    if whole and values and rest.startswith(":") and not _DEFAULTS.match(rest):
         # Positional parameters are counted from 1.
         return _slice(values, rest, world, int(not key))
     return _with_operator(name, values, rest, world)
