@@ -21,7 +21,7 @@ from megatron_ext.layers.fp8.linear import fp8_linear
 from megatron_ext.layers.weight_gradients import (
     LinearCall,
     accumulate,
-    add_product,
+    add_weight_gradient,
     gradient_placeholder,
 )
 
@@ -52,7 +52,7 @@ def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tenso
     gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
     weight = call.parameter
     if call.in_place and hasattr(weight, "main_grad"):
-        add_product(weight.main_grad, gradient, total)
+        add_weight_gradient(weight, gradient, total)
         return None if call.queue is not None else gradient_placeholder(weight)
     product = gradient.t().matmul(total)
     if call.queue is None:
@@ -143,6 +143,11 @@ class _ParallelLinear:
         self.fp8: Any = None
         """Scaling for 8-bit products, set by `layers.fp8`; None without them."""
 
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether the layer adds its weight's gradient to the gradient buffer itself."""
+        return self.alone and getattr(self.config, "adds_in_place", False)
+
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the output, adapter included, and None or a bias that the caller must add."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
@@ -160,8 +165,7 @@ class _ParallelLinear:
         # Without a gradient for the input there would be no backward pass to collect from.
         if not (weight.requires_grad and input.requires_grad):
             queue = None
-        adds = self.alone and weight.requires_grad
-        in_place = adds and getattr(self.config, "adds_in_place", False)
+        in_place = weight.requires_grad and self.adds_in_place
         if queue is None and not in_place and self.fp8 is None:
             output: Tensor = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
             return output

@@ -4,6 +4,10 @@ With ``--gradient-accumulation-fusion`` the matrix product that computes a weigh
 it to the float32 buffer. The sum over the tokens is then never rounded to 16 bits, and the buffer
 is read and written once. Megatron-LM uses a kernel of NVIDIA apex for this; here cuBLAS does it.
 
+The first such product of a step overwrites the buffer, so that this part of it need not be set to
+zero before (`StepGradients`). What no product has overwritten when the gradients are reduced is set
+to zero then (`zero_untouched`).
+
 A zero-bubble schedule computes weight gradients when the rank would otherwise be idle
 (arXiv:2401.10241). Until then `DeferredWeightGradients` queues their computation.
 """
@@ -11,7 +15,7 @@ A zero-bubble schedule computes weight gradients when the rank would otherwise b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +28,24 @@ Key = tuple[int, int]
 """Index of a micro-batch and of a pipeline stage."""
 
 
-def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add ``gradient^T inputs`` to ``total`` in place.
+def add_product(
+    total: Tensor, gradient: Tensor, inputs: Tensor, *, overwrite: bool = False
+) -> None:
+    """Add ``gradient^T inputs`` to ``total`` in place, or with ``overwrite`` replace ``total``.
 
     ``gradient`` is ``[tokens, out]``, ``inputs`` is ``[tokens, in]`` and ``total`` ``[out, in]``.
     """
     transposed = gradient.t()
     if total.dtype == inputs.dtype:
-        total.addmm_(transposed, inputs)
+        total.addmm_(transposed, inputs, beta=0 if overwrite else 1)
+    elif overwrite and multiplies_to_float32(total.device, inputs.dtype):
+        torch.mm(transposed, inputs, out_dtype=total.dtype, out=total)
+    elif overwrite:
+        total.copy_(transposed.matmul(inputs))
     elif adds_in_float32(total.device, inputs.dtype):
         torch.addmm(total, transposed, inputs, out_dtype=total.dtype, out=total)
+    elif multiplies_to_float32(total.device, inputs.dtype):
+        total.add_(torch.mm(transposed, inputs, out_dtype=total.dtype))
     else:
         total.add_(transposed.matmul(inputs))
 
@@ -42,18 +54,124 @@ def add_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
 def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch adds a product of 16-bit matrices to a float32 matrix in one call.
 
-    Torch 2.8 and later can do so on GPUs. Some releases ignore the float32 matrix, which a small
-    test product reveals.
+    Torch 2.11 and later do so on GPUs. Earlier releases refuse or ignore the float32 matrix, which
+    a small test product reveals.
+    """
+    return _computes(
+        17, device, dtype, lambda total, ones, to: torch.addmm(total, ones, ones, **to)
+    )
+
+
+@functools.cache
+def multiplies_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies 16-bit matrices to a float32 matrix without rounding.
+
+    Torch 2.8 and later do so on GPUs, of which a small test product makes sure.
+    """
+    return _computes(16, device, dtype, lambda _, ones, to: torch.mm(ones, ones, **to))
+
+
+def _computes(
+    value: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    compute: Callable[[Tensor, Tensor, dict[str, Any]], object],
+) -> bool:
+    """Return whether a test product of 16-bit ones fills a float32 matrix of ones with ``value``.
+
+    ``compute`` gets the float32 matrix, the 16-bit one, and the arguments that name the output. On
+    a CPU, and in float32, the answer is always False.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
     total = torch.ones(16, 16, device=device)
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     try:
-        torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)
+        compute(total, ones, {"out_dtype": total.dtype, "out": total})
     except (RuntimeError, TypeError):
         return False
-    return bool((total == 17).all())
+    return bool((total == value).all())
+
+
+class StepGradients:
+    """The gradient buffers of model chunks at the start of a step.
+
+    A linear layer whose products add to the buffer need not find zeros there: the first product of
+    a step overwrites the old gradient of the weight. Until then the weight is marked by
+    ``overwrite_main_grad``, a name that Transformer Engine has for the same.
+
+    Args:
+        chunks: model chunks that are wrapped for data parallelism.
+    """
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._chunks = chunks
+
+    @functools.cached_property
+    def _weights(self) -> list[Tensor]:
+        """The weights of layers with `adds_in_place`, each once, with a hook for other gradients.
+
+        The hook runs before that of megatron-core, which adds a gradient from autograd.
+        """
+        modules = (module for chunk in self._chunks for module in chunk.modules())
+        adding = (module for module in modules if getattr(module, "adds_in_place", False))
+        weights = list(dict.fromkeys(m.weight for m in adding if hasattr(m.weight, "main_grad")))
+        for weight in weights:
+            weight.register_hook(functools.partial(_zero_stale, [weight]))
+        return weights
+
+    @functools.cached_property
+    def _others(self) -> list[Tensor]:
+        own = set(self._weights)
+        trained = (parameter for chunk in self._chunks for parameter in chunk.params_with_grad)
+        return [parameter.main_grad for parameter in trained if parameter not in own]
+
+    def start(self, *, overwrite: bool) -> None:
+        """Set all gradients to zero, or with ``overwrite`` those that no product overwrites."""
+        if not overwrite or not self._weights:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+            return
+        for chunk in self._chunks:
+            for parameter in chunk.params_with_grad:
+                parameter.grad_added_to_main_grad = False
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.reset()
+        if self._others:
+            torch._foreach_zero_(self._others)
+        for weight in self._weights:
+            weight.overwrite_main_grad = True  # type: ignore[attr-defined]
+
+
+def zero_untouched(chunk: Any) -> None:
+    """Set to zero the old gradients that no product has overwritten, such as those of idle experts.
+
+    This must be called before the gradients of the model chunk are reduced.
+    """
+    _zero_stale(chunk.params_with_grad)
+
+
+def _zero_stale(parameters: Iterable[Any], _gradient: Tensor | None = None) -> None:
+    stale = [parameter.main_grad for parameter in parameters if takes_overwrite(parameter)]
+    if stale:
+        torch._foreach_zero_(stale)
+
+
+def takes_overwrite(weight: Tensor) -> bool:
+    """Return whether ``weight.main_grad`` holds an old gradient, which the caller then overwrites.
+
+    Further gradients of the step are added.
+    """
+    overwrites: bool = getattr(weight, "overwrite_main_grad", False)
+    if overwrites:
+        weight.overwrite_main_grad = False  # type: ignore[attr-defined]
+    return overwrites
+
+
+def add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
+    """Add the product of `add_product` to ``weight.main_grad``, or overwrite an old gradient."""
+    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    add_product(total, gradient, inputs, overwrite=takes_overwrite(weight))
 
 
 def gradient_placeholder(weight: Tensor) -> Tensor:
@@ -64,6 +182,7 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
     that the step also uses elsewhere has the attribute ``zero_out_wgrad``: for it, the hooks ignore
     the mark, and the tensor is zero.
     """
+    assert not getattr(weight, "overwrite_main_grad", False), "the gradient was added to an old one"
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     shared: Tensor | None = getattr(weight, "gradient_placeholder", None)  # see layers.graphs
     if shared is not None:
@@ -75,7 +194,10 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
     """Add a gradient to ``weight.main_grad`` if that exists, else to ``weight.grad``."""
     if hasattr(weight, "main_grad"):
-        weight.main_grad.add_(gradient)
+        if takes_overwrite(weight):
+            weight.main_grad.copy_(gradient)
+        else:
+            weight.main_grad.add_(gradient)
     elif weight.grad is None:
         weight.grad = gradient
     else:

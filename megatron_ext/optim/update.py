@@ -63,11 +63,15 @@ class UpdateResult:
 
 
 @torch.no_grad()
-def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateResult:
+def update_parameters(
+    optimizer: MegatronOptimizer, clip_grad: float, gradient_scale: Tensor | None = None
+) -> UpdateResult:
     """Clip and apply the gradients of all chunks, or skip the step if their norm is not finite.
 
-    The gradients are reduced and normalized already. ``clip_grad`` is the largest allowed global
-    norm; 0 switches clipping off.
+    The gradients are reduced already. ``clip_grad`` is the largest allowed global norm; 0 switches
+    clipping off. ``gradient_scale``, ``[]``, is what all gradients are still to be multiplied by:
+    the norm and the update are those of the products, which are not stored. It may be given if
+    `all_decide_on_device`; None means 1.
     """
     if optimizer.prepare_grads():
         _share_loss_scale(optimizer)
@@ -76,10 +80,12 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
         assert not overflow.applied
         return overflow
     norm = global_grad_norm(optimizer)
+    if gradient_scale is not None:
+        norm = norm * gradient_scale
     zeros = count_zeros(optimizer) if optimizer.config.log_num_zeros_in_grad else None
     update = UpdateResult(torch.isfinite(norm), norm, zeros)
     if decides_on_device(optimizer):
-        _update_where_finite(optimizer, update, clip_grad)
+        _update_where_finite(optimizer, update, clip_grad, gradient_scale)
     elif update.applied:
         if clip_grad > 0.0:
             for part in _with_parameters(optimizer):
@@ -111,19 +117,36 @@ def decides_on_device(optimizer: MegatronOptimizer) -> bool:
     )
 
 
-def _update_where_finite(
-    optimizer: MegatronOptimizer, update: UpdateResult, clip_grad: float
-) -> None:
-    """Let torch's fused kernel clip the gradients and apply them, or skip the update.
+def all_decide_on_device(optimizer: MegatronOptimizer) -> bool:
+    """Return whether `decides_on_device` holds on every rank; all ranks call this together.
 
-    The kernel reads the attributes ``grad_scale`` and ``found_inf``, as torch's scaler sets them.
+    It holds on a rank without trained parameters.
+    """
+    answer = torch.tensor(int(decides_on_device(optimizer)), device=torch.cuda.current_device())
+    torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN)
+    return bool(answer)
+
+
+def _update_where_finite(
+    optimizer: MegatronOptimizer,
+    update: UpdateResult,
+    clip_grad: float,
+    gradient_scale: Tensor | None,
+) -> None:
+    """Let a fused kernel scale, clip and apply the gradients, or skip the update.
+
+    The kernel reads the attributes ``grad_scale``, by which it divides the gradients, and
+    ``found_inf``, as torch's scaler sets them.
     """
     inner = [part.optimizer for part in _with_parameters(optimizer)]
+    divisor = None
+    if clip_grad > 0.0:
+        divisor = ((update.norm + 1e-6) / clip_grad).clamp(min=1.0)
+    if gradient_scale is not None:
+        divisor = (1.0 if divisor is None else divisor) / gradient_scale.double()
     for each in inner:
         each.found_inf = update.flag.logical_not().float()
-        each.grad_scale = None
-        if clip_grad > 0.0:
-            each.grad_scale = ((update.norm + 1e-6) / clip_grad).clamp(min=1.0).float()
+        each.grad_scale = None if divisor is None else divisor.float()
     optimizer.step_with_ready_grads()
     for each in inner:
         del each.found_inf, each.grad_scale

@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Kind
@@ -148,6 +149,7 @@ class GradientSync:
         if not self.grad_sync or self.last.get(action.stage) != action:
             return
         chunk = self.placement.chunk_of(action.stage)
+        zero_untouched(self.chunks[chunk])
         if chunk in self.waiting:
             self._release(chunk)
             self.grad_sync[chunk](self.chunks[chunk].parameters())

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import (
     clear_embedding_activation_buffer,
     deallocate_output_tensor,
@@ -27,6 +26,7 @@ from megatron_ext.core import backward_step
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.graphs import ChunkGraphs
 from megatron_ext.layers.transformer_layer import TransformerLayer
+from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.communication import Channels, GradientSync
@@ -34,21 +34,18 @@ from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Action, Kind, Plan
 
 
-def scale_by_tokens(
-    chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, context: ParallelContext
-) -> None:
-    """Divide the summed gradients by the number of tokens on all data- and context-parallel ranks.
+def token_scale(num_tokens: Tensor, context: ParallelContext) -> Tensor:
+    """Return 1 over the number of tokens on all data- and context-parallel ranks, float32 ``[]``.
 
-    Unlike megatron-core's ``finalize_model_grads``, the host does not wait for the device to check
-    that the number is positive. ``num_tokens``, int ``[]``, is this rank's number of tokens; only
-    the last stage's value is used, and it is overwritten.
+    The summed gradients of a step are multiplied by it. Unlike in megatron-core's
+    ``finalize_model_grads``, the host does not wait for the device to check that the number is
+    positive. ``num_tokens``, int ``[]``, is this rank's number of tokens; only the last stage's
+    value is used, and it is overwritten.
     """
     last = context.last_stage_rank
     torch.distributed.broadcast(num_tokens, group=context.pgs.pp, group_src=last)
     torch.distributed.all_reduce(num_tokens, group=context.pgs.dp_cp)
-    scale = torch.where(num_tokens > 0, 1.0 / num_tokens, 1.0)
-    for chunk in chunks:
-        chunk.scale_gradients(scale)
+    return torch.where(num_tokens > 0, 1.0 / num_tokens, 1.0)
 
 
 def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
@@ -104,7 +101,13 @@ class PipelineEngine:
         transformer_config: configuration with the hooks that megatron-core's schedules use.
         group_size: micro-batches that an interleaved chunk runs before the next, see `build_plan`.
         graphs: CUDA graphs of each chunk's layers; empty to run without graphs.
+
+    Attributes:
+        gradient_scale: what the gradients of the last step are still to be multiplied by, float32
+            ``[]``; None if nothing.
     """
+
+    gradient_scale: Tensor | None = None
 
     def __init__(
         self,
@@ -141,6 +144,7 @@ class PipelineEngine:
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         force_all_reduce: bool = False,
+        scale_gradients: bool = True,
     ) -> list[Any]:
         """Run one step and, unless ``forward_only``, finalize the gradients.
 
@@ -151,6 +155,8 @@ class PipelineEngine:
             shape: shape of this rank's messages, ``[s, b, h]``; see `Channels`.
             collect_non_loss_data: call the loss function with ``non_loss_data=True``.
             force_all_reduce: give every data-parallel rank all reduced gradients.
+            scale_gradients: divide the gradients by the number of tokens, if the loss is a mean
+                over them. Otherwise the update is to apply `gradient_scale`.
 
         Returns:
             The loss function's report of each micro-batch; empty on ranks without the last stage.
@@ -162,19 +168,29 @@ class PipelineEngine:
         finalizes = transformer_config.finalize_model_grads_func is not None and not forward_only
         if self.graphs and not forward_only:
             self._prepare_graphs(most_in_flight(step.actions, plan.placement))
-        embedding = None
+        embedding = self.gradient_scale = None
         if finalizes:
             embedding = clear_embedding_activation_buffer(transformer_config, self.chunks, on_last)
         step.run()
         if finalizes:
             pgs = self.context.pgs
             finish_embedding_wgrad_compute(transformer_config, embedding, on_last, pgs.tp)
+            for chunk in self.chunks:
+                zero_untouched(chunk)
             transformer_config.finalize_model_grads_func(
                 self.chunks, None, pg_collection=pgs, force_all_reduce=force_all_reduce
             )
             if transformer_config.calculate_per_token_loss:
-                scale_by_tokens(self.chunks, step.num_tokens, self.context)
+                self._scale(token_scale(step.num_tokens, self.context), now=scale_gradients)
         return step.reports
+
+    def _scale(self, scale: Tensor, *, now: bool) -> None:
+        """Multiply all gradients by a scalar, or leave that to the update."""
+        if not now:
+            self.gradient_scale = scale
+            return
+        for chunk in self.chunks:
+            chunk.scale_gradients(scale)  # type: ignore[operator]
 
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
         """Record the CUDA graphs that are missing; use a chunk's graphs only if they suffice.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
 from megatron_ext.layers.specs import expert_pattern
 from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.layers.weight_gradients import StepGradients
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
-from megatron_ext.optim.update import UpdateResult, update_parameters
+from megatron_ext.optim.update import UpdateResult, all_decide_on_device, update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine, step_graphs
 from megatron_ext.train.task import Task
@@ -92,6 +94,7 @@ class StepRunner:
             self.engine = PipelineEngine(
                 schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
             )
+        self._gradients = StepGradients(chunks)
         self._micro_batch_size = config.training.batch_sizes[0]
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
@@ -128,6 +131,7 @@ class StepRunner:
         forward_only: bool,
         consumed_samples: int = 0,
         collect_non_loss_data: bool = False,
+        scale_gradients: bool = True,
     ) -> list[Any]:
         """Run the schedule over ``num_microbatches`` micro-batches on each data-parallel rank.
 
@@ -135,6 +139,7 @@ class StepRunner:
             batches: micro-batches of this rank; None on stages that read no data.
             consumed_samples: samples of all earlier steps, for ``--deterministic-dropout``.
             collect_non_loss_data: return data for `Task.process_non_loss_data` instead of reports.
+            scale_gradients: see `PipelineEngine.run`; without an engine it must be True.
 
         Returns one report, ``[sum, count]`` by loss, per micro-batch; none before the last stage.
         """
@@ -157,7 +162,7 @@ class StepRunner:
         wishes = {"forward_only": forward_only, "collect_non_loss_data": collect_non_loss_data}
         wishes["force_all_reduce"] = self.observer is not None
         if self.engine is not None:
-            shape = self._shape(batches)
+            shape, wishes["scale_gradients"] = self._shape(batches), scale_gradients
             return self.engine.run(forward_step, iterators, num_microbatches, shape, **wishes)
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -232,15 +237,18 @@ class StepRunner:
         other arguments see `forward_backward`.
         """
         assert self.optimizer is not None and self.scheduler is not None
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        # The kernels of CUDA graphs always add.
+        adds = self.engine is None or self.engine.graphs or self.check_zeroed is not None
+        self._gradients.start(overwrite=not adds)
         self.optimizer.zero_grad()
         if self.check_zeroed is not None:
             self.check_zeroed(self.chunks)
+        scales = self.observer is not None or not self._scales_in_update
         with self._weights_kept():
             reports = self.forward_backward(
-                batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
-            )
+                batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples,
+                scale_gradients=scales,
+            )  # fmt: skip
         if self.observer is not None:
             self.observer()
         if self._amax_histories is not None:
@@ -248,7 +256,8 @@ class StepRunner:
         self._give_memory_back(2)
         # The previous update is over, while the passes of this step still wait for the device.
         self.settle()
-        update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
+        scale = self.engine.gradient_scale if self.engine is not None else None
+        update = update_parameters(self.optimizer, self.config.optimizer.clip_grad, scale)
         self._give_memory_back(1)
         self._follow(update, self.scheduler, num_samples)
         totals = reduce_reports(reports, self.context)
@@ -260,6 +269,12 @@ class StepRunner:
             losses |= auxiliary
             counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
         return StepResult(losses, counts, update, update)
+
+    @cached_property
+    def _scales_in_update(self) -> bool:
+        """Whether the update divides the gradients by the step's targets; all ranks call this."""
+        assert self.optimizer is not None
+        return self.engine is not None and all_decide_on_device(self.optimizer)
 
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int

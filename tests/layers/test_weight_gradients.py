@@ -1,11 +1,17 @@
 """Weight gradients that products add to the gradient buffer, against autograd's and the hooks'."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.layers.weight_gradients import add_product, gradient_placeholder
+from megatron_ext.layers.weight_gradients import (
+    StepGradients,
+    add_product,
+    gradient_placeholder,
+)
 from megatron_ext.train.run import Run
 from tests.ranks import ParallelContext, on_ranks
 from tests.runs_from_inside import build
@@ -52,10 +58,21 @@ def test_autograd_gets_something_that_hooks_need_not_add() -> None:
     assert not gradient_placeholder(weight).any()
 
 
-def _gradients(run: Run, batches: list, *, in_place: bool) -> dict[str, Tensor]:  # type: ignore[type-arg]
+def _gradients(
+    run: Run,
+    batches: list,  # type: ignore[type-arg]
+    *,
+    in_place: bool,
+    gradients: StepGradients | None = None,
+) -> dict[str, Tensor]:
+    """Return the gradients of a step, which begins with zeros or, by ``gradients``, with NaN."""
     run.runner.transformer_config.adds_in_place = in_place
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
+        for parameter in chunk.params_with_grad if gradients is not None else ():
+            parameter.main_grad.fill_(math.nan)
+    if gradients is not None:
+        gradients.start(overwrite=True)
     run.runner.forward_backward(batches, run.batch_size.num_microbatches, forward_only=False)
     return {
         f"{index}.{name}": parameter.main_grad.clone()
@@ -75,6 +92,19 @@ def _compare(context: ParallelContext, words: str) -> None:
     for name, gradient in truth.items():
         difference = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
         assert difference < 1e-6, name
+    gradients = StepGradients(run.chunks)
+    # The first use of the hooks and of the counts of --overlap-grad-reduce, and one after it.
+    for _ in range(2):
+        overwritten = _gradients(run, batches, in_place=True, gradients=gradients)
+        assert all(torch.equal(overwritten[name], gradient) for name, gradient in found.items())
+    trained = [parameter for chunk in run.chunks for parameter in chunk.params_with_grad]
+    marked = [p for p in trained if hasattr(p, "overwrite_main_grad")]
+    assert marked and not any(p.overwrite_main_grad for p in marked)
+    if "num-experts" in words:
+        idle = [name for name, gradient in found.items() if not gradient.any()]
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name in idle} == {
+            "linear_fc1", "linear_fc2"
+        }  # fmt: skip
 
 
 TP2 = "--tensor-model-parallel-size 2"
@@ -85,7 +115,8 @@ TP2 = "--tensor-model-parallel-size 2"
     [
         ({}, "--mtp-num-layers 1 --no-untie-embeddings-and-output-weights "
          "--cross-entropy-impl eager"),
-        ({}, "--num-experts 4 --moe-router-topk 2 --recompute-granularity full --recompute-method "
+        ({}, "--num-experts 48 --moe-router-topk 2 --moe-ffn-hidden-size 16 --seq-length 16 "
+         "--micro-batch-size 1 --global-batch-size 2 --recompute-granularity full --recompute-method "
          "uniform --recompute-num-layers 1"),
         ({"tp": 2, "dp": 2}, f"{TP2} --sequence-parallel"),
         ({"tp": 2, "pp": 2}, f"{TP2} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),

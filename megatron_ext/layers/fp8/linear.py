@@ -142,7 +142,7 @@ def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor
         return None
     if main_grad is None:
         return compute(dtype)
-    main_grad.add_(compute(dtype))
+    accumulate(weight, compute(dtype))
     return gradient_placeholder(weight)
 
 
