@@ -1,11 +1,14 @@
 """Weight gradients that products add to the gradient buffer, against autograd's and the hooks'."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.layers import weight_gradients
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import (
     StepGradients,
@@ -116,8 +119,8 @@ TP2 = "--tensor-model-parallel-size 2"
         ({}, "--mtp-num-layers 1 --no-untie-embeddings-and-output-weights "
          "--cross-entropy-impl eager"),
         ({}, "--num-experts 48 --moe-router-topk 2 --moe-ffn-hidden-size 16 --seq-length 16 "
-         "--micro-batch-size 1 --global-batch-size 2 --recompute-granularity full --recompute-method "
-         "uniform --recompute-num-layers 1"),
+         "--micro-batch-size 1 --global-batch-size 2 --recompute-granularity full "
+         "--recompute-method uniform --recompute-num-layers 1"),
         ({"tp": 2, "dp": 2}, f"{TP2} --sequence-parallel"),
         ({"tp": 2, "pp": 2}, f"{TP2} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     ],
@@ -133,3 +136,71 @@ def test_the_flag_decides_on_a_gpu() -> None:
 
     assert adds("cuda") and not adds("cpu")
     assert not adds("cuda", "--no-gradient-accumulation-fusion")
+
+
+class _OldTorch:
+    """torch before 2.11, which multiplies to float32, but does not add to it.
+
+    Attributes:
+        refuses: ``addmm`` raises an error; else it ignores the float32 matrix.
+    """
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def mm(self, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Any = None) -> Tensor:
+        product = a.to(out_dtype) @ b.to(out_dtype)
+        return product if out is None else out.copy_(product)
+
+    def addmm(
+        self, _total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor
+    ) -> Tensor:
+        if self.refuses:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        return self.mm(a, b, out_dtype=out_dtype, out=out)
+
+
+@pytest.fixture(params=[True, False], ids=["refuses", "ignores"])
+def old_torch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let a CPU stand for a GPU whose torch is old."""
+    ones, old = torch.ones, _OldTorch(refuses=request.param)
+    caches = weight_gradients.adds_in_float32, weight_gradients.multiplies_to_float32
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "mm", old.mm)
+        patch.setattr(torch, "addmm", old.addmm)
+        patch.setattr(torch, "ones", lambda *shape, device=None, **kind: ones(*shape, **kind))
+        adds, multiplies = (cached(torch.device("cuda"), HALF) for cached in caches)
+        assert multiplies and not adds
+        patch.setattr(weight_gradients, "multiplies_to_float32", lambda device, dtype: True)
+        yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_old_torch_rounds_nothing_to_16_bits(old_torch: None, overwrite: bool) -> None:
+    """Products of bf16 numbers are exact in float32, which rounds only the sums of 96."""
+    total, gradient, entered = _matrices(HALF, "cpu")
+    truth = gradient.double().t() @ entered.double() + (0 if overwrite else total.double())
+    add_product(total, gradient, entered, overwrite=overwrite)
+    torch.testing.assert_close(total.double(), truth, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "buffer"), [(SINGLE, SINGLE), (HALF, SINGLE), (HALF, HALF)])
+def test_a_product_overwrites_what_is_not_a_number(dtype: torch.dtype, buffer: torch.dtype) -> None:
+    total, gradient, entered = _matrices(dtype, "cpu")
+    zeroed = torch.zeros_like(total, dtype=buffer)
+    stale = torch.full_like(zeroed, math.nan)
+    add_product(zeroed, gradient, entered)
+    add_product(stale, gradient, entered, overwrite=True)
+    assert torch.equal(stale, zeroed)
+    idle = torch.full_like(zeroed, math.nan)
+    add_product(idle, gradient[:0], entered[:0], overwrite=True)
+    assert not idle.any()
+
+
+def test_an_old_gradient_cannot_be_added_to_unseen() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    weight.overwrite_main_grad = True  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="added to an old one"):
+        gradient_placeholder(weight)

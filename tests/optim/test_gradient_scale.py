@@ -1,0 +1,72 @@
+"""Updates that divide the gradients by the step's targets, against gradients divided before."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_ext.optim.builder import choose_kernels
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.run import Run
+from tests.ranks import on_ranks
+from tests.runs_from_inside import build
+from tests.training_runs import SMALL
+
+STEPS = 3
+
+
+def _run(context: ParallelContext, words: str) -> Run:
+    """Build a run whose kernel decides on a CPU as on a GPU."""
+    run = build([*SMALL, *words.split()], context)
+    assert run.optimizer is not None
+    choose_kernels(run.optimizer, fused=True)
+    return run
+
+
+def _step(run: Run) -> tuple[float, list[torch.Tensor]]:
+    """Train a step; return the norm of the gradients, and the weights."""
+    number = run.batch_size.num_microbatches
+    samples = run.batch_size.global_batch_size
+    result = run.runner.train(run.train_source.next_step(number), number, 0, samples)
+    assert result.update.applied
+    return result.update.grad_norm, [p.detach() for c in run.chunks for p in c.parameters()]
+
+
+def _compare(context: ParallelContext, words: str) -> None:
+    """Compare three steps; float32 rounds a product and a quotient in another order."""
+    before, within = (_run(context, words) for _ in range(2))
+    before.runner.observer = lambda: None  # Whoever looks at gradients sees them divided.
+    for _ in range(STEPS):
+        (norm, weights), (found, others) = _step(before), _step(within)
+        assert before.runner.engine.gradient_scale is None  # type: ignore[union-attr]
+        assert within.runner.engine.gradient_scale < 0.1  # type: ignore[union-attr, operator]
+        assert math.isclose(found, norm, rel_tol=1e-6)
+        for weight, other in zip(weights, others, strict=True):
+            torch.testing.assert_close(other, weight, rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"dp": 2}, "--use-distributed-optimizer --mtp-num-layers 1 --num-experts 4 "
+         "--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --train-iters 4 "
+         "--moe-router-load-balancing-type aux_loss"),
+        ({"dp": 2}, "--clip-grad 0 --train-iters 4"),
+        ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --train-iters 4"),
+    ],
+)  # fmt: skip
+def test_the_update_divides_by_the_targets(sizes: dict[str, int], words: str) -> None:
+    on_ranks(_compare, sizes, words=words)
+
+
+def _looks(context: ParallelContext) -> None:
+    """A host decides, or every micro-batch has a mean of its own: nothing is left to the update."""
+    hosts = build([*SMALL, *"--train-iters 4".split()], context)
+    means = _run(context, "--no-calculate-per-token-loss --train-iters 4")
+    for run in (hosts, means):
+        _step(run)
+        assert run.runner.engine.gradient_scale is None  # type: ignore[union-attr]
+
+
+def test_other_runs_have_whole_gradients() -> None:
+    on_ranks(_looks, {"dp": 2})
