@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.optim.builder import start_state
+from megatron_ext.optim.adam import start_state
 from megatron_ext.optim.update import parts_of
 
 MAIN_WEIGHTS = "fp32_from_fp16_params"

@@ -136,7 +136,10 @@ NEEDS = {
     "--exit-signal-handler": "exit_signal",
     "--profile": "profile_step_start profile_step_end profile_ranks",
     "--optimizer sgd": "sgd_momentum",
-    "--optimizer adam": "adam_beta1 adam_beta2 adam_eps",
+    "--optimizer adam": (
+        "adam_beta1 adam_beta2 adam_eps use_precision_aware_optimizer exp_avg_dtype "
+        "exp_avg_sq_dtype"
+    ),
     "--lr-decay-style WSD": "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
 }
 """A flag, with the value that it must have -> fields of flags that do nothing without it."""
@@ -169,12 +172,12 @@ fully sharded data parallelism is not supported; use `--use-distributed-optimize
     fsdp-manual-registration no-gradient-reduce-div-fusion suggested-communication-unit-size
     enable-full-sharding-in-hsdp init-model-with-meta-device strict-fsdp-dtensor-load
     gradient-reduce-div-fusion nccl-ub use-nccl-ub disable-symmetric-registration
-parts of the optimizer are not moved to the CPU or kept in lower precision; use
-`--use-distributed-optimizer`:
+parts of the optimizer are not moved to the CPU; use `--use-distributed-optimizer`:
     optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload
-    overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params use-precision-aware-optimizer
-    main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype dump-param-to-param-group-map
+    overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params dump-param-to-param-group-map
     overlap-param-gather-with-optimizer-step num-distributed-optimizer-instances
+gradients and the weights that Adam updates are kept in float32; use `--exp-avg-dtype`:
+    main-grads-dtype main-params-dtype
 the optimizer is not supported; use `--optimizer adam`:
     muon-momentum muon-no-split-qkv muon-use-nesterov muon-scale-mode muon-fp32-matmul-prec
     muon-num-ns-steps muon-tp-mode muon-extra-scale-factor

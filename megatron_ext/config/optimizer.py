@@ -95,6 +95,19 @@ class OptimizerConfig(Changeable):
     adam_eps: float = flag(
         1e-8, "epsilon in Adam's denominator", Range(1e-30, 1), if_changed="keep"
     )
+    use_precision_aware_optimizer: bool = flag(
+        False, "let --exp-avg-dtype and --exp-avg-sq-dtype choose how Adam's moments are kept"
+    )
+    exp_avg_dtype: str = flag(
+        "fp32",
+        "type of Adam's first moment between steps; bf16 saves 2 of 4 bytes for each weight",
+        choices="fp32 bf16",
+    )
+    exp_avg_sq_dtype: str = flag(
+        "fp32",
+        "type of Adam's second moment between steps; bf16 saves 2 of 4 bytes for each weight",
+        choices="fp32 bf16",
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", BELOW_ONE, if_changed="keep")
     apply_wd_to_qk_layernorm: bool = said_flag(
         False, "decay the weights of the norms of queries and keys too"

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.layers.transformer_config import params_dtype
+from megatron_ext.optim.adam import HAS_TRITON, FusedAdam, Kernel, start_state
 from megatron_ext.optim.update import parts_of
 
 OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
 """megatron-core's rule and configuration for each value of ``--optimizer``."""
+
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The dtype for each value of ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype``."""
 
 
 def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -26,8 +33,10 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     rule, cls = OPTIMIZERS[config.optimizer.optimizer]
     ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
     ours |= {"optimizer": rule, "params_dtype": params_dtype(config.precision)}
-    names = {field.name for field in dataclasses.fields(cls)}
-    core_config = cls(**{name: ours[name] for name in names & ours.keys()})
+    fields = {field.name for field in dataclasses.fields(cls)}
+    # megatron-core would ask for Transformer Engine's Adam.
+    fields -= {"use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"}
+    core_config = cls(**{name: ours[name] for name in fields & ours.keys()})
     overrides = core.get_standard_config_overrides(core_config)
     for override in overrides.values():
         if "max_lr" in override:
@@ -36,7 +45,11 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     # Process groups passed as a collection would lose the Gloo groups that checkpoints need.
     optimizer = core.get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
     if config.optimizer.optimizer == "adam" and config.model.transformer_impl == "torch":
-        take_torchs_adam(optimizer)
+        moments = (
+            MOMENTS[config.optimizer.exp_avg_dtype],
+            MOMENTS[config.optimizer.exp_avg_sq_dtype],
+        )
+        take_torchs_adam(optimizer, moments, _kernel_of(config.device))
     choose_kernels(optimizer, fused=config.device == "cuda")
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), (torch.optim.Adam, torch.optim.SGD)):
@@ -45,59 +58,51 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     return optimizer
 
 
-def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
-    """Create the all-zero state that torch's Adam or SGD has before its first update."""
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            if inner.state[parameter]:
-                continue
-            if isinstance(inner, torch.optim.Adam):
-                place = parameter.device if group["fused"] else "cpu"
-                inner.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=place),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-            elif group["momentum"]:
-                inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+def take_torchs_adam(
+    optimizer: MegatronOptimizer,
+    moments: tuple[torch.dtype, torch.dtype],
+    make_kernel: Callable[[], Kernel] | None,
+) -> None:
+    """Put torch's Adam, before its first update, in the place of another or where it lacks a thing.
 
-
-class CountedAdam(torch.optim.AdamW):
-    """torch's Adam whose state dict also counts the steps of each group, as apex's Adam does."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, with the step count in each group that has been updated."""
-        state = super().state_dict()
-        for group in state["param_groups"]:
-            counts = [state["state"][i]["step"] for i in group["params"] if i in state["state"]]
-            if counts:
-                group["step"] = int(counts[0])
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; give a parameter group's step count to each parameter of the group."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            count = group.pop("step", None)
-            for parameter in group["params"] if count is not None else ():
-                place = parameter.device if group["fused"] else "cpu"
-                self.state[parameter]["step"] = torch.tensor(float(count), device=place)
-
-
-def take_torchs_adam(optimizer: MegatronOptimizer) -> None:
-    """Replace Transformer Engine's or apex's Adam, before its first update, by torch's.
-
-    Only torch's fused Adam can skip an update on the device, without the host.
+    Only torch's fused Adam and ours can skip an update on the device, without the host. For
+    ``moments`` and ``make_kernel`` see `FusedAdam`.
     """
+    plain = make_kernel is None and moments == (torch.float32, torch.float32)
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
-        if inner is not None and not isinstance(inner, torch.optim.Adam):
-            names = ("lr", "betas", "eps", "weight_decay")
-            defaults = {name: inner.defaults[name] for name in names}
-            # torch refuses views, which shards are; like megatron-core, put them in afterwards.
-            part.optimizer = CountedAdam([torch.empty(0)], **defaults)
-            groups = [{**part.optimizer.defaults, **group} for group in inner.param_groups]
-            part.optimizer.param_groups = groups
+        if inner is None or (plain and isinstance(inner, torch.optim.Adam)):
+            continue
+        names = ("lr", "betas", "eps", "weight_decay")
+        defaults = {name: inner.defaults[name] for name in names}
+        # torch refuses views, which shards are; like megatron-core, put them in afterwards.
+        given: dict[str, Any] = {"moments": moments, "make_kernel": make_kernel}
+        part.optimizer = FusedAdam([torch.empty(0)], **given, **defaults)
+        groups = [{**part.optimizer.defaults, **group} for group in inner.param_groups]
+        part.optimizer.param_groups = groups
+        part.optimizer.copies = _model_weights(part)
+
+
+def _model_weights(part: Any) -> dict[Tensor, Tensor]:
+    """Return this rank's 16-bit weight, or its shard, for each float32 weight that is updated."""
+    names = "float16_groups", "fp32_from_float16_groups"
+    if isinstance(part, DistributedOptimizer):
+        names = "shard_float16_groups", "shard_fp32_from_float16_groups"
+    models, mains = (getattr(part, name, ()) for name in names)
+    return {
+        main: model
+        for model_group, main_group in zip(models, mains, strict=True)
+        for model, main in zip(model_group, main_group, strict=True)
+    }
+
+
+def _kernel_of(device: str) -> Callable[[], Kernel] | None:
+    """Return what makes the kernel of a parameter group; None on a CPU and without Triton."""
+    if device != "cuda" or not HAS_TRITON:
+        return None
+    from megatron_ext.optim.fused_adam import GroupUpdate
+
+    return GroupUpdate
 
 
 def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:

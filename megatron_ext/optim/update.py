@@ -18,6 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -147,9 +148,25 @@ def _update_where_finite(
     for each in inner:
         each.found_inf = update.flag.logical_not().float()
         each.grad_scale = None if divisor is None else divisor.float()
-    optimizer.step_with_ready_grads()
+    if inner and all(getattr(each, "make_kernel", None) is not None for each in inner):
+        for each in inner:
+            each.step()
+        _gather_weights(optimizer)
+    else:
+        optimizer.step_with_ready_grads()
     for each in inner:
         del each.found_inf, each.grad_scale
+
+
+def _gather_weights(optimizer: MegatronOptimizer) -> None:
+    """Gather the updated 16-bit weights over the replicas, unless the forward pass will.
+
+    megatron-core does so in the update of each optimizer of a chain.
+    """
+    distributed = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
+    for chunk in dict.fromkeys(chunk for part in distributed for chunk in part.model_chunks):
+        if not chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync()
 
 
 def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:

@@ -243,4 +243,6 @@ def _optimizer_bytes(optimizer: OptimizerConfig, elements: int, touched: int, *,
     main = FP32 if half else 0
     if optimizer.optimizer == "sgd":
         return elements * (main + (FP32 if optimizer.sgd_momentum else 0))
-    return elements * (main + 2 * FP32) + touched * FP32
+    names = optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype
+    moments = sum(FP32 if name == "fp32" else FP32 // 2 for name in names)
+    return elements * (main + moments) + touched * FP32

@@ -160,3 +160,37 @@ def test_what_a_checkpoint_does_not_say_keeps_its_default() -> None:
     ours.load_state_dict(theirs)
     assert ours.param_groups[0]["bias_correction"] is True
     assert ours.param_groups[0]["lr"] == 0.5
+
+
+IN_16_BITS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".split()
+
+
+def _narrow(run: Run) -> None:
+    for part in parts_of(run.optimizer):
+        for state in part.optimizer.state.values():
+            assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+            assert state["exp_avg"].any()
+
+
+def test_moments_in_16_bits_go_on_in_another_layout(tmp_path: Path) -> None:
+    """Checkpoints hold the moments in float32, which changes no bit of them."""
+    words = [*SMALL, *IN_16_BITS]
+    whole = train(words, tmp_path / "whole", ranks=2)
+    first = tmp_path / "first"
+    train([*words, "--exit-interval", "2"], first, ranks=2)
+    saved = whole_tensors(first / "iter_0000002", first / "whole.pt")
+    moments = [tensor for name, tensor in saved.items() if ".exp_avg" in name]
+    assert moments
+    for moment in moments:
+        assert moment.dtype == torch.float32
+        assert torch.equal(moment, moment.bfloat16().float())
+    layouts = {"same": (2, []), "tp2": (2, "--tensor-model-parallel-size 2".split())}
+    for name, (ranks, more) in layouts.items():
+        load = ["--load", str(first), *more]
+        rows = train([*words, *load], tmp_path / name, ranks=ranks, prepare=_narrow)
+        for row, other in zip(rows[-2:], whole[-2:], strict=True):
+            exact = 0 if name == "same" else 1e-4
+            assert row["lm loss"] == pytest.approx(other["lm loss"], rel=exact)
+    wide = [word for word in words if word not in IN_16_BITS]
+    rows = train([*wide, "--load", str(first)], tmp_path / "wide", ranks=2)
+    assert rows[-2]["lm loss"] == whole[-2]["lm loss"]

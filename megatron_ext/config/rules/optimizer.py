@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import TARGETS, EmaConfig, LoraConfig, OptimizerConfig
+from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.training import TrainingConfig
 
 
@@ -61,6 +62,26 @@ def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> It
         )
     if optimizer.ddp_bucket_size is not None and optimizer.ddp_num_buckets is not None:
         yield "`--ddp-bucket-size` and `--ddp-num-buckets` exclude each other; give one."
+
+
+def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield a sentence for each fault in the types of Adam's moments."""
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        given, said = getattr(optimizer, name), f"--{name.replace('_', '-')}"
+        if given != "fp32" and not optimizer.use_precision_aware_optimizer:
+            yield f"`{said}` ({given}) needs `--use-precision-aware-optimizer`; give it too."
+    if not optimizer.use_precision_aware_optimizer:
+        return
+    if not optimizer.use_distributed_optimizer:
+        yield (
+            "`--use-precision-aware-optimizer` needs `--use-distributed-optimizer`, which saves "
+            "the moments in float32; give both."
+        )
+    if model.transformer_impl == TE_IMPL:
+        yield (
+            "`--use-precision-aware-optimizer` is done by the optimizer of the torch layers; use "
+            "`--transformer-impl torch`."
+        )
 
 
 def _rate_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:

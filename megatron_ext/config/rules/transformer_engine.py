@@ -119,6 +119,7 @@ def needs_torch_layers(run: RunConfig) -> bool:
         or (run.fp8.fp8_format is not None and run.fp8.fp8_recipe in TORCH_RECIPES)
         or not run.fp8.fp8_wgrad
         or run.cuda_graphs.cuda_graph_impl == "local"
+        or run.optimizer.use_precision_aware_optimizer
     )
 
 

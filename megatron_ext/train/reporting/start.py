@@ -126,7 +126,7 @@ def parameters_line(total: int, trained: int, largest: int) -> str:
 
 
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
-    """Return the package and class of the optimizer, such as "torch AdamW".
+    """Return the package and class of the optimizer, such as "torch AdamW" or "Triton AdamW".
 
     If this package defines the class, its first base class from another package is named.
     """
@@ -136,6 +136,8 @@ def _optimizer(optimizer: MegatronOptimizer | None) -> str:
     inner = next((part.optimizer for part in parts if part.optimizer is not None), None)
     if inner is None:
         return "none on this rank"
+    if getattr(inner, "make_kernel", None) is not None:
+        return "Triton AdamW"
     roots = {kind: kind.__module__.split(".")[0] for kind in type(inner).__mro__}
     kind, root = next((kind, root) for kind, root in roots.items() if root != _PACKAGE)
     fused = " fused" if any(group.get("fused") for group in inner.param_groups) else ""

@@ -1,0 +1,209 @@
+"""AdamW as a run needs it: with a step count that checkpoints keep, and in one kernel on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether the kernel of `optim.fused_adam` can be compiled."""
+
+
+def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
+    """Create the all-zero state that torch's Adam or SGD has before its first update."""
+    exp_avg, exp_avg_sq = getattr(inner, "moments", (None, None))
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if inner.state[parameter]:
+                continue
+            if isinstance(inner, torch.optim.Adam):
+                place = parameter.device if group["fused"] else "cpu"
+                inner.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=place),
+                    "exp_avg": torch.zeros_like(parameter, dtype=exp_avg),
+                    "exp_avg_sq": torch.zeros_like(parameter, dtype=exp_avg_sq),
+                }
+            elif group["momentum"]:
+                inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+
+
+class CountedAdam(torch.optim.AdamW):
+    """torch's Adam whose state dict also counts the steps of each group, as apex's Adam does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, with the step count in each group that has been updated."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            counts = [state["state"][i]["step"] for i in group["params"] if i in state["state"]]
+            if counts:
+                group["step"] = int(counts[0])
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; give a parameter group's step count to each parameter of the group."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            count = group.pop("step", None)
+            for parameter in group["params"] if count is not None else ():
+                place = parameter.device if group["fused"] else "cpu"
+                self.state[parameter]["step"] = torch.tensor(float(count), device=place)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The tensors of one parameter in an update; all have as many elements, without gaps.
+
+    Attributes:
+        gradient, weight: float32.
+        exp_avg, exp_avg_sq: the moments, float32 or bfloat16.
+        copy: the 16-bit weight of the model, to be written; None if ``weight`` is the model's.
+    """
+
+    gradient: Tensor
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    copy: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors in the order of the attributes."""
+        found = [self.gradient, self.weight, self.exp_avg, self.exp_avg_sq]
+        return found if self.copy is None else [*found, self.copy]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that a pass reads, of all but the copy, and writes, but to gradients."""
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self.tensors]
+        return sum(sizes[:4]) + sum(sizes[1:])
+
+    @property
+    def aligned(self) -> bool:
+        """Return whether the address of each tensor is a multiple of 16 bytes."""
+        return all(tensor.data_ptr() % 16 == 0 for tensor in self.tensors)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Return the dtypes and the alignment, which the parameters of one launch share."""
+        return (*[tensor.dtype for tensor in self.tensors], self.aligned)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of a parameter group in an update; those without comment are torch's.
+
+    Attributes:
+        scalars: on the device, float32 ``[4]``: whether the gradients are not finite, by what they
+            are divided, lr over the first bias correction, and the root of the second.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    scalars: Tensor
+
+
+Kernel = Callable[[Sequence[Entry], Settings], None]
+"""Updates the weights, moments and copies of a parameter group in place."""
+
+
+class FusedAdam(CountedAdam):
+    """AdamW that updates weights, moments and the model's 16-bit weights in one pass.
+
+    It moves 30 bytes for each weight, and fewer with 16-bit moments. torch's fused AdamW, which
+    writes the gradients back that it scales, and the copy after it move 38.
+
+    Args:
+        moments: dtypes of ``exp_avg`` and ``exp_avg_sq``.
+        make_kernel: makes the function that updates a parameter group; without it, torch updates
+            the weights, and leaves the copies to megatron-core.
+
+    Attributes:
+        copies: for a weight, the 16-bit weight of the model.
+        found_inf: 1 if the update is to be skipped, else 0, float32 ``[]``; None for 0.
+        grad_scale: by what gradients are divided, float32 ``[]``; None for 1.
+    """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+        make_kernel: Callable[[], Kernel] | None = None,
+        **defaults: Any,
+    ) -> None:
+        super().__init__(params, **defaults)
+        self.moments, self.make_kernel = moments, make_kernel
+        self.copies: dict[Tensor, Tensor] = {}
+        self._kernels: dict[int, Kernel] = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; moments of another dtype are cast."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name, dtype in zip(("exp_avg", "exp_avg_sq"), self.moments, strict=True):
+                if name in state:
+                    state[name] = state[name].to(dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients."""
+        assert closure is None, "the gradients are computed before"
+        start_state(self)
+        if self.make_kernel is None:
+            self._step_by_torch()
+            return
+        for number, group in enumerate(self.param_groups):
+            entries = self.entries(group)
+            if entries:
+                if number not in self._kernels:
+                    self._kernels[number] = self.make_kernel()
+                self._kernels[number](entries, self._settings(group))
+
+    def entries(self, group: dict[str, Any]) -> list[Entry]:
+        """Return the tensors of a group's parameters that have gradients."""
+        found = []
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state, copy = self.state[parameter], self.copies.get(parameter)
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                found.append(Entry(parameter.grad, parameter, *moments, copy))
+        return found
+
+    def _settings(self, group: dict[str, Any]) -> Settings:
+        """Count the step of a group on the device, and return the numbers of its update."""
+        steps = [self.state[p]["step"] for p in group["params"] if p.grad is not None]
+        one = torch.ones((), device=steps[0].device)
+        skipped = torch.zeros_like(one) if self.found_inf is None else self.found_inf
+        torch._foreach_add_(steps, [one - skipped] * len(steps))
+        beta1, beta2 = group["betas"]
+        # In single precision 1 - beta2 would have three digits.
+        corrections = [1.0 - beta ** steps[0].double() for beta in (beta1, beta2)]
+        divisor = one if self.grad_scale is None else self.grad_scale
+        scalars = [skipped, divisor, group["lr"] / corrections[0], corrections[1].sqrt()]
+        return Settings(
+            group["lr"], beta1, beta2, group["eps"], group["weight_decay"],
+            torch.stack([scalar.double() for scalar in scalars]).float(),
+        )  # fmt: skip
+
+    def _step_by_torch(self) -> None:
+        """Let torch update the weights; moments are in the weights' dtype meanwhile."""
+        kept = [
+            (state, name) for state in self.state.values() for name in ("exp_avg", "exp_avg_sq")
+        ]
+        narrow = [state[name] for state, name in kept]
+        for state, name in kept:
+            state[name] = state[name].float()
+        super().step()
+        for (state, name), moment in zip(kept, narrow, strict=True):
+            state[name] = moment.copy_(state[name])

@@ -1,0 +1,198 @@
+"""A Triton kernel that updates all weights of a parameter group by AdamW.
+
+The kernel finds the tensors by a table of addresses, so that one launch updates hundreds of
+parameters. Most addresses are multiples of 16 bytes; parameters for which that holds have a launch
+of their own, in which a thread moves 16 bytes at a time.
+
+This file is imported where the kernel is used, since it needs Triton.
+"""
+
+# ruff: noqa: N803 – Triton's constants are written in capitals.
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.optim.adam import Entry, Settings
+
+BLOCK = 1024
+"""Elements that a program updates at a time."""
+CHUNK = 64 * BLOCK
+"""Elements of one parameter that a program updates."""
+NUM_WARPS = 4
+COLUMNS = 6
+"""Entries of a parameter in the table: five addresses and the number of elements."""
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pointer(  # type: ignore[no-untyped-def]
+    row, column: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Return the address in a column of the table."""
+    pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_block(  # type: ignore[no-untyped-def]
+    gradients, weights, exp_avgs, exp_avg_sqs, copies, offsets, mask, divisor, step_size, root,
+    decay, beta1, rest1, beta2, rest2, eps, HAS_COPY: tl.constexpr,
+):  # fmt: skip
+    """Update one block of elements, in the order of operations of torch's fused AdamW."""
+    gradient = tl.load(gradients + offsets, mask=mask) / divisor
+    weight = tl.load(weights + offsets, mask=mask)
+    exp_avg = tl.load(exp_avgs + offsets, mask=mask).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sqs + offsets, mask=mask).to(tl.float32)
+    weight -= decay * weight
+    exp_avg = beta1 * exp_avg + rest1 * gradient
+    exp_avg_sq = beta2 * exp_avg_sq + rest2 * gradient * gradient
+    weight -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) / root + eps)
+    tl.store(weights + offsets, weight, mask=mask)
+    tl.store(exp_avgs + offsets, exp_avg.to(exp_avgs.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sqs + offsets, exp_avg_sq.to(exp_avg_sqs.dtype.element_ty), mask=mask)
+    if HAS_COPY:
+        tl.store(copies + offsets, weight.to(copies.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def adam_kernel(  # type: ignore[no-untyped-def]
+    addresses, chunks, scalars, decay, beta1, rest1, beta2, rest2, eps,
+    EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COPY: tl.constexpr, HAS_COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Update a chunk of one parameter, unless the gradients of the step are not finite.
+
+    ``chunks`` names the row of ``addresses`` and the number of the chunk. ``scalars`` holds
+    ``found_inf``, the divisor of the gradients, the step size, and the root of the second bias
+    correction.
+    """
+    if tl.load(scalars) != 0.0:
+        return
+    divisor, step_size = tl.load(scalars + 1), tl.load(scalars + 2)
+    root = tl.load(scalars + 3)
+    program = tl.program_id(0)
+    row = addresses + tl.load(chunks + 2 * program) * COLUMNS
+    first = tl.load(chunks + 2 * program + 1) * CHUNK
+    count = tl.minimum(tl.load(row + 5) - first, CHUNK).to(tl.int32)
+    gradients = _pointer(row, 0, tl.float32, ALIGNED) + first
+    weights = _pointer(row, 1, tl.float32, ALIGNED) + first
+    exp_avgs = _pointer(row, 2, EXP_AVG, ALIGNED) + first
+    exp_avg_sqs = _pointer(row, 3, EXP_AVG_SQ, ALIGNED) + first
+    copies = _pointer(row, 4, COPY, ALIGNED) + first
+    lanes = tl.arange(0, BLOCK)
+    whole = count // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        _update_block(
+            gradients, weights, exp_avgs, exp_avg_sqs, copies, start + lanes, None, divisor,
+            step_size, root, decay, beta1, rest1, beta2, rest2, eps, HAS_COPY,
+        )  # fmt: skip
+    if whole < count:
+        offsets = whole + lanes
+        _update_block(
+            gradients, weights, exp_avgs, exp_avg_sqs, copies, offsets, offsets < count, divisor,
+            step_size, root, decay, beta1, rest1, beta2, rest2, eps, HAS_COPY,
+        )  # fmt: skip
+
+
+class GroupUpdate:
+    """Updates a parameter group by one launch for each `Entry.kind`; see `optim.adam.Kernel`.
+
+    The table of addresses is sent to the device when one of them changes, as in the first update.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: tuple[int, ...] = ()
+        self._launches: list[tuple[Entry, Tensor, Tensor]] = []
+
+    def __call__(self, entries: Sequence[Entry], settings: Settings) -> None:
+        """Update weights, moments and 16-bit weights, unless the gradients are not finite."""
+        addresses = tuple(tensor.data_ptr() for entry in entries for tensor in entry.tensors)
+        if addresses != self._addresses:
+            self._addresses, self._launches = addresses, _launches(entries)
+        numbers = (
+            settings.lr * settings.weight_decay,
+            settings.beta1,
+            1.0 - settings.beta1,
+            settings.beta2,
+            1.0 - settings.beta2,
+            settings.eps,
+        )
+        for example, table, chunks in self._launches:
+            adam_kernel[(chunks.size(0),)](
+                table, chunks, settings.scalars, *numbers, **constants(example),
+                num_warps=NUM_WARPS,
+            )  # fmt: skip
+
+
+def _launches(entries: Sequence[Entry]) -> list[tuple[Entry, Tensor, Tensor]]:
+    """Return an example, the table ``[parameters, 6]`` and the chunks ``[n, 2]`` of each launch."""
+    kinds: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        assert all(tensor.is_contiguous() for tensor in entry.tensors)
+        if entry.weight.numel():
+            kinds.setdefault(entry.kind, []).append(entry)
+    return [_table(alike) for alike in kinds.values()]
+
+
+def _table(entries: Sequence[Entry]) -> tuple[Entry, Tensor, Tensor]:
+    rows, chunks = [], []
+    for index, entry in enumerate(entries):
+        addresses = [tensor.data_ptr() for tensor in entry.tensors]
+        numel = entry.weight.numel()
+        rows.append([*addresses, *[0] * (COLUMNS - 1 - len(addresses)), numel])
+        chunks += [(index, number) for number in range(-(-numel // CHUNK))]
+    like: dict[str, Any] = {"dtype": torch.int64, "device": entries[0].weight.device}
+    return entries[0], torch.tensor(rows, **like), torch.tensor(chunks, **like)
+
+
+def constants(example: Entry) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel for parameters such as ``example``."""
+    copy = example.copy
+    return _constants(
+        example.exp_avg.dtype, example.exp_avg_sq.dtype, copy if copy is None else copy.dtype,
+        aligned=example.aligned,
+    )  # fmt: skip
+
+
+def _constants(
+    exp_avg: torch.dtype, exp_avg_sq: torch.dtype, copy: torch.dtype | None, *, aligned: bool
+) -> dict[str, Any]:
+    return {
+        "EXP_AVG": TYPES[exp_avg],
+        "EXP_AVG_SQ": TYPES[exp_avg_sq],
+        "COPY": TYPES[copy or torch.bfloat16],
+        "HAS_COPY": copy is not None,
+        "ALIGNED": aligned,
+        "BLOCK": BLOCK,
+        "CHUNK": CHUNK,
+        "COLUMNS": COLUMNS,
+    }
+
+
+SIGNATURE = {
+    **dict.fromkeys(("addresses", "chunks"), "*i64"),
+    "scalars": "*fp32",
+    **dict.fromkeys(("decay", "beta1", "rest1", "beta2", "rest2", "eps"), "fp32"),
+}
+"""Types of the kernel's arguments at run time, as Triton's compiler names them."""
+
+
+def compilations() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """Yield kernel, signature, constants and warps of every form that a run may launch.
+
+    So the forms can be compiled without a GPU.
+    """
+    half, single = torch.bfloat16, torch.float32
+    for aligned in (True, False):
+        for moments in ((single, single), (half, single), (single, half), (half, half)):
+            for copy in (None, half, torch.float16):
+                chosen = _constants(*moments, copy, aligned=aligned)
+                yield adam_kernel, SIGNATURE, chosen, NUM_WARPS

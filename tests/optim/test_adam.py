@@ -1,0 +1,200 @@
+"""AdamW in one pass against torch's: its kernel, interpreted, and its place in a run."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.optim.adam import HAS_TRITON, Entry, FusedAdam, Settings
+from megatron_ext.optim.builder import choose_kernels, take_torchs_adam
+from megatron_ext.optim.update import parts_of
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.run import Run
+from tests.host_syncs import HostSyncs
+from tests.ranks import on_ranks
+from tests.runs_from_inside import build
+from tests.training_runs import ROOT, SMALL
+
+SINGLE, HALF = torch.float32, torch.bfloat16
+WITH_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+
+@WITH_TRITON
+def test_the_kernel_updates_as_torch_does() -> None:
+    """Its weights are as near to float64's as torch's own float32 kernel; a bad step is skipped.
+
+    The interpreter cuts off what bfloat16 cannot hold, where a GPU rounds: up to 2^-7 of a number.
+    """
+    command = [sys.executable, "-m", "tests.optim.fused_adam_on_cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(done.stdout)
+    assert len(cases) == 4
+    for name, found in cases.items():
+        narrow = "bf16" in name
+        assert found["weight"] < (0.02 if narrow else max(1e-6, 2 * found["torch"])), name
+        assert found["exp_avg"] < (0.01 if narrow else 1e-7), name
+        assert found["exp_avg_sq"] < (0.001 if narrow else 1e-8), name
+        assert found["copy"] <= 2**-7, name
+
+
+@WITH_TRITON
+def test_every_form_of_the_kernel_compiles_for_sm_90() -> None:
+    """No register is spilled, weights move 16 bytes at a time, and bfloat16 is rounded."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_for
+
+    from megatron_ext.optim.fused_adam import compilations
+
+    for kernel, types, constants, num_warps in compilations():
+        if constants["EXP_AVG"] != constants["EXP_AVG_SQ"]:
+            continue  # Both are among the forms; all are compiled in tests/gpu_proof.
+        types = {**types, **dict.fromkeys(constants, "constexpr")}
+        at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, types, constexprs=at)
+        compiled = compile_for(source, GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        ptx = compiled.asm["ptx"]
+        assert ".local" not in ptx and compiled.metadata.shared <= 8192
+        assert ("ld.global.v4" in ptx) == constants["ALIGNED"]
+        if constants["HAS_COPY"]:
+            assert "cvt.rn.bf16" in ptx or "cvt.rn.f16" in ptx
+
+
+class _PlainKernel:
+    """The update of `Kernel` in plain torch, as in the paper on AdamW (arXiv:1711.05101)."""
+
+    calls = 0
+
+    def __call__(self, entries: Sequence[Entry], settings: Settings) -> None:
+        type(self).calls += 1
+        skipped, divisor, step_size, root = settings.scalars.double()
+        if skipped:
+            return
+        for entry in entries:
+            gradient = entry.gradient.double() / divisor
+            entry.weight.mul_(1 - settings.lr * settings.weight_decay)
+            entry.exp_avg.lerp_(gradient.float(), 1 - settings.beta1)
+            entry.exp_avg_sq.lerp_(gradient.square().float(), 1 - settings.beta2)
+            denominator = entry.exp_avg_sq.double().sqrt() / root + settings.eps
+            entry.weight.sub_((step_size * entry.exp_avg.double() / denominator).float())
+            if entry.copy is not None:
+                entry.copy.copy_(entry.weight)
+
+
+def _run(context: ParallelContext, words: str, *, one_pass: bool) -> Run:
+    run = build([*SMALL, *words.split(), *"--bf16 --train-iters 4".split()], context)
+    if one_pass:
+        take_torchs_adam(run.optimizer, (SINGLE, SINGLE), _PlainKernel)
+    choose_kernels(run.optimizer, fused=True)
+    return run
+
+
+def _step(run: Run) -> list[torch.Tensor]:
+    """Train a step; return the model's weights."""
+    number = run.batch_size.num_microbatches
+    samples = run.batch_size.global_batch_size
+    result = run.runner.train(run.train_source.next_step(number), number, 0, samples)
+    assert result.update.applied == (run.runner.observer is None)
+    return [parameter.detach().clone() for c in run.chunks for parameter in c.parameters()]
+
+
+def _compare(context: ParallelContext, words: str) -> None:
+    """Compare three steps and a skipped one with torch's kernel and megatron-core's copy."""
+    truth, mine = (_run(context, words, one_pass=one_pass) for one_pass in (False, True))
+
+    def spoil() -> None:
+        for run in (truth, mine):
+            next(run.chunks[0].parameters()).main_grad.fill_(math.nan)
+
+    for bad in (False, True, False, False):
+        for run in (truth, mine):
+            run.runner.observer = spoil if bad else None
+        for weight, other in zip(_step(truth), _step(mine), strict=True):
+            # One unit in the last place of bfloat16, where float32 weights lie near a border.
+            torch.testing.assert_close(other, weight, rtol=2**-7, atol=1e-6)
+            assert (other != weight).float().mean() < 1e-3
+    assert _PlainKernel.calls
+    for part in parts_of(mine.optimizer):
+        adam: FusedAdam = part.optimizer
+        assert {float(state["step"]) for state in adam.state.values()} == {3.0}
+        shards = [p for group in adam.param_groups for p in group["params"]]
+        assert shards and set(adam.copies) == set(shards)
+        for weight, copy in adam.copies.items():
+            assert torch.equal(copy.view(-1), weight.to(HALF).view(-1))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--no-use-distributed-optimizer",
+        "--use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2",
+    ],
+)
+def test_core_optimizers_are_updated_in_one_pass(words: str) -> None:
+    on_ranks(_compare, {"dp": 2}, words=words)
+
+
+def test_moments_are_kept_in_16_bits() -> None:
+    """Without a kernel torch updates; between steps the moments are rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, generator=generator)
+    truth, settings = weight.double(), {"lr": 0.1, "weight_decay": 0.01}
+    adam = FusedAdam([weight], moments=(HALF, HALF), **settings)
+    exp_avg, exp_avg_sq = torch.zeros(50).double(), torch.zeros(50).double()
+    for step in range(1, 5):
+        weight.grad = torch.randn(50, generator=generator)
+        adam.step()
+        exp_avg = 0.9 * exp_avg + 0.1 * weight.grad.double()
+        exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * weight.grad.double().square()
+        denominator = (exp_avg_sq / (1 - 0.999**step)).sqrt() + 1e-8
+        truth -= 0.1 * 0.01 * truth + 0.1 * exp_avg / (1 - 0.9**step) / denominator
+        exp_avg, exp_avg_sq = (x.float().to(HALF).double() for x in (exp_avg, exp_avg_sq))
+        state = adam.state[weight]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == HALF
+        torch.testing.assert_close(state["exp_avg"].double(), exp_avg, rtol=2**-7, atol=0)
+        torch.testing.assert_close(state["exp_avg_sq"].double(), exp_avg_sq, rtol=2**-7, atol=0)
+        torch.testing.assert_close(weight.double(), truth, rtol=1e-2, atol=1e-2)
+    again = FusedAdam([weight.clone()], moments=(HALF, SINGLE), **settings)
+    again.load_state_dict(adam.state_dict())
+    (state,) = again.state.values()
+    assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [HALF, SINGLE]
+    assert torch.equal(state["exp_avg"], adam.state[weight]["exp_avg"])
+
+
+def test_an_update_waits_for_nothing() -> None:
+    """A step is counted, and bias is corrected, on the device."""
+    weight = torch.ones(4)
+    weight.grad = torch.ones(4)
+    given: list[Settings] = []
+    adam = FusedAdam([weight], make_kernel=lambda: lambda _entries, now: given.append(now))
+    adam.grad_scale = torch.tensor(2.0)
+    with HostSyncs() as waits:
+        for bad in (True, False, False):
+            adam.found_inf = torch.tensor(float(bad))
+            adam.step()
+    assert not waits.places
+    assert float(adam.state[weight]["step"]) == 2.0
+    skipped, divisor, step_size, root = given[-1].scalars.tolist()
+    assert (skipped, divisor) == (0.0, 2.0)
+    assert math.isclose(step_size, 1e-3 / (1 - 0.9**2), rel_tol=1e-7)
+    assert math.isclose(root, math.sqrt(1 - 0.999**2), rel_tol=1e-7)
+
+
+def _bytes(*, moments: torch.dtype, copy: bool) -> int:
+    def like(dtype: torch.dtype) -> Any:
+        return torch.empty(10, dtype=dtype)
+
+    kept = like(moments), like(moments)
+    return Entry(like(SINGLE), like(SINGLE), *kept, like(HALF) if copy else None).num_bytes
+
+
+def test_one_pass_moves_30_bytes() -> None:
+    assert _bytes(moments=SINGLE, copy=True) == 10 * 30
+    assert _bytes(moments=SINGLE, copy=False) == 10 * 28
+    assert _bytes(moments=HALF, copy=True) == 10 * 22
