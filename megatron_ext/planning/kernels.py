@@ -81,24 +81,25 @@ def gradient_bytes(num_microbatches: int, *, in_8_bits: bool) -> float:
 
     A product adds to the float32 sum, 4 bytes read and 4 written, in place of the 16-bit result of
     2 bytes that the assumed rate of products includes. An 8-bit product cannot add: it writes a
-    float32 result, which another kernel adds to the sum.
+    float32 result, which another kernel adds to the sum. The first micro-batch reads no sum.
     """
-    return 16 - 2 if in_8_bits else 8 - 2
+    return (16 - 2 if in_8_bits else 8 - 2) - FP32 / num_microbatches
 
 
 def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[Work]:
     """Return the kernels between the last backward pass of a step and the next forward pass.
 
-    Bytes per gradient of the buffer: 4 to set it to zero, 8 to divide it by the tokens. Bytes per
-    weight that this rank updates: 4 to read the gradient for the norm; 4 to read it for the update
-    and 4 to write it back clipped; twice the state; in 16-bit runs 4 to read the float32 weight
-    and 2 to write the model's. An average of the weights is read and written, and the weights read.
+    Bytes per weight that this rank updates: 4 to read the gradient for the norm and 4 for the
+    update; twice the state; in 16-bit runs 2 to write the model's weight, else 8 for the weight
+    itself. Where the host decides (SGD), 4 to write the gradient back clipped, 4 to read the
+    float32 weight again, and 8 to divide each gradient of the buffer by the tokens. The gradients
+    of layers' weights need not be set to zero. An average of the weights is read and written, and
+    the weights read.
     """
-    whole, updated = state.gradients, state.updated
-    per_weight = 3 * FP32
-    if ranks.half:
-        per_weight += FP32 + ranks.width
-    else:
-        per_weight += 2 * FP32
-    moved = 3 * whole + per_weight * updated + 2 * state.optimizer + 3 * state.average
+    on_host = optimizer.optimizer != "adam"
+    per_weight = 2 * FP32 + (ranks.width if ranks.half else 2 * FP32)
+    if on_host:
+        per_weight += FP32 + (FP32 if ranks.half else 0)
+    moved = per_weight * state.updated + 2 * state.optimizer + 3 * state.average
+    moved += 2 * state.gradients if on_host else 0
     return [Work("optimizer", Phase.UPDATE, num_bytes=moved, kernels=60)]
