@@ -21,6 +21,8 @@ from tests.runs_from_inside import build
 from tests.training_runs import ROOT, SMALL
 
 SINGLE, HALF = torch.float32, torch.bfloat16
+LR = 1e-2
+"""Learning rate of `SMALL`, which is about what a step changes a weight by."""
 WITH_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
 
@@ -116,9 +118,9 @@ def _compare(context: ParallelContext, words: str) -> None:
         for run in (truth, mine):
             run.runner.observer = spoil if bad else None
         for weight, other in zip(_step(truth), _step(mine), strict=True):
-            # One unit in the last place of bfloat16, where float32 weights lie near a border.
-            torch.testing.assert_close(other, weight, rtol=2**-7, atol=1e-6)
-            assert (other != weight).float().mean() < 1e-3
+            # A weight near a border of bfloat16 changes the gradients of later steps a little.
+            torch.testing.assert_close(other, weight, rtol=2**-7, atol=0.05 * LR)
+            assert (other != weight).float().mean() < 0.01
     assert _PlainKernel.calls
     for part in parts_of(mine.optimizer):
         adam: FusedAdam = part.optimizer
