@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,10 +59,13 @@ class StepRunner:
         engine: runs the pipeline; None if megatron-core's own schedule does.
         observer: called before the update, when each data-parallel rank has all reduced gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
+        scales_in_update: whether the update divides the gradients by the step's targets, unless an
+            observer is to see them divided.
         extra_state: state that a checkpoint holds besides the run's model; None for none.
     """
 
     extra_state: ExtraState | None = None
+    scales_in_update = False
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class StepRunner:
         told, flags = self.transformer_config, self.config.optimizer
         told.grad_scale_func = optimizer.scale_loss
         told.finalize_model_grads_func = finalize_model_grads
+        self.scales_in_update = self.engine is not None and all_decide_on_device(optimizer)
         if flags.overlap_grad_reduce:
             told.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
             if flags.align_grad_reduce:
@@ -243,7 +246,7 @@ class StepRunner:
         self.optimizer.zero_grad()
         if self.check_zeroed is not None:
             self.check_zeroed(self.chunks)
-        scales = self.observer is not None or not self._scales_in_update
+        scales = self.observer is not None or not self.scales_in_update
         with self._weights_kept():
             reports = self.forward_backward(
                 batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples,
@@ -269,12 +272,6 @@ class StepRunner:
             losses |= auxiliary
             counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
         return StepResult(losses, counts, update, update)
-
-    @cached_property
-    def _scales_in_update(self) -> bool:
-        """Whether the update divides the gradients by the step's targets; all ranks call this."""
-        assert self.optimizer is not None
-        return self.engine is not None and all_decide_on_device(self.optimizer)
 
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int

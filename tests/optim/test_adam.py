@@ -28,7 +28,7 @@ WITH_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed
 
 @WITH_TRITON
 def test_the_kernel_updates_as_torch_does() -> None:
-    """Its weights are as near to float64's as torch's own float32 kernel; a bad step is skipped.
+    """The weights are as near to float64's as torch's float32 kernel's; a bad step is skipped.
 
     The interpreter cuts off what bfloat16 cannot hold, where a GPU rounds: up to 2^-7 of a number.
     """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.optim.builder import choose_kernels
+from megatron_ext.optim.update import all_decide_on_device
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
 from tests.ranks import on_ranks
@@ -20,6 +21,8 @@ def _run(context: ParallelContext, words: str) -> Run:
     run = build([*SMALL, *words.split()], context)
     assert run.optimizer is not None
     choose_kernels(run.optimizer, fused=True)
+    run.runner.scales_in_update = all_decide_on_device(run.optimizer)
+    assert run.runner.scales_in_update
     return run
 
 
@@ -60,12 +63,13 @@ def test_the_update_divides_by_the_targets(sizes: dict[str, int], words: str) ->
 
 
 def _looks(context: ParallelContext) -> None:
-    """A host decides, or every micro-batch has a mean of its own: nothing is left to the update."""
+    """Check that nothing is left to the update if a host decides, or micro-batches have means."""
     hosts = build([*SMALL, *"--train-iters 4".split()], context)
     means = _run(context, "--no-calculate-per-token-loss --train-iters 4")
     for run in (hosts, means):
         _step(run)
         assert run.runner.engine.gradient_scale is None  # type: ignore[union-attr]
+    assert not hosts.runner.scales_in_update
 
 
 def test_other_runs_have_whole_gradients() -> None:

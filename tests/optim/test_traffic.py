@@ -1,4 +1,4 @@
-"""Bytes that a step moves for each weight beside its matrix products, counted by operation.
+"""Counts the bytes that a step moves for each weight beside its matrix products, by operation.
 
 A CPU runs what a GPU would: products that add to the buffer of gradients, a kernel that decides by
 itself whether to update. That kernel is counted by the tensors that it is given.
@@ -33,7 +33,7 @@ KINDS = {
     "zero_": "zeroing", "_foreach_zero_": "zeroing", "add_": "gradients", "copy_": "copies",
     "mul_": "scaling", "linalg_vector_norm": "norm", "_fused_adamw_": "Adam", "kernel": "Adam",
 }  # fmt: skip
-"""What the operations on the state of a run are for; a first gradient is copied to the buffer."""
+"""Names the purpose of each operation on the state of a run; first gradients are copied to it."""
 
 
 def _address(tensor: Tensor) -> int:
@@ -127,6 +127,7 @@ def _measure(context: ParallelContext) -> None:
     for run in (before, after):
         run.runner.transformer_config.adds_in_place = True
         choose_kernels(run.optimizer, fused=True)
+        run.runner.scales_in_update = True
         number = run.batch_size.num_microbatches
         _Traffic.counting = _Traffic([], [])
         run.runner.train(run.train_source.next_step(number), number, 0, 1)  # It makes the state.
