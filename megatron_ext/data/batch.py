@@ -38,7 +38,8 @@ class Batch:
     Attributes:
         tokens, labels, position_ids: ``[b, s/c]`` int64.
         loss_weights: weight of each label, ``[b, s/c]`` float32.
-        attention_mask: True where attention is forbidden, ``[b, 1, s/c, s]``; None means causal.
+        attention_mask: the document index of each position of the whole sequences, ``[b, s]``
+            int32; attention does not cross documents. None means that it is causal alone.
         mtp_labels, mtp_loss_weights: labels and their weights for each MTP depth (a
             multi-token-prediction module).
         sample_ids: index in the dataset of the sample that each position belongs to, -1 in
@@ -66,16 +67,6 @@ def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
 def documents_of_positions(position_ids: Tensor) -> Tensor:
     """Return the document index of each position ``[b, s]``; a document begins at position id 0."""
     return (position_ids == 0).long().cumsum(dim=1) - 1
-
-
-def document_attention_mask(documents: Tensor) -> Tensor:
-    """Return the mask ``[b, 1, s, s]`` that is True at later positions and in other documents.
-
-    ``documents`` is the document index of each position, ``[b, s]``.
-    """
-    position = torch.arange(documents.size(1), device=documents.device)
-    future = position[None, :] > position[:, None]
-    return (future | (documents[:, :, None] != documents[:, None, :])).unsqueeze(1)
 
 
 def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -107,10 +98,13 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
 
 
 def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
-    """Return the batch with this context-parallel rank's slice of each sequence."""
+    """Return the batch with this context-parallel rank's slice of each sequence.
+
+    The mask stays whole.
+    """
     if cp_group.size() == 1:
         return batch
-    plain = ("tokens", "labels", "loss_weights", "position_ids", "attention_mask", "sample_ids")
+    plain = ("tokens", "labels", "loss_weights", "position_ids", "sample_ids")
     named: dict[str, Tensor | None] = {name: getattr(batch, name) for name in plain}
     for name in ("mtp_labels", "mtp_loss_weights"):
         named |= {f"{name} {i}": t for i, t in enumerate(getattr(batch, name))}
@@ -118,7 +112,8 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
     found: dict[str, Any] = {name: cut[name] for name in plain}
     for name in ("mtp_labels", "mtp_loss_weights"):
         found[name] = tuple(cut[f"{name} {i}"] for i in range(len(batch.mtp_labels)))
-    return Batch(**found)
+    # Queries attend to keys of other ranks, whose documents are needed too.
+    return Batch(**found, attention_mask=batch.attention_mask)
 
 
 EXPONENTS = {"token": 0.0, "sample": 1.0, "square": 0.5}
@@ -207,7 +202,7 @@ class StepLoader:
             elif self.mask_documents_at is not None:
                 documents = documents_of_tokens(batch.tokens, self.mask_documents_at)
             if documents is not None:
-                batch = replace(batch, attention_mask=document_attention_mask(documents))
+                batch = replace(batch, attention_mask=documents.int())
             batch = with_mtp_targets(batch, self.mtp_depths, documents)
             batch = with_reduced_weights(batch, documents, self.reduction)
             batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))

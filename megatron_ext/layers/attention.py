@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers import sdpa
+from megatron_ext.layers import masks, sdpa
+from megatron_ext.layers.causal_parts import attend_in_parts, prefers_parts
 from megatron_ext.layers.context_parallel import (
     gather_sequence,
     heads_to_sequence,
@@ -26,7 +27,7 @@ from megatron_ext.layers.context_parallel import (
     slices_of,
 )
 from megatron_ext.layers.dropout import attention_dropout
-from megatron_ext.layers.sdpa import Span
+from megatron_ext.layers.masks import Span, is_dense
 
 GATHER = ("p2p", "all_gather")
 """Values of ``--cp-comm-type`` for which the torch layers gather keys and values at once."""
@@ -96,7 +97,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         Args:
             query: ``[s/cp, b, n, d]``.
             key, value: ``[s/cp, b, g, d]``, g query groups.
-            attention_mask: ``[b, 1, s/cp, s]``, True where attention is forbidden; with None a
+            attention_mask: the document index of each position of the whole sequences, ``[b, s]``,
+                or a dense mask, True where attention is forbidden, ``[b, 1, s/cp, s]``; with None a
                 causal layer masks later positions itself.
 
         Raises:
@@ -129,7 +131,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             outputs.append(
                 self._attend(
                     query[own], key[:end], value[:end],
-                    None if mask is None else mask[:, :, own], first_query=first,
+                    mask[:, :, own] if is_dense(mask) else mask, first_query=first,
                 )
             )  # fmt: skip
         return torch.cat(outputs)
@@ -149,7 +151,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             repeats = query.size(2) // key.size(2)
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
         query, key, value = (heads_to_sequence(x, self.cp_group) for x in (query, key, value))
-        if mask is not None:
+        if is_dense(mask):
             rows = mask.permute(2, 0, 1, 3).to(torch.uint8)
             mask = gather_sequence(rows, self.cp_group).permute(1, 2, 0, 3).bool()
         context = self._attend(query, key, value, mask, first_query=0)
@@ -161,28 +163,34 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         """Attend without communication, and return ``[q, b, n, d]``.
 
         The q queries are ``[q, b, n, d]``. The k keys and values are ``[k, b, g, d]`` with g query
-        groups. The mask ``[b, 1, q, k]`` is True where attention is forbidden. ``first_query`` is
-        the position of the first query in the sequence; the first key is at position 0.
+        groups. The mask is the document index of each position ``[b, k]`` or dense, True where
+        attention is forbidden, ``[b, 1, q, k]``. ``first_query`` is the position of the first query
+        in the sequence; the first key is at position 0.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         masked = mask is not None or self.window_size is not None
         follows_core = self._follows_core(query)
         auto = self.backend == AttnBackend.auto and not follows_core
-        if masked and auto and sdpa.flex_fits(q, dropout):
+        of_documents = mask is not None and not is_dense(mask)
+        if masked and auto and masks.flex_fits(q, dropout):
             # Blocks of keys that a mask or window hides are left out.
-            # A mask says what is causal itself.
+            # A dense mask says what is causal itself.
             causal = self.causal and (mask is None or self.window_size is not None)
-            span = Span(first_query, causal, self.window_size)
-            blocks = sdpa.block_mask(q, k, span, mask)
-            context = sdpa.flex_attend(q, k, v, blocks, self.softmax_scale)
+            span = Span(first_query, causal or of_documents, self.window_size)
+            blocks = masks.block_mask(q, k, span, mask)
+            context = masks.flex_attend(q, k, v, blocks, self.softmax_scale)
             return context.permute(2, 0, 1, 3)
+        if mask is not None and of_documents:
+            mask = masks.document_mask(mask, first_query, query.size(0))
         if self.window_size is not None:
             mask = self._with_window(mask, query, key, first_query)
         if follows_core:
             return self._attend_eagerly(query, key, value, mask, first_query)
         bias: Any = None if mask is None else ~mask
         if bias is None and self.causal and q.size(2) != k.size(2):
+            if prefers_parts(q, k, v, dropout, self.backend):
+                return attend_in_parts(q, k, v, self.softmax_scale).permute(2, 0, 1, 3)
             bias = causal_lower_right(q.size(2), k.size(2))
         with _random_state(self.config, dropout):
             causal = self.causal and bias is None

@@ -57,7 +57,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         """Return the output ``[s, b, h]``, and None or a bias that the caller must add.
 
         Args:
-            attention_mask: True where forbidden, ``[b, 1, s, s]``; None means causal.
+            attention_mask: documents or a dense mask, see `layers.masks`; None means causal.
         """
         rotary = kwargs.pop("rotary_pos_emb", None)
         asked = any(value is not None for value in kwargs.values())

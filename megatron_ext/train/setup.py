@@ -12,10 +12,12 @@ import torch
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import LoadedCheckpoint
+from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.device.gpus import peak_flops
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
+from megatron_ext.layers.sdpa import use_flash_3
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import prepare_transformer_engine
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
@@ -35,6 +37,8 @@ def build_run(
     """Build model, optimizer and data of this rank, and load the checkpoint that the flags name."""
     started = time.time()
     prepare_transformer_engine(config)
+    if config.model.transformer_impl != TE_IMPL:
+        use_flash_3(config.model, device)
     transformer_config = build_transformer_config(config)
     bare = build_chunks(
         task.model_chunk, config, transformer_config, context, config.model.unpadded_vocab_size

@@ -5,15 +5,12 @@ from itertools import islice
 
 import pytest
 import torch
-from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from torch import Tensor
 
 from megatron_ext.data.batch import (
     Batch,
     StepLoader,
-    document_attention_mask,
     documents_of_positions,
-    documents_of_tokens,
     reduced_weights,
     shift_left,
     with_mtp_targets,
@@ -22,21 +19,8 @@ from megatron_ext.data.batch import (
 from megatron_ext.data.samplers import RandomSampler, SequentialSampler
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
+from tests.losses.dense_cross_entropy import Watch
 from tests.ranks import ranks
-
-EOD = 7
-
-
-def test_document_mask_equals_megatron_cores() -> None:
-    tokens = torch.randint(0, 9, (5, 40), generator=torch.Generator().manual_seed(0))
-    tokens[0, :3] = EOD  # empty documents, and one that starts the sequence
-    tokens[1, -1] = EOD
-    tokens[2] = 1  # one document only
-    theirs = [
-        _get_ltor_masks_and_position_ids(row, EOD, False, True, False, True)[0] for row in tokens
-    ]
-    found = document_attention_mask(documents_of_tokens(tokens, EOD))
-    assert torch.equal(found, torch.stack(theirs))
 
 
 def test_mtp_targets_are_further_shifts_of_labels_and_mask() -> None:
@@ -95,6 +79,38 @@ def test_prediction_depths_are_calibrated_by_themselves() -> None:
     found = with_reduced_weights(batch, documents(), "sample")
     assert float(found.loss_weights.sum()) == pytest.approx(3)
     assert float(found.mtp_loss_weights[0].sum()) == pytest.approx(2)
+
+
+def samples(length: int, end: int, count: int) -> list[dict[str, Tensor]]:
+    """Return micro-batches of one sample whose documents end at each multiple of ``end``."""
+    at = torch.arange(length)[None]
+    ids = {"tokens": at % end, "labels": at, "position_ids": at % end}
+    return [{**ids, "loss_mask": torch.ones(1, length)}] * count
+
+
+@pytest.mark.parametrize("by", ["tokens", "positions"])
+@ranks()
+def test_masks_of_a_step_take_four_bytes_a_token(context: ParallelContext, by: str) -> None:
+    """Dense masks would take a byte for each pair of positions: 16 MiB here."""
+    length, count, end = 1024, 16, 100
+    how = {"documents_by_position": True} if by == "positions" else {"mask_documents_at": end - 1}
+    given = iter(samples(length, end, count))
+    loader = StepLoader(given, context, (1, length), torch.device("cpu"), **how)
+    with Watch() as watch:
+        batches = loader.next_step(count)
+    wanted = (torch.arange(length) // end)[None].int()
+    assert all(torch.equal(batch.attention_mask, wanted) for batch in batches)
+    assert sum(batch.attention_mask.nbytes for batch in batches) == 4 * count * length
+    assert watch.peak < 100 * count * length < count * length * length / 10
+
+
+@ranks(cp=2)
+def test_context_parallel_ranks_know_the_documents_of_all_keys(context: ParallelContext) -> None:
+    given = iter(samples(16, 5, 1))
+    how = {"documents_by_position": True}
+    (batch,) = StepLoader(given, context, (1, 16), torch.device("cpu"), **how).next_step(1)
+    assert batch.tokens.shape == (1, 8)
+    assert batch.attention_mask.tolist() == [[0] * 5 + [1] * 5 + [2] * 5 + [3]]
 
 
 @pytest.mark.parametrize("reduction", ["token", "sample"])

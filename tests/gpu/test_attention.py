@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.attention import SHAPES, Inputs, Shape, make_inputs, measure, ours
 from megatron_ext.device.gpus import seconds_of
-from megatron_ext.layers import sdpa
+from megatron_ext.layers import masks, sdpa
 from megatron_ext.layers.attention import DotProductAttention
 from tests.gpu.runs import one_gpu
 from tests.layers import plain
@@ -63,7 +63,7 @@ def test_block_masks_give_float64s_numbers(window: Any, documents: bool) -> None
     with one_gpu() as context:
         module = ours(SMALL, context)
         module.window_size = window
-        if not sdpa.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
+        if not masks.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
             pytest.skip("Triton is not installed")
         assert_near(outcome(lambda *qkv: module(*qkv, mask), inputs), truth)
 
@@ -84,7 +84,7 @@ def seconds_with(module: DotProductAttention, inputs: Inputs, mask: Tensor | Non
 def test_documents_cost_less_than_one_long_one() -> None:
     shape = Shape(8192, 1, 16, 16, 128)
     inputs = make_inputs(shape, DEVICE, torch.bfloat16)
-    if not sdpa.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
+    if not masks.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
         pytest.skip("Triton is not installed")
     mask = plain.documents(shape.s, [list(range(512, 8192, 512))])[:, None].to(DEVICE)
     with one_gpu() as context:

@@ -1,6 +1,10 @@
 """Which kernels are tried, that none is fed copies, and the numbers of those that run on a CPU."""
 
 import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,12 +12,16 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.reporting.start import implementation_line
 from tests.layers import plain
 from tests.layers.test_attention import build, config
 from tests.ranks import ranks
@@ -52,32 +60,49 @@ def test_equals_plain_arithmetic(mask: str | None, scale: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "lengths", "prefers"),
+    ("capability", "version", "lengths", "plainly", "masked"),
     [
-        ((9, 0), 91501, (8192, 8192), True),
-        ((9, 0), 91501, (8191, 77), True),
-        ((10, 0), 92000, (100, 100), True),
-        ((9, 0), 91500, (8191, 8191), False),
-        ((9, 0), 91500, (8192, 8191), False),
-        ((9, 0), 91002, (8192, 256), True),
-        ((9, 0), 90800, (8192, 8192), False),
-        ((9, 0), 0, (8192, 8192), False),
-        ((8, 0), 92000, (8192, 8192), False),
-        ((12, 0), 92000, (8192, 8192), False),
+        ((9, 0), 91501, (8192, 8192), True, True),
+        ((9, 0), 91501, (8191, 77), True, False),
+        ((10, 0), 92000, (100, 100), True, False),
+        # With a mask the gradients of these are NaN, see pytorch/pytorch, issue 196678.
+        ((9, 0), 91900, (64, 64), True, False),
+        ((9, 0), 91900, (8256, 8256), True, False),
+        ((9, 0), 91900, (8192, 8256), True, False),
+        ((9, 0), 91500, (8191, 8191), False, False),
+        ((9, 0), 91500, (8192, 8191), False, False),
+        ((9, 0), 91002, (8192, 256), True, True),
+        ((9, 0), 90800, (8192, 8192), False, False),
+        ((9, 0), 0, (8192, 8192), False, False),
+        ((8, 0), 92000, (8192, 8192), False, False),
+        ((12, 0), 92000, (8192, 8192), False, False),
     ],
 )
 def test_cudnn_goes_first_where_it_is_fast_and_trusted(
-    capability: tuple[int, int], version: int, lengths: tuple[int, int], prefers: bool
+    capability: tuple[int, int],
+    version: int,
+    lengths: tuple[int, int],
+    plainly: bool,
+    masked: bool,
 ) -> None:
-    assert sdpa.prefers_cudnn(capability, version, lengths) is prefers
+    assert sdpa.prefers_cudnn(capability, version, lengths) is plainly
+    assert sdpa.prefers_cudnn(capability, version, lengths, masked=True) is masked
 
 
 class Cuda:
     is_cuda = True
     device = torch.device("cuda", 0)
 
+    def __init__(self, length: int = 256) -> None:
+        self.length = length
+
     def size(self, dim: int) -> int:
-        return (B, N, 256, D)[dim]
+        return (B, N, self.length, D)[dim]
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +117,146 @@ class Cuda:
 def test_the_flag_names_the_kernel(
     backend: str, first: SDPBackend, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    on_hopper(monkeypatch)
     query: Any = Cuda()
     kernels = sdpa.kernels_for(query, query, AttnBackend[backend])
     assert (kernels[0], len(kernels)) == (first, count)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    on_hopper(monkeypatch, (8, 0))
     assert (sdpa.kernels_for(query, query, AttnBackend.auto)) == ()
+
+
+@pytest.mark.parametrize("generation", [8, 9, 10, 12])
+@pytest.mark.parametrize("lengths", [(64, 64), (8256, 8256), (256, 8000), (8000, 256)])
+def test_cudnn_never_gets_a_mask_whose_gradients_may_be_nan(
+    lengths: tuple[int, int], generation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to itself, torch may take cuDNN's kernel too."""
+    on_hopper(monkeypatch, (generation, 0))
+    query, key = (Cuda(length) for length in lengths)
+    given: Any = (query, key)
+    kernels = sdpa.kernels_for(*given, AttnBackend.auto, masked=True)
+    assert kernels and SDPBackend.CUDNN_ATTENTION not in kernels
+    message = (
+        r"`--attention-backend` \(fused\) takes cuDNN, whose gradients with a mask may be NaN "
+        rf"unless 128 divides the numbers of queries \({lengths[0]}\) and keys \({lengths[1]}\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        sdpa.kernels_for(*given, AttnBackend.fused, masked=True)
+    assert sdpa.kernels_for(*given, AttnBackend.fused) == (SDPBackend.CUDNN_ATTENTION,)
+
+
+def test_a_mask_is_told_to_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sdpa, "kernels_for", lambda *_, **options: told.append(options) or ())
+    q, k, v = (x.permute(1, 2, 0, 3) for x in heads())
+    for mask in (None, torch.ones(S, S, dtype=torch.bool), causal_lower_right(S, S)):
+        sdpa.attend(q, k, v, mask=mask)
+    assert [options["masked"] for options in told] == [False, True, True]
+
+
+FLASH_3 = """
+import torch
+library = torch.library.Library("flash_attn_3", "FRAGMENT")
+for name in ("fwd", "bwd"):
+    library.define(f"{name}(Tensor x) -> Tensor")
+"""
+
+
+@pytest.fixture
+def flash_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Install a stand-in of FlashAttention 3 on a machine with a Hopper GPU."""
+    on_hopper(monkeypatch)
+    file = tmp_path / "flash_attn_interface.py"
+    file.write_text(FLASH_3)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sdpa, "_try_flash", lambda device: None)
+    yield file
+    sys.modules.pop("flash_attn_interface", None)
+    if sdpa.flash_3_in_use():
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+CUDA = torch.device("cuda", 0)
+NO_DROPOUT = ModelConfig(attention_dropout=0.0)
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash"])
+def test_flash_attention_3_goes_first_where_it_is_installed(flash_3: Path, backend: str) -> None:
+    query: Any = Cuda(8256)
+    auto = AttnBackend.auto
+    before = sdpa.kernels_for(query, query, auto)
+    assert before[0] == SDPBackend.CUDNN_ATTENTION
+    model = dataclasses.replace(NO_DROPOUT, attention_backend=backend)
+    assert "FlashAttention" not in implementation_line(model, Fp8Config(), None)
+    assert sdpa.use_flash_3(model, CUDA)
+    assert torch.nn.attention.current_flash_attention_impl() == "FA3"
+    assert "; attention: torch SDPA, FlashAttention 3; " in implementation_line(
+        model, Fp8Config(), None
+    )
+    assert sdpa.kernels_for(query, query, auto)[0] == SDPBackend.FLASH_ATTENTION
+    assert set(sdpa.kernels_for(query, query, auto)) == set(before)
+    masked = sdpa.kernels_for(query, query, auto, masked=True)
+    assert masked[0] == SDPBackend.FLASH_ATTENTION and masked == sdpa.WITHOUT_CUDNN
+    dropping = sdpa.kernels_for(query, query, auto, dropout=0.1)
+    assert dropping and SDPBackend.FLASH_ATTENTION not in dropping
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "capability"),
+    [
+        ({"attention_dropout": 0.1}, "cuda", (9, 0)),
+        ({"attention_backend": "fused"}, "cuda", (9, 0)),
+        ({"attention_backend": "unfused"}, "cuda", (9, 0)),
+        ({}, "cpu", (9, 0)),
+        ({}, "cuda", (8, 0)),
+        ({}, "cuda", (10, 0)),
+    ],
+)
+def test_flash_attention_3_stays_away_where_it_does_not_fit(
+    flash_3: Path,
+    changes: dict[str, Any],
+    device: str,
+    capability: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_hopper(monkeypatch, capability)
+    model = dataclasses.replace(NO_DROPOUT, **changes)
+    assert not sdpa.use_flash_3(model, torch.device(device))
+    assert "flash_attn_interface" not in sys.modules
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_without_the_package_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper(monkeypatch)
+    assert not sdpa.use_flash_3(NO_DROPOUT, CUDA)
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("raise ImportError('undefined symbol: _ZN3c10')", "undefined symbol: _ZN3c10"),
+        (FLASH_3, "expected 22 arguments"),
+    ],
+)
+def test_a_build_that_does_not_work_is_told_and_left(
+    flash_3: Path,
+    content: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(device: torch.device) -> None:
+        raise TypeError("expected 22 arguments\nand more")
+
+    flash_3.write_text(content)
+    monkeypatch.setattr(sdpa, "_try_flash", fails)
+    assert not sdpa.use_flash_3(NO_DROPOUT, CUDA)
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    assert caplog.messages == [
+        f"FlashAttention 3 is installed but does not work with torch {torch.__version__} "
+        f"({reason}); attention takes torch's own kernels."
+    ]
 
 
 def test_a_cpu_leaves_the_kernel_to_torch() -> None:
@@ -107,7 +265,7 @@ def test_a_cpu_leaves_the_kernel_to_torch() -> None:
 
 
 def test_the_order_holds_within_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "kernels_for", lambda *given: sdpa.CUDNN_FIRST)
+    monkeypatch.setattr(sdpa, "kernels_for", lambda *_, **options: sdpa.CUDNN_FIRST)
     seen: list[Any] = []
     genuine = sdpa.sdpa_kernel
 

@@ -29,6 +29,9 @@ FLASH_COST = (
     "Nothing with the torch layers, whose attention is torch's SDPA with flash kernels of its own; "
     "Transformer Engine takes cuDNN's attention instead."
 )
+FLASH_3_COST = (
+    "On Hopper GPUs attention of the torch layers takes cuDNN's kernels instead; nothing on others."
+)
 TRITON_COST = (
     "`torch.compile` cannot make GPU kernels: norms, activations, rotary positions, dropout and "
     "the loss run kernel by kernel."
@@ -76,13 +79,13 @@ class Extra:
     """A package that a run can do without.
 
     Attributes:
-        distributions: names under which it is installed, the usual one first.
+        distribution: the name under which it is installed.
         module: the module whose import proves that the package works.
         minimum: the package's name in this project's requirements, if they limit its versions.
     """
 
     name: str
-    distributions: tuple[str, ...]
+    distribution: str
     module: str
     cost: str
     install: str
@@ -94,7 +97,7 @@ def extras(cuda: str | None) -> tuple[Extra, ...]:
     return (
         Extra(
             "Transformer Engine",
-            ("transformer-engine",),
+            "transformer-engine",
             "transformer_engine.pytorch",
             TE_COST,
             f'pip install --no-build-isolation "transformer-engine[pytorch,core_cu{major}]"',
@@ -102,19 +105,26 @@ def extras(cuda: str | None) -> tuple[Extra, ...]:
         ),
         Extra(
             "flash-attn",
-            ("flash-attn", "flash-attn-3"),
+            "flash-attn",
             "flash_attn",
             FLASH_COST,
             "pip install --no-build-isolation flash-attn",
         ),
-        Extra("triton", ("triton",), "triton", TRITON_COST, "pip install triton"),
+        Extra(
+            "flash-attn 3",
+            "flash-attn-3",
+            "flash_attn_interface",
+            FLASH_3_COST,
+            'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git'
+            '#subdirectory=hopper"',
+        ),
+        Extra("triton", "triton", "triton", TRITON_COST, "pip install triton"),
     )
 
 
 def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
-    found = ((name, here.version(name)) for name in extra.distributions)
-    distribution, version = next(((n, v) for n, v in found if v is not None), (None, None))
-    if distribution is None or version is None:
+    version = here.version(extra.distribution)
+    if version is None:
         if not on_gpu:
             return Finding(extra.name, "not needed", detail="It works on NVIDIA GPUs only.")
         return Finding(extra.name, "missing", None, "", extra.cost, extra.install)
@@ -124,10 +134,9 @@ def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
         return Finding(extra.name, "broken", version, detail, extra.cost, extra.install)
     if not on_gpu:
         return Finding(extra.name, "unknown", version, _ONLY_ON_GPU)
-    module = "flash_attn_interface" if distribution == "flash-attn-3" else extra.module
-    imported = run_python(here, f"import {module}")
+    imported = run_python(here, f"import {extra.module}")
     if imported.code != 0:
-        detail = f"`import {module}` failed: {imported.reason}."
+        detail = f"`import {extra.module}` failed: {imported.reason}."
         install = extra.install.replace("pip install", "pip install --force-reinstall", 1)
         return Finding(extra.name, "broken", version, detail, extra.cost, install)
     return Finding(extra.name, "found", version)

@@ -166,12 +166,11 @@ class _Replica:
         """Return a step's rows; and ``[2 + K]``: targets, weights of main and K MTP losses."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
-            # One at a time: the attention masks of a whole step would not fit many a machine.
             found = self._source.next_step(1)
             assert found is not None
             reaches.append(_reaches(found[0]))
             drawn.append(self._drawn)
-            batches.append(dataclasses.replace(found[0], attention_mask=None))
+            batches.append(found[0])
         if self._task.prepare_batches is not None:
             batches = list(self._task.prepare_batches(self._config, batches, self._context))
         counts = count_targets(batches, self._context)
@@ -236,7 +235,8 @@ def _reaches(batch: Batch) -> Tensor:
     """Return whether each position attends to the one before it, ``[b, s]`` bool."""
     reaches = torch.ones_like(batch.tokens, dtype=torch.bool)
     if batch.attention_mask is not None:
-        reaches[:, 1:] = ~batch.attention_mask[:, 0].diagonal(offset=-1, dim1=1, dim2=2)
+        documents = batch.attention_mask
+        reaches[:, 1:] = documents[:, 1:] == documents[:, :-1]
     reaches[:, 0] = False
     return reaches
 

@@ -119,7 +119,8 @@ class HybridStack(CoreHybridStack):  # type: ignore[misc]
         Args:
             hidden_states: the embedding; None on later stages, which get theirs from the one
                 before (`set_input_tensor`).
-            attention_mask: True where attention is forbidden, ``[b, 1, s, s]``; None means causal.
+            attention_mask: the document index of each position ``[b, s]``, or a dense mask, True
+                where attention is forbidden, ``[b, 1, s, s]``; None means causal.
         """
         hidden: Tensor = super().forward(
             hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, padding_mask=padding_mask

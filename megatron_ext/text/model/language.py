@@ -56,7 +56,9 @@ class TextModel(LanguageModule):  # type: ignore[misc]
 
         Args:
             input_ids, position_ids, labels: ``[b, s]``.
-            attention_mask: True where attention is forbidden, ``[b, 1, s, cp * s]``; None: causal.
+            attention_mask: the document index of each position of the whole sequences,
+                ``[b, cp * s]``, or a dense mask, True where attention is forbidden,
+                ``[b, 1, s, cp * s]``; None: causal.
             mtp_targets: the targets of the MTP depths; without them, MTP adds no losses.
             hidden_states_only: stop before the output head, which the loss applies
                 (`output_head`).

@@ -17,6 +17,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig
+from megatron_ext.layers.sdpa import flash_3_in_use
 
 CONFIGURATION_FILE = "config.yaml"
 STARTED = "> starting"
@@ -106,7 +107,8 @@ def implementation_line(
     model: ModelConfig, fp8: Fp8Config, optimizer: MegatronOptimizer | None
 ) -> str:
     """Return the line that names the layers, attention, optimizer and fp8 recipe of a run."""
-    layers = f"torch {importlib.metadata.version('torch')}; attention: torch SDPA"
+    kernels = ", FlashAttention 3" if flash_3_in_use() else ""
+    layers = f"torch {importlib.metadata.version('torch')}; attention: torch SDPA{kernels}"
     if model.transformer_impl == TE_IMPL:
         layers = (
             f"Transformer Engine {found_version() or 'of an unknown version'}; attention: "

@@ -1,0 +1,155 @@
+"""Causal attention of the last positions of a sequence to all keys, in two parts on cuDNN.
+
+Under context parallelism a slice of queries attends to all keys before it and, causally, to its
+own. cuDNN's causal mask allows no keys before the queries. It attends to these and to the queries'
+own keys in two calls, whose outputs are merged by the log-sum-exp of their scores. FlashAttention
+knows the whole rule, but version 2 is slower on GPUs where cuDNN is preferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.attention import SDPBackend
+
+from megatron_ext.layers.compiled import compiled
+from megatron_ext.layers.sdpa import kernels_for
+
+Saved = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class PartKernel:
+    """A kernel of attention whose results over parts of the keys can be merged.
+
+    Attributes:
+        forward: takes query, key, value, causal and scale; returns the output ``[b, n, q, d]``,
+            the log-sum-exp of the scores ``[b, n, q(, 1)]``, and what the backward pass needs.
+        backward: takes the output's gradient, query, key, value, output, log-sum-exp, what
+            ``forward`` returned last, causal and scale; returns the gradients of query, key and
+            value. Output and log-sum-exp may be those over more keys than the given ones.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor, Saved]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _cudnn_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Saved]:
+    out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, lse, (seed, offset)
+
+
+def _cudnn_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: Saved,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor]
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        gradient, query, key, value, out, lse, *saved, None, None, None,
+        query.size(2), key.size(2), 0.0, causal, scale=scale,
+    )  # fmt: skip
+    return found
+
+
+CUDNN = PartKernel(_cudnn_forward, _cudnn_backward)
+
+
+def prefers_parts(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, backend: AttnBackend
+) -> bool:
+    """Return whether `attend_in_parts` is the fastest way to attend causally to earlier keys too.
+
+    The q queries ``[b, n, q, d]`` are those of the last q of the keys ``[b, g, k, d]``. The flash
+    kernels know that rule themselves, so that only cuDNN's gains.
+    """
+    kernels = kernels_for(query, key, backend)
+    if dropout > 0 or not kernels or kernels[0] != SDPBackend.CUDNN_ATTENTION:
+        return False
+    grouped = query.size(1) != key.size(1)
+    return all(
+        can_use_cudnn_attention(SDPAParams(query, k, v, None, 0.0, causal, grouped))
+        for (k, v), causal in zip(_parts(query, key, value), (False, True), strict=True)
+    )
+
+
+def attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: PartKernel = CUDNN
+) -> Tensor:
+    """Return the causal attention ``[b, n, q, d]`` of the last q positions of k.
+
+    The keys before the first query are one part, and the queries' own keys, to which attention is
+    causal, the other.
+
+    Args:
+        query: ``[b, n, q, d]`` with q < k.
+        key, value: ``[b, g, k, d]`` with g query groups.
+    """
+    out: Tensor = _InParts.apply(query, key, value, scale, kernel)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _parts(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return keys and values before the first query, then those of the queries."""
+    first = key.size(2) - query.size(2)
+    return [(key[:, :, :first], value[:, :, :first]), (key[:, :, first:], value[:, :, first:])]
+
+
+@compiled
+def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the outputs ``[b, n, q, d]`` and log-sum-exps ``[b, n, q(, 1)]`` over two parts."""
+    share = torch.sigmoid(other_lse - lse).reshape(*out.shape[:3], 1)
+    mixed = torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share)
+    return mixed.to(out.dtype), torch.logaddexp(lse, other_lse)
+
+
+class _InParts(torch.autograd.Function):
+    """Attention over two parts of the keys.
+
+    The gradient of each part follows from the output and log-sum-exp over all keys, as in ring
+    attention (arXiv:2310.01889): a part's probabilities are exp(score - log-sum-exp).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: PartKernel
+    ) -> Tensor:
+        earlier, own = _parts(query, key, value)
+        out, lse, saved = kernel.forward(query, *earlier, False, scale)
+        of_own, lse_of_own, saved_of_own = kernel.forward(query, *own, True, scale)
+        out, lse = _merged(out, lse, of_own, lse_of_own)
+        ctx.save_for_backward(query, key, value, out, lse, *saved, *saved_of_own)
+        ctx.kernel, ctx.scale = kernel, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, out, lse, *saved = ctx.saved_tensors
+        half = len(saved) // 2
+        kept = tuple(saved[:half]), tuple(saved[half:])
+        earlier, own = (
+            ctx.kernel.backward(gradient, query, *part, out, lse, its, causal, ctx.scale)
+            for part, its, causal in zip(
+                _parts(query, key, value), kept, (False, True), strict=True
+            )
+        )
+        of_key, of_value = (torch.cat([earlier[i], own[i]], dim=2) for i in (1, 2))
+        return earlier[0] + own[0], of_key, of_value, None, None

@@ -1,0 +1,265 @@
+"""Masks of attention: the blocks that FlexAttention computes, and dense masks for other kernels.
+
+A mask is one of two tensors. The document index of each position, ``[b, s]``, lets a query attend
+to its own document up to its own position. A dense mask, ``[b or 1, 1, q, k]``, is True where
+attention is forbidden; at 32,768 positions it takes 1 GiB a sample. Data loaders give documents.
+A dense mask is made of them only for kernels that need one, for one micro-batch at a time.
+
+FlexAttention skips blocks of 128 x 128 positions that are masked fully. Which these are follows
+from the least and greatest position and document of each block, without a look at all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from megatron_ext.layers.compiled import compiles
+
+T = TypeVar("T")
+Lengths = tuple[int, int]
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rule by which the positions of query and key allow or forbid attention.
+
+    Attributes:
+        first_query: position of the first query; the first key is at position 0.
+        causal: forbid keys after the query.
+        window: greatest distance to keys on the left and, unless causal, on the right; -1 or None
+            allows any distance.
+    """
+
+    first_query: int
+    causal: bool
+    window: tuple[int, int] | None
+
+    def distances(self) -> tuple[int | None, int | None]:
+        """Return the least and greatest allowed ``query - key``; None where there is no limit."""
+        left, right = self.window or (-1, -1)
+        least = 0 if self.causal else -right if right >= 0 else None
+        return least, left if left >= 0 else None
+
+
+def is_dense(mask: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether a mask is dense, and not the document index of each position."""
+    return mask is not None and mask.dim() == 4
+
+
+def flex_fits(query: Tensor, dropout: float) -> bool:
+    """Return whether `flex_attend` supports queries ``[b, n, q, d]`` with this dropout.
+
+    It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size of at least 16 that
+    is a power of 2, as torch before 2.7 requires.
+    """
+    d = query.size(-1)
+    is_power = d >= 16 and d & (d - 1) == 0
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and is_power and dropout == 0 and compiles(query)
+
+
+def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """Return the attention ``[b, n, q, d]`` of q queries over the keys that the mask allows."""
+    out: Tensor = compiled_flex_attention()(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
+    )
+    return out
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Return FlexAttention compiled to one kernel; uncompiled it would store all scores."""
+    return torch.compile(flex_attention)
+
+
+def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> BlockMask:
+    """Return the block mask for queries ``[b, n, q, d]`` and keys ``[b, g, k, d]``, cached.
+
+    Attention is forbidden by ``span``, and by ``mask``: the document of each position of the
+    sequence ``[b or 1, s]``, or a dense mask ``[b or 1, 1, q, k]``. With None, by ``span`` alone.
+    """
+    lengths = query.size(2), key.size(2)
+    if mask is None:
+        return _of_positions(span, lengths, query.device)
+    make = _of_dense_mask if is_dense(mask) else _of_documents
+    return newest.find(mask, (span, lengths), lambda: make(span, lengths, mask))
+
+
+def document_mask(documents: Tensor, first_query: int, num_queries: int) -> Tensor:
+    """Return the dense mask ``[b, 1, q, s]`` of q queries from ``first_query`` on, cached.
+
+    It is True at later positions and in other documents. ``documents`` is the document index of
+    each position, ``[b, s]``.
+    """
+
+    def made() -> Tensor:
+        position = torch.arange(documents.size(1), device=documents.device)
+        queries = slice(first_query, first_query + num_queries)
+        future = position[None, :] > position[queries, None]
+        return (future | (documents[:, queries, None] != documents[:, None, :])).unsqueeze(1)
+
+    return newest.find(documents, (first_query, num_queries), made)
+
+
+class NewestMask:
+    """Cache of what all layers make from the mask of the newest micro-batch.
+
+    The key is the mask's storage and version, since recomputed layers get the mask as another
+    tensor object. The cache holds a reference, so that the storage is not reused.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+        self._key: tuple[Any, ...] = ()
+        self._made: dict[Any, Any] = {}
+
+    def find(self, mask: Tensor, purpose: Any, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns for this mask (or part of one) and purpose, from the cache.
+
+        Within the capture of a CUDA graph it is made anew: a replay must make it from what the
+        inputs of the graph hold then.
+        """
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return make()
+        version = 0 if mask.is_inference() else mask._version
+        key = (mask.untyped_storage()._cdata, version, mask.device)
+        if key != self._key:
+            self._held, self._key, self._made = mask, key, {}
+        part = (mask.storage_offset(), mask.shape, mask.stride(), purpose)
+        if part not in self._made:
+            self._made[part] = make()
+        found: T = self._made[part]
+        return found
+
+
+newest = NewestMask()
+
+
+@lru_cache(maxsize=16)
+def _of_positions(span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
+    some, whole = _blocks_in_reach(span, lengths, device)
+    rule = _rule(span, device)
+    return _in_order(some[None], whole[None], lengths, rule)
+
+
+def _of_documents(span: Span, lengths: Lengths, documents: Tensor) -> BlockMask:
+    queries = documents[:, span.first_query : span.first_query + lengths[0]]
+    keys = documents[:, : lengths[1]]
+    some, whole = _blocks_in_reach(span, lengths, documents.device)
+    (q_low, q_high), (k_low, k_high) = _ranges(queries), _ranges(keys)
+    q_low, q_high = q_low[:, :, None], q_high[:, :, None]
+    k_low, k_high = k_low[:, None, :], k_high[:, None, :]
+    # Indices grow along a sequence; if they did not, a block too many would be looked into.
+    some = some & (q_low <= k_high) & (k_low <= q_high)
+    whole = whole & (q_low == k_high) & (k_low == q_high)
+    if documents.size(0) == 1:
+        queries, keys = queries[0], keys[0]
+    rule = _rule(span, documents.device, of_queries=queries, of_keys=keys)
+    return _in_order(some, whole, lengths, rule)
+
+
+def _of_dense_mask(span: Span, lengths: Lengths, forbidden: Tensor) -> BlockMask:
+    batch, device = forbidden.size(0), forbidden.device
+    rule = _rule(span, device, forbidden=forbidden[0, 0] if batch == 1 else forbidden[:, 0])
+    return create_block_mask(rule, batch, None, *lengths, device=str(device))
+
+
+def _blocks_in_reach(span: Span, lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which blocks ``[q blocks, k blocks]`` allow some pair of positions, and which all.
+
+    A block that reaches beyond the end of the queries or keys does not count as a whole one.
+    """
+
+    def ends(length: int) -> tuple[Tensor, Tensor]:
+        first = torch.arange(0, length, TILE, device=device)
+        return first, first + (TILE - 1)
+
+    (q_first, q_last), (k_first, k_last) = ends(lengths[0]), ends(lengths[1])
+    whole = (q_last < lengths[0])[:, None] & (k_last < lengths[1])
+    some = torch.ones_like(whole)
+    q_last, k_last = q_last.clamp(max=lengths[0] - 1), k_last.clamp(max=lengths[1] - 1)
+    nearest = q_first[:, None] - k_last + span.first_query
+    farthest = q_last[:, None] - k_first + span.first_query
+    least, greatest = span.distances()
+    if least is not None:
+        some, whole = some & (farthest >= least), whole & (nearest >= least)
+    if greatest is not None:
+        some, whole = some & (nearest <= greatest), whole & (farthest <= greatest)
+    return some, whole
+
+
+def _ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and greatest index in each block, ``[b, blocks]``, of documents ``[b, s]``.
+
+    The last block is filled up with its last index.
+    """
+    lacking = -documents.size(1) % TILE
+    filled = torch.cat([documents, documents[:, -1:].expand(-1, lacking)], dim=1)
+    low, high = filled.view(documents.size(0), -1, TILE).aminmax(dim=2)
+    return low, high
+
+
+def _in_order(
+    some: Tensor, whole: Tensor, lengths: Lengths, rule: Callable[..., Tensor]
+) -> BlockMask:
+    """Return the block mask of blocks ``[b or 1, q blocks, k blocks]`` that `rule` looks into.
+
+    ``some`` is True where a block allows some attention, ``whole`` where it allows all.
+    """
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of blocks of each row, and their columns, first in the row."""
+        blocks = blocks[:, None].int()
+        columns = torch.argsort(blocks, dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32), columns.int()
+
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~whole), *listed(whole), BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=lengths
+    )
+
+
+def _rule(
+    span: Span,
+    device: torch.device,
+    *,
+    of_queries: Tensor | None = None,
+    of_keys: Tensor | None = None,
+    forbidden: Tensor | None = None,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the function of (b, h, q, k) that is True where query q attends to key k.
+
+    Args:
+        of_queries, of_keys: document index of each query ``[b, q]`` and key ``[b, k]``; without the
+            axis b for all samples.
+        forbidden: True where attention is forbidden, ``[b, q, k]``; ``[q, k]`` for all samples.
+    """
+    least, greatest = span.distances()
+    # Every plain number in a mask's function would cost a compilation of its own.
+    first_query = torch.full((), span.first_query, device=device)
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        # Positions of keys stay alone, or their differences would be made for all pairs in int64.
+        at = q + first_query
+        seen = k >= 0 if least is None else k <= at - least
+        if greatest is not None:
+            seen = seen & (k >= at - greatest)
+        # All indices are tensors. Of a plain number torch makes a tensor on the device, for which
+        # the host waits.
+        if of_queries is not None and of_keys is not None:
+            if of_queries.dim() == 2:
+                seen = seen & (of_queries[b, q] == of_keys[b, k])
+            else:
+                seen = seen & (of_queries[q] == of_keys[k])
+        if forbidden is not None:
+            seen = seen & ~(forbidden[b, q, k] if forbidden.dim() == 3 else forbidden[q, k])
+        return seen
+
+    return allowed
