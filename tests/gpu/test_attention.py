@@ -1,17 +1,21 @@
 """Attention on a GPU: float64's numbers, the fastest kernel, and masks that skip blocks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.attention import SHAPES, Inputs, Shape, make_inputs, measure, ours
+from megatron_ext.config.model import ModelConfig
 from megatron_ext.device.gpus import seconds_of
 from megatron_ext.layers import masks, sdpa
 from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.causal_parts import attend_in_parts, prefers_parts
 from tests.gpu.runs import one_gpu
 from tests.layers import plain
 
@@ -54,7 +58,7 @@ def test_block_masks_give_float64s_numbers(window: Any, documents: bool) -> None
     inputs = make_inputs(SMALL, DEVICE, torch.bfloat16)
     ends = [[100, 200], [129]]
     forbidden = plain.documents(SMALL.s, ends) if documents else plain.causal(SMALL.s, SMALL.b)
-    mask = forbidden[:, None].to(DEVICE) if documents else None
+    mask = plain.document_indices(SMALL.s, ends).to(DEVICE) if documents else None
     if window is not None:
         at = torch.arange(SMALL.s)
         forbidden = forbidden | (at[:, None] - at[None, :] > window[0])
@@ -86,10 +90,65 @@ def test_documents_cost_less_than_one_long_one() -> None:
     inputs = make_inputs(shape, DEVICE, torch.bfloat16)
     if not masks.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
         pytest.skip("Triton is not installed")
-    mask = plain.documents(shape.s, [list(range(512, 8192, 512))])[:, None].to(DEVICE)
+    mask = plain.document_indices(shape.s, [list(range(512, 8192, 512))]).to(DEVICE)
     with one_gpu() as context:
         module = ours(shape, context)
         assert seconds_with(module, inputs, mask) < seconds_with(module, inputs, None)
+
+
+def sliced(shape: Shape, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last queries of a sequence and all its keys and values, as kernels get them."""
+    inputs = make_inputs(shape, DEVICE, torch.bfloat16)
+    query, key, value = (x.permute(1, 2, 0, 3) for x in inputs.leaves)
+    query = query[:, :, -queries:]
+    if not prefers_parts(query, key, value, 0.0, AttnBackend.auto):
+        pytest.skip("cuDNN is not preferred here")
+    return query, key, value
+
+
+def lower_right(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mask = causal_lower_right(query.size(2), key.size(2))
+    return sdpa.attend(query, key, value, mask=mask)
+
+
+def test_attention_in_parts_gives_float64s_numbers() -> None:
+    query, key, value = sliced(SMALL, 128)
+    found = []
+    for attend, kind in ((attend_in_parts, torch.bfloat16), (lower_right, torch.float64)):
+        leaves = [x.detach().to(kind).requires_grad_() for x in (query, key, value)]
+        scale = (SMALL.d**-0.5,) if attend is attend_in_parts else ()
+        out = attend(*leaves, *scale)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert_near(*found)
+
+
+def test_a_slice_of_queries_is_faster_in_parts() -> None:
+    query, key, value = sliced(Shape(16384, 1, 16, 16, 128), 4096)
+
+    def both(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+
+        def once() -> None:
+            out = attend(*leaves)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+        return seconds_of(once, DEVICE, repeats=10)
+
+    assert both(partial(attend_in_parts, scale=128**-0.5)) < both(lower_right)
+
+
+def test_flash_attention_3_gives_float64s_numbers() -> None:
+    if not sdpa.use_flash_3(ModelConfig(attention_dropout=0.0), DEVICE):
+        pytest.skip("FlashAttention 3 is not installed for this GPU and torch")
+    try:
+        inputs = make_inputs(SMALL, DEVICE, torch.bfloat16)
+        forbidden = plain.causal(SMALL.s, SMALL.b).to(DEVICE)
+        truth = outcome(lambda q, k, v: plain.attention(q, k, v, forbidden), inputs, exact=True)
+        with one_gpu() as context:
+            module = ours(SMALL, context)
+            assert_near(outcome(lambda *qkv: module(*qkv, None), inputs), truth)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 @pytest.mark.parametrize("length", [8192, 8000])

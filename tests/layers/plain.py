@@ -42,15 +42,18 @@ def causal(length: int, batch: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).triu(1).expand(batch, -1, -1)
 
 
-def documents(length: int, ends: list[list[int]]) -> Tensor:
-    """Return ``[b, s, s]``, True at the future and across documents that end before ``ends``."""
-    rows = []
-    for row in ends:
-        number = torch.zeros(length, dtype=torch.long)
+def document_indices(length: int, ends: list[list[int]]) -> Tensor:
+    """Return the index of each position's document, ``[b, s]`` int32; one begins at each end."""
+    rows = torch.zeros(len(ends), length, dtype=torch.int32)
+    for number, row in zip(rows, ends, strict=True):
         for end in row:
             number[end:] += 1
-        rows.append(number)
-    document = torch.stack(rows)
+    return rows
+
+
+def documents(length: int, ends: list[list[int]]) -> Tensor:
+    """Return ``[b, s, s]``, True at the future and across documents that end before ``ends``."""
+    document = document_indices(length, ends)
     return causal(length, len(ends)) | (document[:, :, None] != document[:, None, :])
 
 

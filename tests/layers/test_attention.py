@@ -92,6 +92,19 @@ def test_equals_plain_arithmetic(context: ParallelContext, groups: int, masked: 
     assert_near(outcome(given, qkv, mask), expected(qkv, forbidden, 0.7), 1e-6)
 
 
+@pytest.mark.parametrize("window", [None, (3, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks()
+def test_documents_give_a_cpu_the_bits_of_their_dense_mask(
+    context: ParallelContext, dtype: torch.dtype, window: tuple[int, int] | None
+) -> None:
+    transformer_config = config(bf16=dtype == torch.bfloat16, window_size=window)
+    module = build(DotProductAttention, transformer_config, context)
+    qkv = random_qkv(N, dtype)
+    dense = outcome(module, qkv, plain.documents(S, ENDS)[:, None])
+    assert all(map(torch.equal, outcome(module, qkv, plain.document_indices(S, ENDS)), dense))
+
+
 def forbidden_by(mask: str, window: int = 3) -> Tensor:
     forbidden = plain.documents(S, ENDS) if "documents" in mask else plain.causal(S, B)
     if "window" in mask:
@@ -190,7 +203,7 @@ def test_what_it_cannot_do_it_says(context: ParallelContext) -> None:
 
 CP_HEADS, CP_WIDTH = 8, 4
 CP_KINDS = ["p2p", "all_gather", "a2a"]
-MASKS = ["causal", "documents", "window", "documents and window"]
+MASKS = ["causal", "documents", "dense documents", "window", "documents and window"]
 
 
 def full_qkv(groups: int, dtype: torch.dtype) -> list[Tensor]:
@@ -223,11 +236,10 @@ def check_part(
     )
     module = build(DotProductAttention, transformer_config, context, cp_comm_type=kind)
     local = [own(x.detach()).requires_grad_() for x in full]
-    rows = None
-    if "documents" in mask:
-        batch = {"attention_mask": plain.documents(S, ENDS)[:, None]}
-        rows = slice_batch(batch, cp)["attention_mask"]
-    out = module(*local, rows)
+    given = plain.document_indices(S, ENDS) if "documents" in mask else None
+    if "dense" in mask:
+        given = slice_batch({"attention_mask": forbidden_by(mask)[:, None]}, cp)["attention_mask"]
+    out = module(*local, given)
     out.backward(own(cotangent).to(dtype))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     for got, want in zip([out, *(x.grad for x in local)], wanted, strict=True):

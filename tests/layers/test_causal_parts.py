@@ -73,7 +73,7 @@ def in_parts(kernel: PartKernel, query: Tensor, key: Tensor, value: Tensor) -> T
 
 def check(found: list[Tensor], truth: list[Tensor], tolerance: float) -> None:
     for mine, true in zip(found, truth, strict=True):
-        assert float((mine.double() - true).abs().max() / true.abs().max()) <= tolerance
+        assert float((mine.detach().double() - true).abs().max() / true.abs().max()) <= tolerance
 
 
 def truth_of(leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
@@ -81,7 +81,7 @@ def truth_of(leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
     exact = [x.detach().double().requires_grad_() for x in leaves]
     forbidden = plain.causal(K, B)[:, K - Q :]
     out = plain.attention(*exact, forbidden, SCALE)
-    return [out, *torch.autograd.grad(out, exact, cotangent.double())]
+    return [out.detach(), *torch.autograd.grad(out, exact, cotangent.double())]
 
 
 @pytest.mark.parametrize("factor", [1, 20])
@@ -90,7 +90,7 @@ def truth_of(leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
 def test_output_and_gradients_are_those_of_plain_softmax(
     dtype: torch.dtype, groups: int, factor: float
 ) -> None:
-    """With the greater factor a query's probability falls on one key of either part."""
+    """The greater factor lets the probability of a query fall on one key of either part."""
     if factor > 1 and dtype == torch.bfloat16:
         pytest.skip("rounded scores of this size have other softmaxes")
     leaves = inputs(groups, dtype, factor=factor)
@@ -98,7 +98,8 @@ def test_output_and_gradients_are_those_of_plain_softmax(
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     gradients = torch.autograd.grad(out, leaves, cotangent)
     truth = truth_of(leaves, cotangent.flatten(2))
-    check([out.flatten(2), *gradients], truth, TOLERANCES[dtype] * factor)
+    # A score is rounded in proportion to its size, the product of two inputs.
+    check([out.flatten(2), *gradients], truth, TOLERANCES[dtype] * factor**2)
 
 
 def test_merging_compiled_changes_nothing() -> None:
@@ -139,11 +140,11 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::_scaled_dot_product_")
         if "attention" in name:
-            first = 1 if name.endswith("backward") else 0
-            causal = next(x for x in reversed(args) if isinstance(x, bool))
-            if not first:
-                causal = args[6]
-            self.found.append((name, args[first].size(2), args[first + 1].size(2), causal))
+            backward = name.endswith("backward")
+            query, key = args[backward : backward + 2]
+            # The last flags of the forward pass are left out where they are False.
+            causal = args[14] if backward else args[6] if len(args) > 6 else False
+            self.found.append((name, query.size(2), key.size(2), causal))
         return func(*args, **(kwargs or {}))
 
 

@@ -58,15 +58,11 @@ def qkv() -> list[Tensor]:
     return [torch.randn(S, B, n, D, generator=generator) for n in (N, G, G)]
 
 
-def indices(ends: list[list[int]] = ENDS, length: int = S) -> Tensor:
-    """Return the document index of each position ``[b, s]`` int32."""
-    at = torch.arange(length)
-    return torch.stack([sum((at >= end).int() for end in row) for row in ends]).int()
-
-
 def given(form: str | None) -> Tensor | None:
     """Return the mask of `ENDS` in one of the `FORMS`."""
-    return {"documents": indices(), "dense": plain.documents(S, ENDS)[:, None], None: None}[form]
+    if form == "documents":
+        return plain.document_indices(S, ENDS)
+    return None if form is None else plain.documents(S, ENDS)[:, None]
 
 
 def expected(forbidden: Tensor) -> Tensor:
@@ -155,7 +151,7 @@ def test_the_dense_mask_of_documents_equals_megatron_cores() -> None:
 
 def test_one_dense_mask_of_documents_is_kept() -> None:
     """All layers of a micro-batch share it, and the next micro-batch's takes its place."""
-    first, second = indices(), indices()
+    first, second = plain.document_indices(S, ENDS), plain.document_indices(S, ENDS)
     mask = masking.document_mask(first, 0, S)
     assert masking.document_mask(first.detach(), 0, S) is mask
     kept = weakref.ref(mask)
@@ -231,9 +227,10 @@ def test_blocks_are_those_of_torch(
 
 
 def test_indices_that_do_not_grow_lose_no_pair() -> None:
-    shuffled = indices()[:, torch.randperm(S, generator=torch.Generator().manual_seed(0))]
+    order = torch.randperm(S, generator=torch.Generator().manual_seed(0))
+    shuffled = plain.document_indices(S, ENDS)[:, order]
     q, k, _ = views()
-    made = masking.block_mask(q, k, Span(0, True, None), shuffled.contiguous())
+    made = masking.block_mask(q, k, Span(0, True, None), shuffled)
     truth = create_block_mask(made.mask_mod, B, None, S, S, device="cpu")
     (seen, whole), (true, true_whole) = blocks(made), blocks(truth)
     assert bool((seen | ~true).all()) and bool((true_whole | ~whole).all())
@@ -242,7 +239,7 @@ def test_indices_that_do_not_grow_lose_no_pair() -> None:
 def test_making_blocks_of_documents_never_looks_at_all_pairs() -> None:
     """A dense mask of 8192 positions takes 64 MiB; 32 bytes for each pair of blocks are 128 KiB."""
     length = 8192
-    documents = indices([list(range(500, length, 500))], length)
+    documents = plain.document_indices(length, [list(range(500, length, 500))])
     query = torch.empty(1, 1, length, D)
     for span in (Span(0, True, None), Span(0, True, (100, 0))):
         with Watch() as watch:

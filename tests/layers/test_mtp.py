@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_ext.data.batch import (
     Batch,
     StepLoader,
-    document_attention_mask,
     documents_of_tokens,
     slice_for_context_parallel,
     with_mtp_targets,
@@ -173,7 +172,7 @@ def second_document_losses(chunk: torch.nn.Module, tokens: Tensor) -> list[list[
     batch = with_mtp_targets(batch, 2, documents)
     masks = batch.mtp_loss_weights
     targets = MTPTargets(batch.mtp_labels, masks, masks)
-    attention_mask = document_attention_mask(documents)
+    attention_mask = documents.int()
     chunk(batch.tokens, position, attention_mask, labels=batch.labels, mtp_targets=targets)
     return [entry.tolist() for entry in targets.reports]
 

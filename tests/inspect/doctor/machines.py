@@ -64,6 +64,7 @@ class Machine(ThisMachine):
             "torch": "2.11.0",
             "transformer-engine": "2.11.0",
             "flash-attn": "2.8.3",
+            "flash-attn-3": "3.0.0",
             "triton": "3.6.0",
             **{name.replace("_", "-"): version for name, version in versions.items()},
         }

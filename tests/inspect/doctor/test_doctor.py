@@ -125,9 +125,13 @@ def test_an_extra_whose_import_crashes_is_broken() -> None:
 
 
 def test_flash_attention_3_is_imported_by_its_own_name() -> None:
-    machine = Machine(flash_attn=None, flash_attn_3="3.0.0")
-    assert examine(machine).finding("flash-attn").version == "3.0.0"
+    machine = Machine(flash_attn_3="3.0.0")
+    assert examine(machine).finding("flash-attn 3").version == "3.0.0"
     assert "import flash_attn_interface" in machine.ran
+    missing = examine(Machine(flash_attn_3=None)).finding("flash-attn 3")
+    assert missing.status == "missing"
+    assert missing.cost.startswith("On Hopper GPUs attention of the torch layers takes cuDNN's")
+    assert missing.install.endswith('flash-attention.git#subdirectory=hopper"')
 
 
 def make_apex(folder: Path, file: str) -> Path:
