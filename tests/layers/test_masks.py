@@ -288,3 +288,28 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking, "compiles", lambda query: True)
     given: list[Any] = [(Cuda(128), 0.0), (Cuda(96), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
     assert [masking.flex_fits(*one) for one in given] == [True, False, False, False]
+
+
+def test_a_micro_batch_compiles_nothing_anew() -> None:
+    """Neither do the slices of a context-parallel rank, whose first queries are others."""
+    compiled: list[Any] = []
+
+    def backend(module: Any, example: Any) -> Any:
+        compiled.append(module)
+        return module
+
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, backend=backend, fullgraph=True)
+    q, k, v = views()
+    for ends in (ENDS, [[7, 250], [33, 200]]):
+        documents = plain.document_indices(S, ends)
+        for first in (0, 150):
+            part = q[:, :, first : first + 150]
+            blocks = masking.block_mask(part, k, Span(first, True, None), documents)
+            found = attend(part, k, v, block_mask=blocks, enable_gqa=True)
+            truth = plain.attention(*(x.double() for x in qkv()), plain.documents(S, ends))
+            flat = found.permute(2, 0, 1, 3).flatten(2)
+            wanted = truth[first : first + 150]
+            torch.testing.assert_close(flat.double(), wanted, rtol=0, atol=2e-6)
+    assert len(compiled) == 1
+    torch._dynamo.reset()
