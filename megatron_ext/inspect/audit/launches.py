@@ -295,11 +295,12 @@ def _shift(reader: Reader, words: list[str], node: Simple, world: World) -> list
 
 
 def _source(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
-    """Walk through a sourced file that lies beside the script; note one that does not."""
+    """Walk through a sourced file in the current folder or beside the script, or note it."""
     name = words[1] if len(words) > 1 else ""
-    path = Path(name) if Path(name).is_absolute() else (reader.folder or Path()) / name
+    folders = [Path(str(world.variables["PWD"])), reader.folder or Path()]
+    path = next((x / name for x in folders if (x / name).is_file()), None)
     reader.sourced += 1
-    if name and not unknowns(name) and path.is_file() and reader.sourced <= MAX_SOURCES:
+    if name and path and reader.sourced <= MAX_SOURCES:
         try:
             return reader.run(parse(path.read_text(encoding="utf-8")), [world])
         except (OSError, UnicodeDecodeError, DataError):

@@ -57,7 +57,7 @@ def read_text(
     start = World(given=dict(variables or {}), capture=walk.capture)
     start.variables["PWD"] = str(path.resolve().parent) if path else unknown("PWD")
     if path:
-        start.variables["0"] = start.variables["BASH_SOURCE"] = str(path)
+        start.variables["0"] = start.variables["BASH_SOURCE"] = str(path.resolve())
     numbered = [name for name in start.given if name.isdigit()]
     if "@" in start.given or numbered:
         last = max(map(int, numbered), default=0)

@@ -142,6 +142,16 @@ def test_a_sourced_file_is_read_where_it_lies_beside_the_script(tmp_path: Path) 
     assert found.notes == ["The sourced file ./gone.sh is not read."]
 
 
+def test_a_sourced_file_is_looked_for_where_the_script_has_gone(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "lib" / "common.sh").write_text("N=4\n")
+    script = tmp_path / "jobs" / "run.sh"
+    script.write_text(f'cd "$(dirname "$0")/.." || exit 1\n. lib/common.sh\n{RUN} --save $N\n')
+    found = read_script(script)
+    assert (found.launches[0].words, found.notes) == (("--save", "4"), [])
+
+
 def test_a_file_of_flags_alone_is_audited_with_a_note(tmp_path: Path) -> None:
     script = tmp_path / "model.sh"
     script.write_text('OPTIONS="--num-layers 4 --bf16"\n')
