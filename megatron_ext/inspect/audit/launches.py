@@ -208,20 +208,21 @@ def _echo(reader: Reader, words: list[str], node: Simple, world: World) -> list[
 
 
 def _printf(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
-    """Print words in a format, which is used again while words are left."""
+    """Print words in a format, or put them into the variable that ``-v`` names."""
     rest = [x for x in words[1:3] if x != "--"] + words[3:]
-    name = rest[1] if rest[0] == "-v" else ""
-    form, *rest = rest[2:] if name else rest
-    form = form.replace("\\n", "\n").replace("\\t", "\t")
-    places, printed = len(_PLACE.findall(form)), ""
-    while not printed or (rest and places):
-        taken, rest = iter(rest[:places]), rest[places:]
-        printed += _PLACE.sub(lambda _: next(taken, ""), form) or "\n"  # noqa: B023
-    if name:
-        world.variables[name] = printed
+    if rest[:1] == ["-v"]:
+        world.variables.update({name: _formatted(rest[2:]) for name in rest[1:2]})
     else:
-        reader.say(printed)
+        reader.say(_formatted(rest))
     return [world]
+
+
+def _formatted(words: list[str]) -> str:
+    """Return words in the format that is the first, used again while words are left."""
+    form = "".join(words[:1]).replace("\\n", "\n").replace("\\t", "\t")
+    places, rest = len(_PLACE.findall(form)), iter(words[1:])
+    rounds = max(-(-(len(words) - 1) // places), 1) if places else 1
+    return "".join(_PLACE.sub(lambda _: next(rest, ""), form) for _ in range(rounds))
 
 
 def _cat(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
@@ -254,6 +255,13 @@ def _filter(reader: Reader, words: list[str], node: Simple, world: World) -> lis
         reader.join_lines()
     elif words[0] != "tee":
         reader.say(unknown(f"$({words[0]})"))
+    return [world]
+
+
+def _getopts(reader: Reader, words: list[str], node: Simple, world: World) -> list[World]:
+    """Leave open which option comes next, and its value."""
+    world.variables.update({name: unknown(name) for name in (*words[2:3], "OPTARG")})
+    world.status = None
     return [world]
 
 
@@ -382,6 +390,7 @@ _BUILTINS: dict[str, Callable[[Reader, list[str], Simple, World], list[World]]] 
     "exit": _exit, "return": _exit, "unset": _unset, "set": _set, "shift": _shift,
     "source": _source, ".": _source, "eval": _eval, "exec": _exec, "dirname": _path,
     "basename": _path, "realpath": _path, "readlink": _path, "pwd": _path, "cd": _path,
-    "seq": _seq, "let": _let, "expr": _expr, ":": _nothing, "true": _nothing, "false": _nothing,
+    "seq": _seq, "getopts": _getopts, "let": _let, "expr": _expr,
+    **dict.fromkeys((":", "true", "false"), _nothing),
     **dict.fromkeys(DECLARING, _declare),
 }  # fmt: skip
