@@ -86,7 +86,7 @@ def _shape_errors(kind: Any) -> Iterator[str]:
         if declared.type not in (bool, int, float, str):
             yield (
                 f"The field `{declared.field}` of the section `{kind.__name__}` is of type "
-                f"{declared.type}, but a flag must be a bool, an int, a float, a str or a list of "
+                f"{getattr(declared.type, '__name__', declared.type)}, but a flag must be a bool, an int, a float, a str or a list of "
                 "them; convert it where it is read."
             )
 

@@ -103,7 +103,7 @@ class Taken:
     [
         (NotFrozen, ["The section `NotFrozen` must be a frozen dataclass"]),
         (NotFlags, ["The field `width` of the section `NotFlags` must be a flag",
-         "The field `place` of the section `NotFlags` is of type <class 'pathlib.Path'>"]),
+         "The field `place` of the section `NotFlags` is of type Path, but"]),
         (Taken, ["The section `Taken` has the name `hidden_size`, which is that of the section "
          "`model`; choose another.", "The section `Taken` has the name `--model-parallel-size`, "
          "which is that of the parser; choose another."]),
