@@ -84,9 +84,10 @@ def _shape_errors(kind: Any) -> Iterator[str]:
             )
     for declared in flags_of(section_name(kind), kind):
         if declared.type not in (bool, int, float, str):
+            name = getattr(declared.type, "__name__", declared.type)
             yield (
                 f"The field `{declared.field}` of the section `{kind.__name__}` is of type "
-                f"{getattr(declared.type, '__name__', declared.type)}, but a flag must be a bool, an int, a float, a str or a list of "
+                f"{name}, but a flag must be a bool, an int, a float, a str or a list of "
                 "them; convert it where it is read."
             )
 
