@@ -22,6 +22,7 @@ from megatron_ext.layers.weight_gradients import (
     LinearCall,
     accumulate,
     add_weight_gradient,
+    expect_additions,
     gradient_placeholder,
 )
 
@@ -212,3 +213,54 @@ class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # 
         # view, to which megatron-core's experts could not add their bias in place.
         if is_expert and self.tp_group.size() == 1:
             self.explicit_expert_comm = True
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of an embedding, whose gradients are added to the buffer without one of its size."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.main_grad = weight.main_grad  # type: ignore[attr-defined]
+        expect_additions(weight)
+        return torch.nn.functional.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        rows = gradient.flatten(0, -2).to(ctx.main_grad.dtype)
+        # The public `index_put_` would read the range of the indices on the host. Both add the
+        # gradients of a row in one order, whereas `index_add_` does so in any on GPUs.
+        torch._index_put_impl_(
+            ctx.main_grad, [indices.flatten()], rows, accumulate=True, unsafe=True
+        )
+        return None, None
+
+
+class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[misc]
+    """megatron-core's embedding, whose gradients may be added to the gradient buffer directly.
+
+    Its ``config``, a TransformerConfig, says so by ``adds_in_place``.
+    """
+
+    config: Any = None
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Return the embeddings ``[b, s, h]`` of token ids ``[b, s]``.
+
+        With ``reduce_scatter_embeddings`` they are ``[s/tp, b, h]``.
+        """
+        adds = getattr(self.config, "adds_in_place", False) and hasattr(self.weight, "main_grad")
+        if not (adds and self.weight.requires_grad and torch.is_grad_enabled()):
+            return super().forward(input_)  # type: ignore[no-any-return]
+        if self.tp_group.size() == 1:
+            found: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
+        else:
+            indices, count = input_ - self.vocab_start_index, self.num_embeddings_per_partition
+            elsewhere = (indices < 0) | (indices >= count)
+            # Other ranks' tokens add zeros to rows here and there; one row for all would be slow.
+            rows = _Rows.apply(indices.remainder(count), self.weight)  # type: ignore[no-untyped-call]
+            found = rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        if not self.reduce_scatter_embeddings:
+            return leave(found, self.tp_group, sequence_parallel=False)
+        return leave(found.transpose(0, 1).contiguous(), self.tp_group, sequence_parallel=True)

@@ -191,6 +191,28 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
     return make(weight, requires_grad=False)
 
 
+def expect_additions(weight: Tensor) -> None:
+    """Let functions that add gradients of ``weight`` to ``main_grad`` return None to autograd.
+
+    If nothing else gives the weight a gradient in a backward pass, it gets one ``[out, in]`` that
+    shows a single zero, since megatron-core's overlapped reduction wants to see a gradient, and the
+    mark that stops the hooks from adding it. The hooks add any other gradient as usual. This is
+    decided just before they run, so that a weight may be used in any number of places.
+    """
+    if getattr(weight, "expects_additions", False):
+        return
+    weight.expects_additions = True  # type: ignore[attr-defined]
+    nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
+
+    def decide(gradient: Tensor | None) -> None:
+        weight.grad_added_to_main_grad = gradient is None  # type: ignore[attr-defined]
+        if gradient is None:
+            weight.zero_out_wgrad = False  # type: ignore[attr-defined]
+            weight.grad = nothing
+
+    weight.register_hook(decide)  # type: ignore[no-untyped-call]
+
+
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
     """Add a gradient to ``weight.main_grad`` if that exists, else to ``weight.grad``."""
     if hasattr(weight, "main_grad"):

@@ -60,7 +60,7 @@ def _values(
             if gradients.hidden is not None:
                 gradients.hidden[span] = next(of_leaves)
             if gradients.weight is not None:
-                gradients.weight.add_(next(of_leaves))
+                gradients.add_to_weight(next(of_leaves))
             if gradients.bias is not None:
                 gradients.bias.add_(next(of_leaves))
         more = (torch.where(weights != 0, extra[name].detach(), 0.0) for name in extra_names)

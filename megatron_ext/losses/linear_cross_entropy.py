@@ -75,7 +75,7 @@ def weighted_linear_cross_entropy(
         label_smoothing: share of the target probability that is spread over the whole vocabulary.
         z_loss_coefficient: c of the term ``c * lse^2`` in each token's loss.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, if that
-            exists, and pass zeros to autograd, where megatron-core's hooks need a gradient.
+            exists, and pass none to autograd (see `weight_gradients.expect_additions`).
 
     Returns:
         losses: ``[b, s]`` float32 without gradient, equal on all tensor-parallel ranks.

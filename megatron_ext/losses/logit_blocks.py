@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers.compiled import compiles
-from megatron_ext.layers.weight_gradients import adds_in_float32
+from megatron_ext.layers.weight_gradients import adds_in_float32, expect_additions
 from megatron_ext.losses.vocabulary import default_rows, fused_rows, statistics, to_gradient_
 
 
@@ -236,14 +236,15 @@ class Gradients:
     def __init__(self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
         self.wanted = any(wanted)
         self.hidden = torch.empty_like(tokens) if wanted[0] else None
-        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self._adds = adds_in_float32(tokens.device, tokens.dtype)
+        # The first product of `_adds` overwrites the memory, which need not be zeroed before.
+        self._is_empty = self._adds
+        make = torch.empty_like if self._is_empty else torch.zeros_like
+        self.weight = make(weight, dtype=torch.float32) if wanted[1] else None
         self.bias: Tensor | None = None
         if wanted[2]:
             self.bias = weight.new_zeros(weight.shape[0], dtype=torch.float32)
         self._taken = False
-        self._adds = adds_in_float32(tokens.device, tokens.dtype)
-        # The first block's gradient replaces the zeros, which then need not be read.
-        self._is_zero = True
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias; scale the first and the third.
@@ -263,6 +264,12 @@ class Gradients:
             bias.mul_(scale)
         return None if hidden is None else hidden.mul_(scale), weight, bias
 
+    def add_to_weight(self, gradient: Tensor) -> None:
+        """Add the gradient ``[v/tp, h]`` of one block to that of the weight."""
+        assert self.weight is not None
+        is_empty, self._is_empty = self._is_empty, False
+        self.weight.copy_(gradient) if is_empty else self.weight.add_(gradient)
+
     def add(self, block: Block, weight: Tensor) -> None:
         """Add the gradients of a block whose logits `differentiate` has overwritten."""
         tokens, total = block.hidden, self.weight
@@ -274,7 +281,7 @@ class Gradients:
         if total is None:
             return
         if self._adds:
-            beta, self._is_zero = 0 if self._is_zero else 1, False
+            beta, self._is_empty = 0 if self._is_empty else 1, False
             torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         else:
             total.addmm_(block.logits.t().to(total.dtype), tokens.to(total.dtype))
@@ -325,6 +332,8 @@ class _WeightedSum(torch.autograd.Function):
         ctx.gradients, ctx.largest, ctx.weight_dtype = gradients, largest, weight.dtype
         # Saved tensors come back without their attributes.
         ctx.main_grad = getattr(weight, "main_grad", None) if head.main_grad else None
+        if ctx.main_grad is not None and wanted[1]:
+            expect_additions(weight)
         b, s = weights.shape
         rows = [values.view(s, b).t().contiguous() for values in (losses, *extra)]
         ctx.mark_non_differentiable(*rows)
@@ -337,9 +346,7 @@ class _WeightedSum(torch.autograd.Function):
         of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
         if of_weight is not None and ctx.main_grad is not None:
             ctx.main_grad.addcmul_(of_weight, scale)
-            # megatron-core's hook adds these zeros; its overlapped reduction needs some gradient.
-            zero = ctx.main_grad.new_zeros((), dtype=ctx.weight_dtype)
-            of_weight = zero.expand_as(ctx.main_grad)
+            of_weight = None
         elif of_weight is not None:
             of_weight = _scaled_to(ctx.weight_dtype, of_weight, scale)
         return of_hidden, of_weight, of_bias, None, None, None, None

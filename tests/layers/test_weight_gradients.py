@@ -13,6 +13,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import (
     StepGradients,
     add_product,
+    expect_additions,
     gradient_placeholder,
 )
 from megatron_ext.train.run import Run
@@ -59,6 +60,32 @@ def test_autograd_gets_something_that_hooks_need_not_add() -> None:
     assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
     weight.zero_out_wgrad = True  # type: ignore[attr-defined]
     assert not gradient_placeholder(weight).any()
+
+
+def test_a_gradient_that_was_not_added_to_the_buffer_is_left_to_the_hooks() -> None:
+    class Added(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            expect_additions(weight)
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> None:
+            return None
+
+    weight: Any = torch.nn.Parameter(torch.ones(3, 2))
+    weight.zero_out_wgrad = True
+    seen: list[tuple[bool, Tensor]] = []
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append((weight.grad_added_to_main_grad, weight.grad)))
+    (Added.apply(weight) + (3 * weight).sum()).backward()  # type: ignore[no-untyped-call]
+    weight.grad = None
+    assert weight.zero_out_wgrad
+    (Added.apply(weight) + Added.apply(weight)).backward()  # type: ignore[no-untyped-call]
+    (mixed, gradient), (added, nothing) = seen
+    assert not mixed and torch.equal(gradient, torch.full((3, 2), 3.0))
+    assert added and not nothing.any() and nothing.untyped_storage().nbytes() == 4
+    assert not weight.zero_out_wgrad
 
 
 def _gradients(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
 from megatron_ext.layers.dropout import HiddenDropout
-from megatron_ext.layers.linear import OutputLayer
+from megatron_ext.layers.linear import OutputLayer, WordEmbedding
 
 
 class TextModel(LanguageModule):  # type: ignore[misc]
@@ -29,6 +29,10 @@ class TextModel(LanguageModule):  # type: ignore[misc]
             if self.share_embeddings_and_output_weights and self.mtp_process:
                 # The copy of the embedding that multi-token prediction holds serves the output.
                 self.output_layer.weight = None
+        if hasattr(self, "embedding"):
+            # Our embedding can add its gradients to the gradient buffer itself.
+            self.embedding.word_embeddings.__class__ = WordEmbedding
+            self.embedding.word_embeddings.config = self.config
         if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
             probability, cut = self.config.hidden_dropout, self.config.sequence_parallel
             self.embedding.embedding_dropout = HiddenDropout(
