@@ -6,6 +6,7 @@ helpers for CUDA graphs are here too.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import logging
@@ -34,8 +35,7 @@ class Device:
     def activate(self, local_rank: int) -> torch.device:
         """Make this process use the device, before any process group exists; return torch's device.
 
-        On a CPU this installs the shim of ``torch.cuda``. On a GPU it also sets
-        ``CUDA_DEVICE_MAX_CONNECTIONS``, which users of Megatron-LM must export.
+        On a CPU this installs the shim of ``torch.cuda``.
 
         Raises:
             ConfigError: this machine has more ranks than GPUs.
@@ -49,11 +49,47 @@ class Device:
                 f"Local rank {local_rank} has no GPU: this machine shows {count}; start at most "
                 f"{count} ranks per machine."
             )
-        # One hardware queue keeps the order of kernels and collectives that megatron-core's
-        # overlap of tensor-parallel communication relies on.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
+
+
+def keep_launch_order() -> None:
+    """Have GPUs before Blackwell start kernels in the order in which they are launched.
+
+    megatron-core's overlap of tensor-parallel communication relies on this order. One hardware
+    queue keeps it, which users of Megatron-LM must ask for by ``CUDA_DEVICE_MAX_CONNECTIONS``. The
+    driver reads the variable when it starts, and `select` starts it, so call this before. A value
+    that is set stays.
+    """
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return
+    generation = _generation()
+    if generation is None or generation < BLACKWELL:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+BLACKWELL = 10
+"""Major compute capability of the first GPUs that keep the order with any number of queues."""
+
+
+def _generation() -> int | None:
+    """Return the major compute capability of the first GPU without starting the driver for CUDA.
+
+    NVIDIA's management library tells it. Return None where this library or a GPU is missing.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        library.nvmlInit_v2()
+        or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle))
+        or library.nvmlDeviceGetCudaComputeCapability(
+            handle, ctypes.byref(major), ctypes.byref(minor)
+        )
+    )
+    return None if failed else major.value
 
 
 def select(backend: str | None = None) -> Device:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._triton import has_triton
@@ -40,6 +41,7 @@ class _Compiler:
     """The settings of compilation; with the backend None everything runs eagerly."""
 
     backend: Backend | None = "inductor"
+    options: dict[str, Any] | None = None
     on_cpu: bool = False
     strict: bool = False
     checked: bool = False
@@ -52,6 +54,17 @@ def compile_nothing() -> None:
     """Turn `torch.compile` off for this process, for all code (``--no-compile``)."""
     _compiler.backend = None
     torch.compiler.set_stance("force_eager")
+
+
+def compile_alike() -> None:
+    """Have every rank compile the same kernels, so that equal tensors stay equal bit for bit.
+
+    Inductor otherwise tries several block sizes of a reduction and keeps the one that was fastest
+    on this rank's GPU, and the order of a sum depends on the block size. Versions of torch without
+    this option try one size for the reductions of norms.
+    """
+    if hasattr(torch._inductor.config, "deterministic"):
+        _compiler.options = {"deterministic": True}
 
 
 @contextmanager
@@ -113,6 +126,22 @@ def _signature(arg: Any, by_shape: bool) -> Any:
     return (*known, tuple(arg.shape), arg.stride()) if by_shape else known
 
 
+def _plain(arg: Any) -> Any:
+    """Return an argument; a contiguous tensor has the strides of a new one.
+
+    The stride of an axis of size 1 has no meaning, but functions are compiled for it. With one
+    sample, a transposed embedding ``[s, 1, h]`` has other strides than the hidden states after it.
+    """
+    if not isinstance(arg, Tensor) or 1 not in arg.shape or not arg.is_contiguous():
+        return arg
+    stride = 1
+    for size, given in zip(reversed(arg.shape), reversed(arg.stride()), strict=True):
+        if given != stride:
+            return arg.view(-1).view(arg.shape)
+        stride *= size
+    return arg
+
+
 class Compiled(Generic[R]):
     """A pure function that is compiled for GPU tensors and runs eagerly on CPU tensors.
 
@@ -138,6 +167,7 @@ class Compiled(Generic[R]):
         assert isinstance(first, Tensor)
         if torch.compiler.is_compiling() or not compiles(first):
             return self.eager(*args, **kwargs)
+        args, kwargs = tuple(map(_plain, args)), {name: _plain(x) for name, x in kwargs.items()}
         given = [_signature(arg, self._by_shape) for arg in (*args, *kwargs.values())]
         key = (_compiler.backend, torch.is_grad_enabled(), *given)
         variant = self._variants.get(key)
@@ -178,7 +208,11 @@ class Compiled(Generic[R]):
         name, bound = f"{function.__name__}_{count}", (function.__defaults__, function.__closure__)
         code = function.__code__.replace(co_name=name)
         copy = types.FunctionType(code, function.__globals__, name, *bound)
-        made: Callable[..., R] = torch.compile(copy, backend=_compiler.backend, fullgraph=True)
+        backend = _compiler.backend
+        options = _compiler.options if backend == "inductor" else None
+        made: Callable[..., R] = torch.compile(
+            copy, backend=backend, fullgraph=True, options=options
+        )
         return made
 
 
@@ -189,12 +223,36 @@ class FusedResidual:
     """A pure function of ``x`` that also returns ``x`` for a residual connection.
 
     Autograd would add the gradients of the two uses of ``x`` in a separate kernel. Here the kernel
-    of the function's backward pass adds them. That kernel recomputes the function from its
-    arguments, the only tensors that are saved.
+    of the function's backward pass adds them. Unless told how to use statistics, that kernel
+    recomputes the function from its arguments, which are then the only tensors that are saved.
+
+    Args:
+        function: takes ``x`` and further arguments, and returns a tuple of tensors.
+        saving: computes the same, and returns statistics for the backward pass after the outputs.
+        gradients: takes the gradient of the returned ``x``; the number of outputs and the positions
+            of the arguments that need a gradient; then the outputs' gradients, the arguments and
+            the statistics. It returns the gradients of these arguments, ``x`` the first.
+        num_outputs: number of outputs, which tells them from statistics.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        *,
+        saving: Callable[..., tuple[Tensor, ...]] | None = None,
+        gradients: Callable[..., tuple[Tensor, ...]] | None = None,
+        num_outputs: int | None = None,
+    ) -> None:
         self.forward: Compiled[tuple[Tensor, ...]] = compiled(function)
+        self.saving = self.forward if saving is None else compiled(saving)
+        self.gradients = compiled(gradients or self._recomputing(function))
+        self.num_outputs = num_outputs
+
+    @staticmethod
+    def _recomputing(
+        function: Callable[..., tuple[Tensor, ...]],
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the gradients of a function that saves no statistics."""
 
         def gradients(
             of_x: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any
@@ -212,7 +270,7 @@ class FusedResidual:
             return (found[0] + of_x, *found[1:])
 
         gradients.__name__ = f"{function.__name__}_gradients"
-        self.gradients: Compiled[tuple[Tensor, ...]] = compiled(gradients)
+        return gradients
 
     def __call__(self, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         """Return ``x``, for the residual connection, and the function's outputs."""
@@ -225,11 +283,13 @@ class FusedResidual:
 class _FusedResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: FusedResidual, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        given = (x, *args)
+        found = pair.saving(x, *args)
+        count = len(found) if pair.num_outputs is None else pair.num_outputs
+        given = (x, *args, *found[count:])
         ctx.save_for_backward(*(arg for arg in given if isinstance(arg, Tensor)))
         ctx.fixed = [None if isinstance(arg, Tensor) else (arg,) for arg in given]
         ctx.pair = pair
-        return x.view_as(x), *pair.forward(x, *args)
+        return x.view_as(x), *found[:count]
 
     @staticmethod
     def backward(ctx: Any, of_x: Tensor, *of_outputs: Tensor) -> Any:
@@ -238,4 +298,4 @@ class _FusedResidual(torch.autograd.Function):
         wanted = tuple(i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed)
         found = ctx.pair.gradients(of_x, (len(of_outputs), wanted), *of_outputs, *given)
         gradients = dict(zip(wanted, found, strict=True))
-        return None, *(gradients.get(i) for i in range(len(given)))
+        return None, *(gradients.get(i) for i in range(len(ctx.needs_input_grad) - 1))

@@ -85,7 +85,70 @@ def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) ->
     return (norm(x, weight, bias, spec),)
 
 
-norm_with_residual = FusedResidual(_one_norm)
+def _norm_and_statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
+) -> tuple[Tensor, ...]:
+    """Return the `norm` of ``[..., h]``, the inverse deviations ``[..., 1]``, and means if taken.
+
+    The statistics are in float32, or in float64 for ``x`` in float64.
+    """
+    kind, eps, _ = spec
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    means: tuple[Tensor, ...] = ()
+    if kind == "RMSNorm":
+        variance = wide.square().mean(dim=-1, keepdim=True)
+    else:
+        variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
+        wide, means = wide - mean, (mean,)
+    inverse = torch.rsqrt(variance + eps)
+    y = wide * inverse * _gain(weight, spec, wide.dtype)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    return y.to(weight.dtype), inverse, *means
+
+
+def _norm_gradients(
+    of_x: Tensor,
+    plan: tuple[int, tuple[int, ...]],
+    of_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: NormSpec,
+    inverse: Tensor,
+    mean: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of ``x``, weight and bias, as far as wanted, from saved statistics.
+
+    With the normalized n = (x - mean) * inverse and the gradient g of n, that of x is
+    ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has neither mean. That of the weight,
+    ``sum(of_y n)`` over the tokens, depends on no other sum, so that one kernel may compute all.
+    """
+    _, wanted = plan
+    dtype, tokens = inverse.dtype, tuple(range(x.dim() - 1))
+    normalized = (x.to(dtype) if mean is None else x.to(dtype) - mean) * inverse
+    of_y = of_y.to(dtype)
+    of_normalized = of_y * _gain(weight, spec, dtype)
+    change = of_normalized - normalized * (of_normalized * normalized).mean(dim=-1, keepdim=True)
+    if mean is not None:
+        change = change - of_normalized.mean(dim=-1, keepdim=True)
+    found = [(of_x + inverse * change).to(x.dtype)]
+    if 1 in wanted:
+        found.append((of_y * normalized).sum(dim=tokens).to(weight.dtype))
+    if 2 in wanted and bias is not None:
+        found.append(of_y.sum(dim=tokens).to(bias.dtype))
+    return tuple(found)
+
+
+def _gain(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
+    """Return the factor ``[h]`` of a norm in ``dtype``."""
+    gain = weight.to(dtype)
+    return gain + 1 if spec[2] else gain
+
+
+norm_with_residual = FusedResidual(
+    _one_norm, saving=_norm_and_statistics, gradients=_norm_gradients, num_outputs=1
+)
 """Returns ``x``, for the residual connection, and its `norm`."""
 
 

@@ -2,6 +2,9 @@
 
 Messages to higher and to lower pipeline ranks use separate process groups. The channel between two
 ranks then carries messages in one direction only, in the order of the plan at both ends.
+
+A message is kept until it has left. NCCL tells so by an event; Gloo tells only who waits. The plan
+tells with both: what a peer sends after it used a message proves that the message arrived.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
-from megatron_ext.schedules.plan import Action, Kind
+from megatron_ext.schedules.plan import Action, Key, Kind, Plan, settled_messages
 
 _PENDING = 64
 """The number of messages of one rank that may be in flight."""
@@ -29,10 +32,17 @@ class Channels:
     Args:
         shape: shape of all messages, ``[s, b, h]``. If shapes vary, this argument is unused, and
             each message is preceded by its own shape.
+
+    Attributes:
+        sent: messages that this rank keeps in memory, in the order in which they were sent.
     """
 
     def __init__(
-        self, transformer_config: TransformerConfig, context: ParallelContext, shape: Sequence[int]
+        self,
+        transformer_config: TransformerConfig,
+        context: ParallelContext,
+        plan: Plan,
+        shape: Sequence[int],
     ) -> None:
         self.rank = context.pp_rank
         self.groups = context.pipeline_channels
@@ -40,12 +50,15 @@ class Channels:
         self.shape = None if varies else shape
         self.dtype = transformer_config.pipeline_dtype
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.sent: dict[tuple[Kind, int, int], list[tuple[torch.distributed.Work, Tensor]]] = {}
-        self.received: dict[tuple[Kind, int, int], tuple[torch.distributed.Work, Tensor]] = {}
+        self.settled = settled_messages(plan, self.rank)
+        self.sent: dict[Key, list[tuple[torch.distributed.Work, Tensor]]] = {}
+        self.received: dict[Key, tuple[torch.distributed.Work, Tensor]] = {}
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Start to send ``tensor`` to the action's peer; keep it in memory until it is sent."""
         assert action.peer is not None
+        while self.sent and all(work.is_completed() for work, _ in next(iter(self.sent.values()))):
+            self.sent.pop(next(iter(self.sent)))
         message = tensor.detach().contiguous()
         ahead = []
         if self.shape is None:
@@ -79,9 +92,8 @@ class Channels:
         """Wait for the message of kind ``kind`` that a computation needs, and return it."""
         work, message = self.received.pop((kind, action.microbatch, action.stage))
         work.wait()
-        if kind is Kind.RECEIVE_GRADIENT:
-            # The output was used on the other side, so it has left.
-            self._wait(Kind.SEND_OUTPUT, action.microbatch, action.stage)
+        for key in self.settled.get((kind, action.microbatch, action.stage), ()):
+            self._wait(*key)
         return message
 
     def _wait(self, kind: Kind, microbatch: int, stage: int) -> None:

@@ -208,6 +208,36 @@ class Plan:
     ranks: tuple[tuple[Action, ...], ...]
 
 
+Key = tuple[Kind, int, int]
+"""Kind, micro-batch and stage of an action."""
+
+
+def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
+    """Return, for each message that a rank receives, which messages it sent were used before.
+
+    The keys are those of the receives; the lists hold the keys of the sends. The peer that sends a
+    message has then run all earlier computations of its list, and these have used their inputs.
+    Each send is in one list at most, that of the first message to arrive after its use.
+    """
+    last, settled = plan.placement.num_stages - 1, {}
+    for peer, actions in enumerate(plan.ranks):
+        used: list[Key] = []
+        for action in actions if peer != rank else ():
+            kind, microbatch, stage = action.kind, action.microbatch, action.stage
+            if action.peer == rank and kind in SENDS:
+                forwards = kind is Kind.SEND_OUTPUT
+                received = Kind.RECEIVE_INPUT if forwards else Kind.RECEIVE_GRADIENT
+                settled[received, microbatch, stage + 1 if forwards else stage - 1] = used
+                used = []
+            elif kind is Kind.FORWARD and stage > 0:
+                if plan.placement.rank_of(stage - 1) == rank:
+                    used.append((Kind.SEND_OUTPUT, microbatch, stage - 1))
+            elif kind in (Kind.BACKWARD, Kind.INPUT) and stage < last:
+                if plan.placement.rank_of(stage + 1) == rank:
+                    used.append((Kind.SEND_GRADIENT, microbatch, stage + 1))
+    return settled
+
+
 @dataclass(frozen=True)
 class Price:
     """The time and memory of one simulated step.

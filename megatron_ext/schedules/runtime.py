@@ -223,7 +223,7 @@ class _Step:
         self.forward_step_func = forward_step_func
         self.data_iterators = data_iterators
         self.actions = plan.ranks[engine.context.pp_rank]
-        self.channels = Channels(config, engine.context, shape)
+        self.channels = Channels(config, engine.context, plan, shape)
         self.sync = GradientSync(engine.chunks, config, self.actions, plan.placement)
         self.deferred: Any = getattr(config, "weight_gradients", None)
         self.inputs: dict[tuple[int, int], Tensor | None] = {}

@@ -20,9 +20,9 @@ from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.parser import parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.data.indexed import why_not_writable
-from megatron_ext.device import Device, select
+from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.layers.compiled import compile_nothing
+from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.losses.custom import load_loss
 from megatron_ext.parallel.context import embedding_ranks, init_groups, seed_everything
@@ -105,12 +105,15 @@ def main(
     """
     first = int(os.environ.get("RANK", "0")) == 0
     try:
+        stored = stored_config(argv, program)
+        if splits_layers(argv, program, stored):
+            keep_launch_order()
         parsed = parse_args(
             argv,
             program,
             world_size=int(os.environ.get("WORLD_SIZE", "0")),
             device=select().kind,
-            checkpoint_config=stored_config(argv, program),
+            checkpoint_config=stored,
             defaults=defaults,
             elsewhere=elsewhere,
         )
@@ -153,6 +156,17 @@ def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | Non
     return None if pretrained is None else read_run_config(*root_of(Path(pretrained)))
 
 
+def splits_layers(argv: Sequence[str], program: Program, stored: Mapping[str, Any] | None) -> bool:
+    """Return whether flags ask for tensor or context parallelism, as far as they can be read.
+
+    ``stored`` is the configuration in the checkpoint to load, where it fills in flags.
+    """
+    asked = read_words(argv, program).values.get("parallel", {})
+    sizes = {**(stored or {}).get("parallel", {}), **asked}
+    names = "tensor_model_parallel_size", "context_parallel_size"
+    return any((sizes.get(name) or 1) != 1 for name in names)
+
+
 def train_and_evaluate(run: Run) -> int | None:
     """Train and evaluate as the flags say; return the exit code if training ends early, or None."""
     code = None if run.config.training.skip_train else train(run)
@@ -192,6 +206,9 @@ def pretrain(
             torch.use_deterministic_algorithms(True)
         if not config.model.compile:
             compile_nothing()
+        elif context.pgs.tp.size() > 1 and not config.parallel.sequence_parallel:
+            # These ranks hold the same hidden states, and the same gradients of norms.
+            compile_alike()
         with hold_save_folder(config.checkpoint.save, context):
             run = build_run(config, task, context, torch_device, assets)
             at, steps = run.progress.iteration, run.num_iterations

@@ -15,6 +15,7 @@ from megatron_ext.layers import compiled as compilation
 from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import (
     FusedResidual,
+    compile_alike,
     compile_nothing,
     compiled,
     compiled_on_cpu,
@@ -306,3 +307,69 @@ def test_data_parallelism_is_told_of_every_weight_that_is_used(context: Parallel
     with compiled_on_cpu("eager"):
         block(torch.randn(S, B, H), None)
     assert names >= holders(block)
+
+
+def odd(length: int) -> Tensor:
+    """Return ``[s, 1, h]`` with the strides of a transposed ``[1, s, h]``."""
+    return torch.randn(1, length, 4).transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_strides_of_axes_of_size_one_are_not_compiled_for(batch: int) -> None:
+    backend = CompileCounter()
+
+    @compiled
+    def plus(x: Tensor, y: Tensor) -> Tensor:
+        return x + 2 * y
+
+    with compiled_on_cpu(backend):
+        for length in (8, 12):
+            x, y = torch.randn(length, batch, 4), torch.randn(length, batch, 4)
+            for other in (y, odd(length) if batch == 1 else y, y.clone()):
+                assert torch.equal(plus(x, other), x + 2 * other)
+                assert torch.equal(plus(other, x), other + 2 * x)
+    assert odd(8).stride() != torch.randn(8, 1, 4).stride()
+    assert backend.frame_count == 2  # one for each length: the first, and any
+
+
+def test_a_norm_with_residual_keeps_its_statistics() -> None:
+    graphs: list[list[str]] = []
+
+    def note(graph: torch.fx.GraphModule, _example: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    x = torch.randn(6, 2, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    with compiled_on_cpu(note):
+        same, y = pointwise.norm_with_residual(x, weight, None, ("RMSNorm", 1e-5, False))
+        (same + y).sum().backward()
+    forward, backward = (" ".join(graph) for graph in graphs)
+    assert "rsqrt" in forward and "rsqrt" not in backward
+    # The sum over tokens must not wait for one over features, or it takes a kernel of its own.
+    assert backward.count("mean") == 1
+
+
+@pytest.mark.usefixtures("fresh")
+def test_ranks_that_hold_the_same_tensors_compile_the_same_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+
+    def note(function: Any, **options: Any) -> Any:
+        given.append(options.get("options"))
+        return function
+
+    monkeypatch.setattr(torch, "compile", note)
+    compiled_here = compilation.Compiled(_relu)
+    with compiled_on_cpu("inductor"):
+        compiled_here(torch.ones(2, 3))
+        compile_alike()
+        compiled_here(torch.ones(2, 4))
+    with compiled_on_cpu("eager"):
+        compiled_here(torch.ones(2, 5))
+    assert given == [None, {"deterministic": True}, None]
+
+
+def _relu(x: Tensor) -> Tensor:
+    return x.relu()

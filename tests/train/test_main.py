@@ -1,4 +1,4 @@
-"""Ends of a run by a signal or by the clock, and warnings that are known."""
+"""Starts of a run, its ends by a signal or by the clock, and warnings that are known."""
 
 import logging
 import os
@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext import device as devices
 from megatron_ext.checkpoint.files import read_tracker
-from megatron_ext.train.main import LOGGED, silence_known_warnings
+from megatron_ext.text.task import GPT
+from megatron_ext.train.main import LOGGED, main, silence_known_warnings
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import EXIT_CODE_SIGNAL, StopRequests
 from tests import training_runs
@@ -94,3 +96,42 @@ def test_what_core_logs_for_programmers_is_silent(caplog: pytest.LogCaptureFixtu
         logging.getLogger(name).warning("a class: %s and more", message)
         logging.getLogger(name).warning("the model is odd")
     assert caplog.messages == ["the model is odd"] * len(LOGGED)
+
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+CP2 = "--context-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "generation", "given", "seen"),
+    [
+        (TP2, 9, None, "1"),
+        (CP2, 9, None, "1"),
+        (TP2, None, None, "1"),  # what the GPU is cannot be told
+        (TP2, 9, "8", "8"),
+        (TP2, 10, None, None),
+        ("", 9, None, None),
+    ],
+)
+def test_the_order_of_launches_is_set_before_the_driver_starts(
+    words: str,
+    generation: int | None,
+    given: str | None,
+    seen: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    found: list[str | None] = []
+
+    def starts_the_driver() -> bool:
+        found.append(os.environ.get(name))
+        return False
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(devices, "_generation", lambda: generation)
+    monkeypatch.setattr(torch.cuda, "is_available", starts_the_driver)
+    assert main(GPT, [*FLAGS, *words.split(), "--nproc-per-node", "2", "--print-config"]) == 0
+    assert found and set(found) == {seen}

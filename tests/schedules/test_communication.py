@@ -1,0 +1,106 @@
+"""How long messages are kept in memory, in plans of all schedules and in a step of Gloo ranks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.schedules.communication import Channels
+from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.plan import SENDS, Action, Key, Kind, Plan, settled_messages
+from tests.ranks import run_on_ranks
+from tests.schedules.test_runtime import engine_of, layout_of, step
+
+USES = {
+    Kind.FORWARD: (Kind.RECEIVE_INPUT, Kind.SEND_OUTPUT, -1),
+    Kind.BACKWARD: (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT, 1),
+    Kind.INPUT: (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT, 1),
+}
+"""For each computation, the receive of its input, the send of this input, and the way to it."""
+
+
+class Replay:
+    """Runs all lists of a plan at once; a message arrives as soon as it is sent."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.settled = [settled_messages(plan, rank) for rank in range(len(plan.ranks))]
+        self.kept: list[set[Key]] = [set() for _ in plan.ranks]
+        self.sent: set[Key] = set()
+        self.used: set[Key] = set()
+        self.peak = 0
+        at, moved = [0] * len(plan.ranks), True
+        while moved:
+            moved = False
+            for rank, actions in enumerate(plan.ranks):
+                while at[rank] < len(actions) and self.act(rank, actions[at[rank]]):
+                    at[rank] += 1
+                    moved = True
+        assert at == [len(actions) for actions in plan.ranks]
+
+    def act(self, rank: int, action: Action) -> bool:
+        """Run an action of a rank, unless it waits for a message; tell whether it ran."""
+        kind, microbatch, stage = action.kind, action.microbatch, action.stage
+        if kind in SENDS:
+            self.sent.add((kind, microbatch, stage))
+            self.kept[rank].add((kind, microbatch, stage))
+            self.peak = max(self.peak, len(self.kept[rank]))
+            return True
+        if kind not in USES:
+            return True
+        receive, send, way = USES[kind]
+        source, placement = stage + way, self.plan.placement
+        if not 0 <= source < placement.num_stages or placement.rank_of(source) == rank:
+            return True
+        message = send, microbatch, source
+        if message not in self.sent:
+            return False
+        for key in self.settled[rank].get((receive, microbatch, stage), ()):
+            assert key in self.used, f"{key} is given up before its peer used it"
+            self.kept[rank].remove(key)
+        self.used.add(message)
+        return True
+
+
+def plan_of(schedule: str, size: int, num_microbatches: int) -> Plan:
+    chunks = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
+    return build_plan(
+        schedule, pipeline_size=size, num_microbatches=num_microbatches, num_chunks=chunks
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_messages_are_given_up_after_use_and_their_number_does_not_grow(
+    schedule: str, size: int
+) -> None:
+    few, many = (Replay(plan_of(schedule, size, count * size)).peak for count in (4, 16))
+    assert many == few <= 4 * size
+
+
+class Measured(Channels):
+    """Channels that note the most bytes they kept."""
+
+    peak = 0
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        super().send(action, tensor)
+        parts = [part for works in self.sent.values() for _, part in works]
+        Measured.peak = max(Measured.peak, sum(part.nbytes for part in parts))
+
+
+def check_bytes(context: ParallelContext, schedule: str, num_microbatches: int) -> None:
+    engine, chunks = engine_of(schedule, context)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_ext.schedules.runtime.Channels", Measured)
+        iterators = [iter(range(num_microbatches)) for _ in chunks]
+        engine.run(step, iterators, num_microbatches, (3, 1, 2))
+    message = torch.zeros(3, 1, 2).nbytes
+    size = context.layout.pipeline_model_parallel_size
+    assert message <= Measured.peak <= 2 * size * len(chunks) * message
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_bytes_of_messages_do_not_grow_with_micro_batches(schedule: str, chunks: int) -> None:
+    arguments = {"schedule": schedule, "num_microbatches": 48}
+    run_on_ranks(check_bytes, layout_of(schedule, 2, chunks), arguments)
