@@ -75,8 +75,10 @@ _GPU_ONLY = """
 a fused kernel of a GPU:
     bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm
     gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl
+a kernel of GPUs from Hopper on, or of Transformer Engine:
+    moe_grouped_gemm
 a kernel of Transformer Engine:
-    moe_grouped_gemm moe_permute_fusion moe_router_fusion
+    moe_permute_fusion moe_router_fusion
 communication on a CPU does not run beside computation:
     overlap_grad_reduce overlap_param_gather align_grad_reduce align_param_gather ddp_bucket_size
     ddp_num_buckets
@@ -109,7 +111,6 @@ GPU_ONLY = _by_name(_GPU_ONLY)
 
 OF_ENGINE = {
     "fp8_param_gather": "the torch layers keep and gather their weights in bf16",
-    "moe_grouped_gemm": "the torch layers compute one expert after the other",
     "moe_permute_fusion": "the torch layers have no such kernel",
     "moe_router_fusion": "the torch layers have no such kernel",
 }

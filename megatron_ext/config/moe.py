@@ -99,7 +99,9 @@ class MoEConfig(Changeable):
         "probs", "tokens to drop beyond an expert's capacity", choices="probs position"
     )
     moe_layer_recompute: bool = flag(False, "recompute the experts in the backward pass")
-    moe_grouped_gemm: bool = flag(False, "compute all experts of a rank in one kernel")
+    moe_grouped_gemm: bool = flag(
+        False, "multiply the tokens of all experts of a rank in one kernel, in bf16"
+    )
     moe_permute_fusion: bool = flag(False, "fuse the permutation of tokens")
     moe_router_fusion: bool = flag(False, "fuse the router's pointwise operations")
     moe_apply_probs_on_input: bool = resumed_flag(False, "weight an expert's input, not its output")

@@ -61,6 +61,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         weight_gradients: queue of a zero-bubble schedule; None with other schedules.
         deterministic_dropout: draw dropout masks that do not depend on the parallel layout.
         adds_in_place: the matrix product of a weight gradient adds to the data-parallel buffer.
+        groups_experts: the experts of a rank are multiplied in one product.
         te_gradient_accumulation_fusion: Transformer Engine's layers add weight gradients to the
             data-parallel buffer, without the apex that megatron-core's layers would need.
         fusions: the parts of a layer that may compile.
@@ -70,6 +71,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     weight_gradients: DeferredWeightGradients | None = None
     deterministic_dropout: bool = False
     adds_in_place: bool = False
+    groups_experts: bool = False
     te_gradient_accumulation_fusion: bool = False
     fusions: Fusions = Fusions()
 
@@ -111,6 +113,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
         "deterministic_dropout": model.deterministic_dropout,
         "adds_in_place": fuses and not in_te and config.device == "cuda",
+        "groups_experts": config.moe.moe_grouped_gemm and not in_te and config.device == "cuda",
         "te_gradient_accumulation_fusion": fuses and in_te,
         "weight_gradients": DeferredWeightGradients() if schedule in ("zb-h1", "zb-v") else None,
         "auxiliary_scale": AuxiliaryScale(),

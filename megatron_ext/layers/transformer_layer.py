@@ -28,6 +28,7 @@ from megatron_ext.core import numbered_after_the_decoder
 from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
+from megatron_ext.layers.experts import NAMES, group_experts
 from megatron_ext.layers.graphs import LayerGraphs
 from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.layers.pointwise import LayerNorm, RMSNorm, fusions_of, spec_of, weights_of
@@ -104,9 +105,6 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         return pointwise.queries_keys_values(
             projected, bias, groups, head_dim, *table, interleaved, *norms
         )
-
-
-NAMES = {function: name for name, function in pointwise.ACTIVATIONS.items()}
 
 
 class MLP(core.MLP):  # type: ignore[misc]
@@ -212,6 +210,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 for name in ("attention", "mlp")
             )
         mlp = self.mlp
+        if self.is_moe_layer and getattr(self.config, "groups_experts", False):
+            group_experts(mlp)
         if self.is_moe_layer and type(mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             local = mlp.num_local_experts, mlp.local_expert_indices
             mlp.token_dispatcher = AlltoAllDispatcher(

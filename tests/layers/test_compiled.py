@@ -329,7 +329,7 @@ def test_strides_of_axes_of_size_one_are_not_compiled_for(batch: int) -> None:
                 assert torch.equal(plus(x, other), x + 2 * other)
                 assert torch.equal(plus(other, x), other + 2 * x)
     assert odd(8).stride() != torch.randn(8, 1, 4).stride()
-    assert backend.frame_count == 2  # one for each length: the first, and any
+    assert backend.frame_count <= 2  # for the first length, and for any
 
 
 def test_a_norm_with_residual_keeps_its_statistics() -> None:

@@ -1,0 +1,174 @@
+"""The experts of a rank in two grouped matrix products, in place of one expert after the other.
+
+torch multiplies the tokens of every expert by that expert's matrix in one kernel, which reads on
+the device where each expert's tokens end. The weights stay parameters of their own, with the names
+that they have in checkpoints. A copy stacks them for the forward product, and another one for the
+gradient of the tokens. This pays where experts are many and small, so that single products would be
+too short to fill a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+from megatron_ext.layers import pointwise
+from megatron_ext.layers.weight_gradients import (
+    DeferredWeightGradients,
+    accumulate,
+    gradient_placeholder,
+)
+
+NAMES = {function: name for name, function in pointwise.ACTIVATIONS.items()}
+ALIGNMENT = 8
+"""Numbers of 16 bits in 16 bytes, by which rows of the grouped kernel begin."""
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether torch multiplies 16-bit groups in one kernel: from Hopper on."""
+    return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The weights of a grouped product, ``[out, in]`` each, and what becomes of their gradients."""
+
+    weights: Sequence[Tensor]
+    queue: DeferredWeightGradients | None
+    in_place: bool
+
+    def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Store gradients ``[e, out, in]`` or return them, as autograd gets them by weight."""
+        if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
+            buffers: Any = [weight.main_grad for weight in self.weights]  # type: ignore[attr-defined]
+            torch._foreach_add_(buffers, list(gradients.to(buffers[0].dtype).unbind()))
+            if self.queue is None:
+                return tuple(gradient_placeholder(weight) for weight in self.weights)
+        elif self.queue is None:
+            return gradients.unbind()
+        else:
+            for weight, gradient in zip(self.weights, gradients.unbind(), strict=True):
+                accumulate(weight, gradient)
+        return (None,) * len(self.weights)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Products ``x_e W_e^T`` of the tokens of each expert e, which are neighbours in ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, call: _Call, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends)
+        ctx.call = call
+        stacked = torch.stack([weight.detach() for weight in weights])
+        return torch._grouped_mm(x, stacked.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, ends = ctx.saved_tensors
+        call: _Call = ctx.call
+        gradient = gradient.contiguous()
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            stacked = torch.stack([weight.detach() for weight in call.weights])
+            of_x = torch._grouped_mm(gradient, stacked, offs=ends)
+
+        def of_weights() -> tuple[Tensor | None, ...]:
+            # With these layouts an expert may have any number of tokens, also none.
+            return call.add(torch._grouped_mm(gradient.t(), x, offs=ends))
+
+        found: tuple[Tensor | None, ...] = (None,) * len(call.weights)
+        if call.queue is not None:
+            call.queue.add(of_weights)
+        elif call.weights[0].requires_grad:
+            found = of_weights()
+        return of_x, None, None, *found
+
+
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+    """megatron-core's experts, with grouped products where torch has them."""
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the experts' outputs ``[tokens, h]``, and None since they contain the biases.
+
+        Args:
+            permuted_local_hidden_states: tokens ``[tokens, h]``, sorted by expert.
+            tokens_per_expert: number of each expert's tokens, ``[e]``.
+            permuted_probs: factor of each token, ``[tokens]``.
+        """
+        x, probs, config = permuted_local_hidden_states, permuted_probs, self.config
+        if not self._groups(x):
+            found: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, probs)
+            return found
+        for module in self.local_experts.modules():
+            # Data parallelism runs them before a module uses its weights.
+            for hook in list(module._forward_pre_hooks.values()):
+                hook(module, ())
+        if config.moe_apply_probs_on_input:
+            x, probs = (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)
+        ends = tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
+        scale = probs.unsqueeze(-1)
+        activate: Any = pointwise.activated
+        if not pointwise.fusions_of(config).activation:
+            activate = pointwise.activated.eager
+        wide = self._product(x, ends, "linear_fc1")
+        bias = self._biases(ends, "linear_fc1", wide)
+        name = NAMES[config.activation_func]
+        narrow = activate(wide, bias, scale, name, config.gated_linear_unit)
+        output = self._product(narrow, ends, "linear_fc2")
+        bias = self._biases(ends, "linear_fc2", output)
+        return (output if bias is None else (output + bias * scale).to(output.dtype)), None
+
+    def _groups(self, x: Tensor) -> bool:
+        """Return whether all experts of this rank can be multiplied in one product."""
+        linears = [
+            x for expert in self.local_experts for x in (expert.linear_fc1, expert.linear_fc2)
+        ]
+        sizes = {size for linear in linears for size in linear.weight.shape}
+        return (
+            len(self.local_experts) > 1
+            and len(x) > 0
+            and all(linear.fp8 is None and linear.lora is None for linear in linears)
+            and x.dtype == linears[0].weight.dtype
+            and not any(size % ALIGNMENT for size in sizes)
+            and (not x.is_cuda or (x.dtype == torch.bfloat16 and _has_kernel(x.device)))
+        )
+
+    def _product(self, x: Tensor, ends: Tensor, name: str) -> Tensor:
+        """Multiply the tokens ``[tokens, in]`` of each expert by its matrix ``[out, in]``."""
+        weights = [getattr(expert, name).weight for expert in self.local_experts]
+        trains, config = weights[0].requires_grad, self.config
+        queue = config.weight_gradients if trains and x.requires_grad else None
+        call = _Call(weights, queue, trains and config.adds_in_place)
+        # Deferred gradients are hidden from autograd.
+        seen = weights if queue is None else [weight.detach() for weight in weights]
+        product: Tensor = _GroupedProduct.apply(x, ends, call, *seen)  # type: ignore[no-untyped-call]
+        return product
+
+    def _biases(self, ends: Tensor, name: str, like: Tensor) -> Tensor | None:
+        """Return each token's bias ``[tokens, out]``; None without biases."""
+        biases = [getattr(expert, name).bias for expert in self.local_experts]
+        if biases[0] is None:
+            return None
+        rows = torch.arange(len(like), device=like.device)
+        experts = torch.bucketize(rows, ends, right=True)
+        chosen = experts.unsqueeze(1) == torch.arange(len(biases), device=like.device)
+        # As a product, whose gradient needs no sum of many tokens into few rows.
+        return chosen.to(like.dtype) @ torch.stack(biases)
+
+
+def group_experts(layer: torch.nn.Module) -> None:
+    """Let the experts of an MoE layer multiply in groups; their parameters stay as they are."""
+    if type(layer.experts) is SequentialMLP:
+        layer.experts.__class__ = GroupedExperts

@@ -1,0 +1,139 @@
+"""Experts in grouped products against plain arithmetic and against one expert after the other."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.layers.experts import GroupedExperts
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients
+from megatron_ext.parallel.context import ParallelContext
+from tests.host_syncs import HostSyncs
+from tests.layers import plain
+from tests.layers.test_layers import B, H, S, near, torch_block
+from tests.layers.test_moe import LAYOUTS, E, check_block, config
+from tests.ranks import on_ranks, ranks
+from tests.training_runs import TINY, config_of, mock_data
+
+GATED = {
+    "gated_linear_unit": True,
+    "bias_activation_fusion": False,
+    "activation_func": torch.nn.functional.silu,
+}
+BIASES = {"add_bias_linear": True, "activation_func": torch.nn.functional.gelu}
+
+
+def count_products(patch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of the numbers of experts in the grouped products that follow."""
+    sizes: list[int] = []
+    genuine = torch._grouped_mm
+
+    def counted(x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        sizes.append(len(options["offs"]))
+        return genuine(x, y, **options)
+
+    patch.setattr(torch, "_grouped_mm", counted)
+    return sizes
+
+
+def check_layout(context: ParallelContext, dispatcher: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = count_products(patch)
+        check_block(context, moe_token_dispatcher_type=dispatcher, groups_experts=True)
+    # For each of two matrices: forward, gradient of the tokens, gradient of the weights.
+    assert sizes == [E // context.pgs.ep.size()] * 6
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_grouped_experts_compute_what_plain_torch_computes(layout: str, dispatcher: str) -> None:
+    on_ranks(check_layout, LAYOUTS[layout], dispatcher=dispatcher)
+
+
+def results(
+    context: ParallelContext, changes: dict[str, Any], *, grouped: bool, buffers: bool = False
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return output and gradients of a layer, and the places where its forward pass waited."""
+    queue = DeferredWeightGradients() if changes.get("weight_gradients") else None
+    given = {**changes, "weight_gradients": queue}
+    block = torch_block(config(context, groups_experts=grouped, **given), context)
+    plain.fill(block, context, E)
+    parameters: dict[str, Any] = dict(block.named_parameters())
+    for parameter in parameters.values() if buffers else ():
+        parameter.main_grad = torch.zeros_like(parameter)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    with HostSyncs() as syncs:
+        out = block(x, None)
+    if queue is None:
+        out.square().sum().backward()
+    else:
+        with queue.collect((0, 0)):
+            out.square().sum().backward()
+        queue.compute((0, 0))
+    found = {"output": out.detach(), "input": x.grad}
+    for name, parameter in parameters.items():
+        added = buffers and getattr(parameter, "grad_added_to_main_grad", False)
+        deferred = buffers and queue is not None and parameter.grad is None
+        found[name] = parameter.main_grad if added or deferred else parameter.grad
+    return found, syncs.places
+
+
+@pytest.mark.parametrize(
+    ("changes", "buffers"),
+    [
+        (GATED, False),
+        (BIASES, False),
+        (GATED, True),
+        ({**GATED, "weight_gradients": True}, False),
+        ({**GATED, "weight_gradients": True, "adds_in_place": True}, True),
+        ({**GATED, "adds_in_place": True}, True),
+    ],
+)
+@ranks()
+def test_grouped_experts_equal_single_ones(
+    context: ParallelContext, changes: dict[str, Any], buffers: bool
+) -> None:
+    both = [
+        results(
+            context,
+            {"moe_token_dispatcher_type": "alltoall", **changes},
+            grouped=grouped,
+            buffers=buffers,
+        )
+        for grouped in (False, True)
+    ]
+    (single, waits), (grouped, fewer) = both
+    assert single.keys() == grouped.keys()
+    for name, value in single.items():
+        assert (value is None) == (grouped[name] is None), name
+        if value is not None:
+            near(grouped[name], value, name, tolerance=1e-5)
+    of_experts = [place for place in waits if "experts.py" in place]
+    assert of_experts and not [place for place in fewer if "experts.py" in place]
+    assert len(waits) - len(fewer) == len(of_experts)
+
+
+@ranks()
+def test_what_a_grouped_product_cannot_do_runs_expert_by_expert(context: ParallelContext) -> None:
+    block = torch_block(config(context, groups_experts=True), context)
+    (experts,) = (module for module in block.modules() if isinstance(module, GroupedExperts))
+    tokens = torch.randn(4, H)
+    assert experts._groups(tokens)
+    assert not experts._groups(tokens[:0])
+    assert not experts._groups(tokens.double())
+    experts.local_experts[0].linear_fc1.fp8 = object()
+    assert not experts._groups(tokens)
+
+
+def test_the_flag_groups_experts_on_a_gpu() -> None:
+    words = "--num-experts 4 --moe-grouped-gemm --transformer-impl torch".split()
+
+    def groups(device: str, words: list[str]) -> bool:
+        config = config_of([*TINY, *mock_data(), "--train-iters", "1", *words], device=device)
+        return build_transformer_config(config).groups_experts
+
+    assert groups("cuda", words)
+    assert not groups("cpu", words)
+    assert not groups("cuda", [word for word in words if word != "--moe-grouped-gemm"])
