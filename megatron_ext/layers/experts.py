@@ -26,8 +26,8 @@ from megatron_ext.layers.weight_gradients import (
 )
 
 NAMES = {function: name for name, function in pointwise.ACTIVATIONS.items()}
-ALIGNMENT = 8
-"""Numbers of 16 bits in 16 bytes, by which rows of the grouped kernel begin."""
+ALIGNMENT = 16
+"""Bytes of which the length of a row must be a multiple for the grouped kernel."""
 
 
 @functools.cache
@@ -141,7 +141,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             and len(x) > 0
             and all(linear.fp8 is None and linear.lora is None for linear in linears)
             and x.dtype == linears[0].weight.dtype
-            and not any(size % ALIGNMENT for size in sizes)
+            and not any(size * x.element_size() % ALIGNMENT for size in sizes)
             and (not x.is_cuda or (x.dtype == torch.bfloat16 and _has_kernel(x.device)))
         )
 
