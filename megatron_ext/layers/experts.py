@@ -25,7 +25,6 @@ from megatron_ext.layers.weight_gradients import (
     gradient_placeholder,
 )
 
-NAMES = {function: name for name, function in pointwise.ACTIVATIONS.items()}
 ALIGNMENT = 16
 """Bytes of which the length of a row must be a multiple for the grouped kernel."""
 
@@ -117,14 +116,15 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
                 hook(module, ())
         if config.moe_apply_probs_on_input:
             x, probs = (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)
-        ends = tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
+        counts = tokens_per_expert.to(x.device, non_blocking=True)
+        ends = counts.cumsum(0, dtype=torch.int32)
         scale = probs.unsqueeze(-1)
         activate: Any = pointwise.activated
         if not pointwise.fusions_of(config).activation:
             activate = pointwise.activated.eager
         wide = self._product(x, ends, "linear_fc1")
         bias = self._biases(ends, "linear_fc1", wide)
-        name = NAMES[config.activation_func]
+        name = pointwise.NAMES[config.activation_func]
         narrow = activate(wide, bias, scale, name, config.gated_linear_unit)
         output = self._product(narrow, ends, "linear_fc2")
         bias = self._biases(ends, "linear_fc2", output)

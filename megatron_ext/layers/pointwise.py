@@ -61,6 +61,7 @@ ACTIVATIONS = {
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
 }
+NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:

@@ -28,7 +28,7 @@ from megatron_ext.core import numbered_after_the_decoder
 from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
-from megatron_ext.layers.experts import NAMES, group_experts
+from megatron_ext.layers.experts import group_experts
 from megatron_ext.layers.graphs import LayerGraphs
 from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.layers.pointwise import LayerNorm, RMSNorm, fusions_of, spec_of, weights_of
@@ -134,7 +134,7 @@ class MLP(core.MLP):  # type: ignore[misc]
         """Compute output and bias, like `forward`, with a compiled activation."""
         wide, bias = self.linear_fc1(hidden_states)
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
-        name = NAMES[self.config.activation_func]
+        name = pointwise.NAMES[self.config.activation_func]
         narrow = pointwise.activated(wide, bias, scale, name, self.config.gated_linear_unit)
         output, output_bias = self.linear_fc2(narrow)
         if scale is not None and output_bias is not None:
