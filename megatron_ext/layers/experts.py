@@ -23,6 +23,7 @@ from megatron_ext.layers.weight_gradients import (
     DeferredWeightGradients,
     accumulate,
     gradient_placeholder,
+    takes_overwrite,
 )
 
 ALIGNMENT = 16
@@ -47,7 +48,17 @@ class _Call:
         """Store gradients ``[e, out, in]`` or return them, as autograd gets them by weight."""
         if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
             buffers: Any = [weight.main_grad for weight in self.weights]  # type: ignore[attr-defined]
-            torch._foreach_add_(buffers, list(gradients.to(buffers[0].dtype).unbind()))
+            stale = [
+                x
+                for x, weight in zip(buffers, self.weights, strict=True)
+                if takes_overwrite(weight)
+            ]
+            if len(stale) == len(buffers):
+                torch._foreach_copy_(buffers, gradients.unbind())
+            else:
+                if stale:
+                    torch._foreach_zero_(stale)
+                torch._foreach_add_(buffers, gradients.unbind())
             if self.queue is None:
                 return tuple(gradient_placeholder(weight) for weight in self.weights)
         elif self.queue is None:

@@ -110,7 +110,6 @@ def test_grouped_experts_equal_single_ones(
         assert (value is None) == (grouped[name] is None), name
         if value is not None:
             near(grouped[name], value, name, tolerance=1e-5)
-    print("PLACES", len(waits), len(fewer), sorted(set(waits)), sorted(set(fewer)))
     of_experts = [place for place in waits if "experts.py" in place]
     assert of_experts and not [place for place in fewer if "experts.py" in place]
     assert len(waits) - len(fewer) == len(of_experts)
