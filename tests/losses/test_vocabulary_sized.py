@@ -1,4 +1,4 @@
-"""What a step does with tensors of the size of the embedding, and that its gradients stay right."""
+"""Steps run few operations on tensors of the size of the embedding, with the right gradients."""
 
 from collections import Counter
 from typing import Any
