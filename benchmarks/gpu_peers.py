@@ -9,12 +9,16 @@ Target G1: ours reaches an MFU of 60% and 1.10 times the tokens per second of th
     python benchmarks/gpu_peers.py --size 3b --seq-length 4096 --out out/peers.md
     python benchmarks/gpu_peers.py --device cpu --tiny
 
+With ``--speeds FILE`` peers can be measured in calls of their own: each adds its tokens per second
+to the file, and ours is held against all that are in it.
+
 Flags after ``--`` go to pretrain_gpt.py, for ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -69,6 +73,15 @@ class Comparison:
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
         self.args, self.place, self.sizes = args, place, LLAMAS[args.size]
         self._tokens: dict[str, float] = {}
+        if args.speeds is not None and args.speeds.is_file():
+            self._tokens.update(json.loads(args.speeds.read_text(encoding="utf-8")))
+
+    def _remember(self, name: str, tokens: float) -> None:
+        """Keep a peer's tokens per second, in the file of ``--speeds`` too."""
+        self._tokens[name] = tokens
+        if self.args.speeds is not None:
+            self.args.speeds.parent.mkdir(parents=True, exist_ok=True)
+            self.args.speeds.write_text(json.dumps(self._tokens), encoding="utf-8")
 
     def row(self, name: str) -> str:
         """Return the line of a peer."""
@@ -100,7 +113,8 @@ class Comparison:
         seconds = seconds_of(
             lambda: peer.step(*data), place.device, repeats=args.repeats, warm_ups=args.warm_up
         )
-        tokens = self._tokens[name] = place.batch * place.length / seconds
+        tokens = place.batch * place.length / seconds
+        self._remember(name, tokens)
         flops = tokens * self.sizes.flops_per_token(place.length)
         top = ceiling(place.device, torch.bfloat16, tiny=args.tiny)
         return [
@@ -130,6 +144,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
     parser.add_argument("--repeats", type=int, default=15, help="steps, whose median counts")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before, which compile")
+    parser.add_argument("--speeds", type=Path, help="file of peers' speeds, to read and add to")
     parser.add_argument("--no-compile", action="store_true", help="leave the peers uncompiled")
     add_device_flags(parser)
     words = list(argv)

@@ -280,15 +280,17 @@ def version_of(package: str) -> str | None:
 
 @torch.no_grad()
 def draw_weights(run: Run, deviation: float = 0.02) -> None:
-    """Fill the matrices of a run of `config_of`, on its own device.
+    """Fill matrices and biases of a run of `config_of`, on its own device.
 
     A run draws every weight on the CPU, in one thread, so that no layout changes it; for billions
     of weights that takes longer than the measurement.
     """
     torch.manual_seed(run.config.training.seed)
     for chunk in run.chunks:
-        for parameter in chunk.parameters():
+        for name, parameter in chunk.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, deviation)
+            elif name.endswith(".bias"):
+                parameter.zero_()
     assert run.optimizer is not None
     run.optimizer.reload_model_params()

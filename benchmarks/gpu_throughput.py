@@ -11,6 +11,9 @@ bf16's speed for the torch layers in fp8 where the hidden size is 4096 or more.
     python benchmarks/gpu_throughput.py --sizes 3b --seq-length 4096 --out out/throughput.md
     python benchmarks/gpu_throughput.py --device cpu --tiny
 
+``--trace FOLDER`` records two more steps of each variant, writes their trace there, and prints
+their kernels by class beside the plan's times, and the 40 longest (`benchmarks.compare_profile`).
+
 Flags after ``--`` go to pretrain_gpt.py.
 """
 
@@ -32,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from benchmarks.compare_profile import print_comparison
 from benchmarks.gpu_setup import (
     LLAMAS,
     Llama,
@@ -49,6 +53,7 @@ from benchmarks.gpu_setup import (
     table_row,
 )
 from benchmarks.targets import FP8_OVER_BF16, MFU, Target, verdict
+from megatron_ext.config.output import GPU_NAMES
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.task import GPT
@@ -109,6 +114,11 @@ class Variant:
         ]
 
     @property
+    def label(self) -> str:
+        """Return the names in one word, for a file."""
+        return "_".join(map(str, self.names))
+
+    @property
     def names(self) -> tuple[object, ...]:
         return self.size, self.implementation, self.precision, self.length, self.batch
 
@@ -164,10 +174,30 @@ class Measured:
     cells: tuple[str, ...]
 
 
+TRACED_STEPS = 2
+
+
+def record(run: Run, path: Path) -> None:
+    """Train `TRACED_STEPS` more steps, and write the profiler's trace of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run.num_iterations = run.progress.iteration + TRACED_STEPS
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        train(run)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+
+
 def measure(
-    variant: Variant, timing: Timing, context: ParallelContext, device: torch.device, *, tiny: bool
+    variant: Variant,
+    timing: Timing,
+    context: ParallelContext,
+    device: torch.device,
+    *,
+    tiny: bool,
+    trace: Path | None = None,
 ) -> Measured:
-    """Train a variant for a while.
+    """Train a variant for a while; with ``trace`` also record steps into this folder.
 
     Raises:
         ConfigError: it cannot run here.
@@ -188,6 +218,8 @@ def measure(
         peak_memory(device),
         f"{loss_after(run):.3f}",
     )
+    if trace is not None:
+        record(run, trace / f"{variant.label}.json")
     return Measured(seconds, tokens, flops, flops / top.measured, cells)
 
 
@@ -244,6 +276,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="whose median counts")
     parser.add_argument("--steps", type=int, default=5, help="of a round")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="record steps into it")
     add_device_flags(parser)
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
@@ -265,12 +298,24 @@ def main(argv: Sequence[str]) -> int:
         for variant in variants(args):
 
             def cells(variant: Variant = variant) -> list[str]:
-                found = measure(variant, timing, context, device, tiny=args.tiny)
+                found = measure(variant, timing, context, device, tiny=args.tiny, trace=args.trace)
                 return [*found.cells, *judge.last_cells(variant, found)]
 
             with freed(device):
                 results.add(table_row(*variant.names, *outcome_of(cells)))
+    for variant in variants(args) if args.trace is not None else ():
+        trace = args.trace / f"{variant.label}.json"
+        if trace.is_file():
+            compare(trace, variant)
     return 0
+
+
+def compare(trace: Path, variant: Variant) -> None:
+    """Print a variant's kernels beside the plan, and keep the tables next to the trace."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
+    kind = next((name for name in GPU_NAMES if name in gpu), "H200")
+    out = trace.with_suffix(".md")
+    print_comparison(trace, variant.flags, gpu=kind, steps=TRACED_STEPS, out=out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from benchmarks import (
     fp8_linear,
     gpu_peers,
     gpu_throughput,
+    gpu_try,
     layer_traffic,
     mmdit_block,
 )
@@ -120,7 +122,9 @@ def test_ours_is_held_against_the_best_of_the_peers(capfd: pytest.CaptureFixture
     assert [row[0] for row in rows] == ["megatron-core", "ours"]
     assert [row[-1] for row in rows] == ["no target", "not judged: cpu"]
     place: Any = None
-    comparison = gpu_peers.Comparison(argparse.Namespace(**vars(ON_A_GPU), size="3b"), place)
+    comparison = gpu_peers.Comparison(
+        argparse.Namespace(**vars(ON_A_GPU), size="3b", speeds=None), place
+    )
     comparison._tokens = {"plain torch": 900.0, "Hugging Face": 1000.0, "ours": 1200.0}
     want = "G1 MFU MISSED: 0.500 < 0.6; G1 over the best peer met: 1.200 ≥ 1.1"
     assert comparison._verdict("ours", 0.5) == want
@@ -328,3 +332,38 @@ def test_compiled_layers_move_less_than_half(capfd: pytest.CaptureFixture[str]) 
     rows = [x for x in capfd.readouterr().out.splitlines() if re.match(r"\| \w.*\d \|$", x)]
     assert len(rows) == 6
     assert all(float(row.rsplit("|", 2)[1]) < 0.5 for row in rows)
+
+
+def test_three_steps_of_a_feature_or_the_error(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(gpu_try.FEATURES, "bf16", "--pipeline-model-parallel-size 3")
+
+    def fail(*_args: object) -> list[float]:
+        raise RuntimeError("no kernel\nfor this | shape")
+
+    monkeypatch.setattr(gpu_try, "video_steps", fail)
+    names = ["bf16", "fp8 rowwise", "GPT-3's layers", gpu_try.VIDEO]
+    assert run_apart(gpu_try.main, "--device", "cpu", "--tiny", "--only", *names) == 1
+    rows = {row[0]: row[1:] for row in table_of(capfd.readouterr().out.replace("\\|", "/"))}
+    assert rows[gpu_try.VIDEO][0] == "FAILED: RuntimeError: no kernel for this / shape"
+    assert rows["bf16"][0].startswith("refused: ")
+    for name in names[1:3]:
+        result, losses, _ = rows[name]
+        assert result == "ran"
+        assert len(losses.split(", ")) == gpu_try.STEPS
+    assert rows[gpu_try.CONTEXT][0].startswith("not tried")
+
+
+def test_peers_of_other_calls_count_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    speeds = tmp_path / "speeds.json"
+    for peer in ("megatron-core", "ours"):
+        words = ["--device", "cpu", "--tiny", "--peers", peer, "--speeds", str(speeds)]
+        assert run_apart(gpu_peers.main, *words) == 0
+    assert set(json.loads(speeds.read_text())) == {"megatron-core", "ours"}
+    place: Any = None
+    given = argparse.Namespace(**vars(ON_A_GPU), size="3b", speeds=speeds)
+    speeds.write_text('{"plain torch": 1000.0}')
+    comparison = gpu_peers.Comparison(given, place)
+    comparison._remember("ours", 1200.0)
+    assert "over the best peer met: 1.200" in comparison._verdict("ours", 0.7)

@@ -1,6 +1,7 @@
 """All example scripts: each can be tried in a minute, and its full-size command has no errors."""
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from benchmarks import cross_entropy, gpu_peers, gpu_throughput
+from benchmarks.peers import OURS, PEERS
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed_writer import IndexedWriter
 from tests.config.test_cli import FP8, GPT3, LLAMA3, MIXTRAL
-from tests.examples.scripts import EXAMPLES, ROOT, calls, start_stubbed, stub
+from tests.examples.scripts import EXAMPLES, ROOT, calls, start, start_stubbed, stub
 from tests.text import tiny
 from tests.training_runs import config_of, train_steps
 
@@ -121,26 +123,54 @@ def test_gpu_all_runs_every_piece_with_flags_that_its_script_takes(tmp_path: Pat
     for words in calls(tmp_path, "python"):
         found.setdefault(Path(words[0]).stem, []).append(words[1:])
     assert set(found) == {
-        "attention", "fp8_linear", "cross_entropy", "mmdit_block", "gpu_throughput", "gpu_peers",
-        "doctor", "-m",
+        "gpu_try", "gpu_throughput", "attention", "cross_entropy", "doctor", "gpu_peers",
+        "fp8_linear", "mmdit_block", "-m",
     }  # fmt: skip
     for script in (cross_entropy, gpu_throughput, gpu_peers):
         for words in found[script.__name__.rpartition(".")[2]]:
             assert script.parsed(words).out.parent == out
-    (words,) = found["-m"]
-    assert words == [*"pytest tests/gpu -m gpu -v -p no:cacheprovider -k".split(), "not tiny_size"]
+    peers = [gpu_peers.parsed(words).peers for words in found["gpu_peers"]]
+    assert [peer for each in peers for peer in each] == [*list(PEERS)[1:], OURS]
+    start = "pytest -m gpu -v -p no:cacheprovider".split()
+    assert all(words[: len(start)] == start for words in found["-m"])
+    for path in (word for words in found["-m"] for word in words if word.startswith("tests/")):
+        assert (ROOT / path).exists(), path
 
 
-def test_gpu_all_skips_what_finds_no_time_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["1", "2"])
+def test_limits_of_a_call_of_gpu_all_fit_into_ten_minutes(part: str, tmp_path: Path) -> None:
     stub(tmp_path, "python")
+    code, shown = start_stubbed(tmp_path, GPU_ALL, part, tmp_path / "results", LIST="1")
+    limits = {line.rsplit(" ", 1)[0]: int(line.rsplit(" ", 1)[1]) for line in shown.splitlines()}
+    assert code == 0 and calls(tmp_path, "python") == []
+    assert not (tmp_path / "results").exists()
+    assert sum(limits.values()) <= 560
+    assert min(limits.values()) >= 15
+    text = GPU_ALL.read_text(encoding="utf-8")
+    assert 'timeout --kill-after="$GRACE" "$((limit - GRACE))"' in text  # A limit is a worst case.
+    assert text.count("timeout ") == 1
+    assert list(limits)[1] == {"1": "try", "2": "peer_plain_torch"}[part]
+    assert start_stubbed(tmp_path, GPU_ALL, "3", tmp_path / "results")[0] == 2
+
+
+def test_a_failing_piece_of_gpu_all_stops_no_other(tmp_path: Path) -> None:
+    stub(tmp_path, "python", 'case "$*" in *gpu_try*) exit 3;; esac')
     out = tmp_path / "results"
-    code, shown = start_stubbed(tmp_path, GPU_ALL, "2", out, BUDGET="10")
-    assert code == 1
-    assert calls(tmp_path, "python") == []
-    summary = (out / "summary_2.txt").read_text()
-    assert summary.count("skipped") == 3
-    assert summary in shown
-    assert start_stubbed(tmp_path, GPU_ALL, "3", out)[0] == 2
+    assert start_stubbed(tmp_path, GPU_ALL, "1", out)[0] == 1
+    summary = (out / "summary_1.txt").read_text()
+    assert "try: exit code 3" in summary
+    assert summary.count("exit code 0") == len(summary.splitlines()) - 1 > 5
+
+
+@pytest.mark.slow
+def test_gpu_all_runs_through_at_its_smallest(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    given = {"TINY": "1", "DEVICE": "cpu", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    code, shown = start(GPU_ALL, "all", out, timeout=1200, **given)
+    # The doctor and pytest say that there is no GPU; every benchmark has its table.
+    said = {x for x in (out / "summary_all.txt").read_text().splitlines() if "exit code 0" not in x}
+    assert {x.split(":")[0] for x in said} <= {"doctor", "tests_first", "tests_all"}, shown
+    assert len(list(out.glob("*.md"))) == 14 and code in (0, 1)
 
 
 SMALL = (

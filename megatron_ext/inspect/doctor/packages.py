@@ -18,8 +18,9 @@ APEX_BUILD = (
     "pip install -v --no-build-isolation ."
 )
 APEX_COST = (
-    "Nothing with Transformer Engine, which has the same kernels; without it Adam and the clipping "
-    "of gradients go through torch's own, and weight gradients are added in a pass of their own."
+    "Nothing: norms, Adam, the gradient norm and the sums of weight gradients run on kernels of "
+    "torch and of this project, which move no more bytes than apex's; megatron-core alone would use "
+    "it, for `--optimizer sgd` and for whole logits beside Transformer Engine's layers."
 )
 TE_COST = (
     "`--transformer-impl transformer_engine` is refused, and with it fp8 by its recipes, its fused "
@@ -151,15 +152,14 @@ def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
     if folder is None:
         if not on_gpu:
             return Finding("apex", "not needed", detail="It works on NVIDIA GPUs only.")
-        return Finding("apex", "missing", None, "", APEX_COST, APEX_BUILD)
+        return Finding("apex", "not needed", detail=APEX_COST)
     if not is_nvidia_apex(folder):
         detail = (
             f"What is installed at {folder} is not NVIDIA's apex but an unrelated project of the "
             "same name, as PyPI has one."
         )
         cost = "megatron-core looks for `apex` and may take it for NVIDIA's."
-        install = f"pip uninstall -y apex && {APEX_BUILD}" if on_gpu else "pip uninstall -y apex"
-        return Finding("apex", "broken", version, detail, cost, install)
+        return Finding("apex", "broken", version, detail, cost, "pip uninstall -y apex")
     if not here.has_module("amp_C"):
         detail = "It was built without its extensions (`amp_C` is absent)."
         return Finding("apex", "broken", version, detail, APEX_COST, APEX_BUILD)
