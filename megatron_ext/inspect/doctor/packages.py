@@ -19,7 +19,7 @@ APEX_BUILD = (
 )
 APEX_COST = (
     "Nothing: norms, Adam, the gradient norm and the sums of weight gradients run on kernels of "
-    "torch and of this project, which move no more bytes than apex's; megatron-core alone would use "
+    "torch and of this project, which move no more bytes than apex's; only megatron-core would use "
     "it, for `--optimizer sgd` and for whole logits beside Transformer Engine's layers."
 )
 TE_COST = (

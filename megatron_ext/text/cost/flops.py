@@ -111,15 +111,31 @@ class GptFlops:
         weights = self._trained(linear)
         if not self.sizes.in_8_bits(fp8, number):
             return Flops(linear, scores=scores, weights=weights)
-        x, gated = self.sizes, 2 if self.config.model.gated else 1
-        numbers = x.h + (x.n + 2 * x.g) * x.d + x.n * x.d + x.h + x.h + gated * x.f + x.f + x.h
+        x, moved = self.sizes, self._cast_bytes(number)
         return Flops(
             fp8=linear,
             scores=scores,
             weights=0.0 if fp8.fp8_wgrad else weights,
             fp8_weights=weights if fp8.fp8_wgrad else 0.0,
-            cast=float(numbers * x.tokens // x.tp * cast_of(fp8.fp8_recipe)[0]),
+            cast=float(moved * x.tokens // x.tp),
         )
+
+    def _cast_bytes(self, number: int) -> int:
+        """Return the bytes per token that casts of inputs and output gradients of a layer move."""
+        x, gated, each = self.sizes, self.config.model.gated, cast_of(self.config.fp8.fp8_recipe)[0]
+        wide = (2 if gated else 1) * x.f
+        around = 2 * x.h + x.n * x.d + (x.n + 2 * x.g) * x.d + 2 * x.h
+        if self.joins_activation(number):
+            # The kernels of `layers.fp8.kernels` read what the activation and its gradient read.
+            return around * each + x.f * (6 if gated else 4) + wide * (5 if gated else 6)
+        return (around + x.f + wide) * each
+
+    def joins_activation(self, number: int) -> bool:
+        """Return whether a layer's casts compute its activation too (`layers.fp8.activation`)."""
+        fp8, model = self.config.fp8, self.config.model
+        plain = self.config.lora.lora_rank is None and not model.add_bias_linear
+        given = fp8.fp8_recipe == "delayed" and fp8.fp8_wgrad and self.sizes.in_8_bits(fp8, number)
+        return given and plain and not self.sizes.experts[number]
 
     def _linear(self, experts: bool) -> float:
         return self._on_rank("projections") + self._on_rank("experts" if experts else "dense")

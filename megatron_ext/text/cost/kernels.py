@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_ext.losses.vocabulary import default_rows, fused_rows
 from megatron_ext.planning.kernels import Phase, Work, cast_of
+from megatron_ext.planning.network import step_plan
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.text.cost.flops import GptFlops
 
@@ -26,11 +27,12 @@ LOGIT = 2 + 4
 EAGER_LOGIT = 48
 """Bytes per 16-bit logit without blocks and compiled passes; see `losses.vocabulary`."""
 
-HEAD_PLUMBING = 4 + 12 + 2 + 10
-"""Bytes per weight of the head: zeros of a float32 sum; the sum, scaled and added to the buffer;
-zeros for autograd; the hook of data parallelism, which adds them to the buffer."""
-EMBEDDING_PLUMBING = 2 + 10
-"""Bytes per weight of the embedding: zeros of its gradient, and the hook that adds it."""
+ZEROING = 4
+"""Bytes per weight of head and embedding once in a step, in which the buffer is set to zero."""
+HEAD_PLUMBING = 12
+"""Bytes per weight of the head: its float32 sum is read, and added to the buffer."""
+ROW_PLUMBING = 2 + 4 + 4 + 8
+"""Bytes per number of the embedded tokens, whose gradient is cast and added to the buffer."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class GptKernels(GptFlops):
         found = []
         fp8 = self.config.fp8
         for number in stage.layers:
-            found += self.layer_work(self.sizes.experts[number])
+            joins = self.joins_activation(number)
+            found += self.layer_work(self.sizes.experts[number], joins=joins)
             if self.sizes.in_8_bits(fp8, number):
                 # Inputs and output gradients of four layers.
                 casts = 4 * cast_of(fp8.fp8_recipe)[1]
@@ -51,12 +54,12 @@ class GptKernels(GptFlops):
             found += [*self.layer_work(self.sizes.experts[-1]), *self._norms(3)]
         if stage.final_norm:
             found += self._norms(1)
-        x = self.sizes
+        x, count = self.sizes, self._num_microbatches
         table = x.v // x.tp * x.h
         if stage.embedding:
             found.append(Work("pointwise", Phase.FORWARD, num_bytes=2 * self._stream, kernels=2))
         if (stage.embedding or stage.depths) and self._trains:
-            moved = EMBEDDING_PLUMBING * table
+            moved = ZEROING * table / count + ROW_PLUMBING * x.tokens * x.h
             found.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
         return found + (self._head_work() if stage.head else [])
 
@@ -70,8 +73,15 @@ class GptKernels(GptFlops):
     def _trains(self) -> bool:
         return self.config.lora.lora_rank is None
 
-    def layer_work(self, experts: bool) -> list[Work]:
-        """Return the pointwise kernels of a layer, and the number of all its kernels."""
+    @property
+    def _num_microbatches(self) -> int:
+        return step_plan(self.config.parallel, self.config.training).num_microbatches
+
+    def layer_work(self, experts: bool, *, joins: bool = False) -> list[Work]:
+        """Return the pointwise kernels of a layer, and the number of all its kernels.
+
+        ``joins`` leaves out the activation, which casts to 8 bits compute.
+        """
         x, model, moe = self.sizes, self.config.model, self.config.moe
         r, qkv = self._stream, x.tokens * (x.n + 2 * x.g) * x.d // x.tp * x.width
         f, routed = x.tokens * x.f // x.tp * x.width, 0
@@ -80,10 +90,13 @@ class GptKernels(GptFlops):
             routed = count * x.h * x.width
             f = count * (moe.moe_ffn_hidden_size or x.f) * x.width // x.etp
         wide = 2 * f if model.gated else f
-        # A norm 2, the sum before the other norm with it 4, a sum 3; experts sort tokens there and
-        # back. Backward, the second norm with the sum reads 3 and writes 1.
-        forward = (2 + 4 + 3) * r + 2 * qkv + wide + f + 4 * routed
-        backward = (6 + 4) * r + 2 * qkv + 2 * wide + f + 4 * routed
+        # Forward, a norm moves 2 tensors, the sum with the norm after it 4, the other sum 3. Going
+        # back, each norm reads 3, one of them the gradient of the residual, and writes 1. Experts
+        # sort tokens there and back.
+        forward = (2 + 4 + 3) * r + 2 * qkv + 4 * routed
+        backward = (4 + 4) * r + 2 * qkv + 4 * routed
+        if not joins:
+            forward, backward = forward + wide + f, backward + 2 * wide + f
         return [
             Work("pointwise", Phase.FORWARD, num_bytes=forward, kernels=FORWARD_KERNELS),
             Work("pointwise", Phase.INPUT, num_bytes=backward, kernels=BACKWARD_KERNELS),
@@ -120,6 +133,6 @@ class GptKernels(GptFlops):
             Work("logits", Phase.FORWARD, 0.0, per_logit * logits, losses * blocks * BLOCK_KERNELS),
         ]
         if self._trains:
-            moved = HEAD_PLUMBING * table * losses
+            moved = (HEAD_PLUMBING * losses + ZEROING / self._num_microbatches) * table
             found.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
         return found
