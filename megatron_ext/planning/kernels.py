@@ -81,9 +81,11 @@ def gradient_bytes(num_microbatches: int, *, in_8_bits: bool) -> float:
 
     A product adds to the float32 sum, 4 bytes read and 4 written, in place of the 16-bit result of
     2 bytes that the assumed rate of products includes. An 8-bit product cannot add: it writes a
-    float32 result, which another kernel adds to the sum. The first micro-batch reads no sum.
+    float32 result, which another kernel reads and adds to the sum. In the first micro-batch either
+    product only writes the 4 bytes.
     """
-    return (16 - 2 if in_8_bits else 8 - 2) - FP32 / num_microbatches
+    first, other = FP32 - 2, 4 * FP32 - 2 if in_8_bits else 2 * FP32 - 2
+    return (first + (num_microbatches - 1) * other) / num_microbatches
 
 
 def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[Work]:

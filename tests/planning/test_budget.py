@@ -5,7 +5,7 @@ import pytest
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.planning.budget import budget, budget_table
 from megatron_ext.planning.hardware import DEFAULT, GAP, Rates
-from megatron_ext.planning.kernels import KINDS, Phase, Work, update_work
+from megatron_ext.planning.kernels import KINDS, Phase, Work, gradient_bytes, update_work
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.step_time import estimate
 from tests.text.cost.layouts import llama_network
@@ -75,3 +75,9 @@ def test_the_table_says_the_share_of_the_matrix_rate() -> None:
         budget_table(estimate(llama_network(), GPUS["B200"])).caption
     )
     assert found.mfu == pytest.approx(found.matrix_share * DEFAULT.products)
+
+
+def test_sums_of_weight_gradients_cost_more_after_the_first_micro_batch() -> None:
+    """A product writes 4 bytes, later reads 4 too; in 8 bits another kernel moves 12 more."""
+    assert [gradient_bytes(count, in_8_bits=False) for count in (1, 4)] == [2, (2 + 3 * 6) / 4]
+    assert [gradient_bytes(count, in_8_bits=True) for count in (1, 4)] == [2, (2 + 3 * 14) / 4]
