@@ -47,6 +47,7 @@ STEPS = 3
 SMALL = Llama(layers=2, hidden=1024, ffn=2816, heads=8, groups=4, vocab=32000)
 LENGTH = 1024
 FP8 = "--fp8-format hybrid --fp8-recipe"
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 512 --moe-router-topk 2"
 FEATURES = {
     "bf16": "",
     "fp8 delayed": f"{FP8} delayed",
@@ -56,7 +57,8 @@ FEATURES = {
     "masks of documents": "--reset-attention-mask --reset-position-ids",
     "a window": "--window-size 128 0",
     "CUDA graphs": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
-    "experts": "--num-experts 4 --moe-ffn-hidden-size 512 --moe-router-topk 2",
+    "experts": EXPERTS,
+    "grouped experts": f"{EXPERTS} --moe-grouped-gemm",
     "norms of queries and keys": "--qk-layernorm",
     "GPT-3's layers": "--no-swiglu --add-bias-linear --normalization LayerNorm "
     "--hidden-dropout 0.1 --attention-dropout 0.1",
@@ -65,6 +67,8 @@ FEATURES = {
     "--recompute-num-layers 1",
     "adapters": "--lora-rank 8",
     "averaged weights": "--ema-decay 0.9",
+    "moments in bf16": "--use-precision-aware-optimizer --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16",
     "no clipping": "--clip-grad 0",
     "whole logits": "--cross-entropy-impl eager",
     "nothing compiled": "--no-compile",
