@@ -2,8 +2,8 @@
 """Plan a run on any number of GPUs, without a GPU and without starting anything.
 
 Prints all errors of the flags, or: parameters and memory of each pipeline stage, the bubble of the
-schedule, the bytes of each kind of communication, estimated step time and MFU, that time by class of
-kernels with the assumed rates, and whether it fits.
+schedule, the bytes of each kind of communication, estimated step time and MFU, the time of each
+class of kernels with the assumed rates, and whether it fits.
 
     python tools/plan.py --world-size 64 --gpu H100 [--png plan.png] -- <flags of pretrain_gpt.py>
     python tools/plan.py --world-size 64 --gpu H100 --search -- <flags of pretrain_gpt.py>
