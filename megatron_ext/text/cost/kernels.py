@@ -13,14 +13,20 @@ from megatron_ext.planning.network import step_plan
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.text.cost.flops import GptFlops
 
-FORWARD_KERNELS = 10
-"""Kernels of a dense layer: norm, four products, split with rotation, attention, sum with norm,
-activation, sum."""
-BACKWARD_KERNELS = 21
-"""Eight products, three of attention, two of each norm, activation, the gradients of queries, keys
-and values in one, and four that add the gradients of the norms' gains to the buffer."""
-BLOCK_KERNELS = 24
-"""Kernels of a block of logits: three products, two compiled passes, and those of vectors."""
+LAYER_KERNELS = {
+    ("linear", Phase.FORWARD): 4,
+    ("linear", Phase.INPUT): 4,
+    ("linear", Phase.WEIGHT): 4,
+    ("attention", Phase.FORWARD): 1,
+    ("attention", Phase.INPUT): 3,
+    ("pointwise", Phase.FORWARD): 5,
+    ("pointwise", Phase.INPUT): 10,
+}
+"""Kernels of a dense layer. The pointwise ones are the first norm, the split of the projection with
+its rotation, the sum with the second norm, the activation and the last sum. Going back, a norm
+takes two kernels, and the sum of its gain's gradient two more."""
+VECTOR_KERNELS = 19
+"""Kernels of vectors ``[C]`` for a block of logits, beside two passes over the logits."""
 
 LOGIT = 2 + 4
 """Bytes per 16-bit logit: a pass that reads it, and one that overwrites it by its gradient."""
@@ -78,7 +84,7 @@ class GptKernels(GptFlops):
         return step_plan(self.config.parallel, self.config.training).num_microbatches
 
     def layer_work(self, experts: bool, *, joins: bool = False) -> list[Work]:
-        """Return the pointwise kernels of a layer, and the number of all its kernels.
+        """Return the bytes of a layer's pointwise kernels, and the number of kernels of each class.
 
         ``joins`` leaves out the activation, which casts to 8 bits compute.
         """
@@ -97,9 +103,10 @@ class GptKernels(GptFlops):
         backward = (4 + 4) * r + 2 * qkv + 4 * routed
         if not joins:
             forward, backward = forward + wide + f, backward + 2 * wide + f
+        moved = {("pointwise", Phase.FORWARD): forward, ("pointwise", Phase.INPUT): backward}
         return [
-            Work("pointwise", Phase.FORWARD, num_bytes=forward, kernels=FORWARD_KERNELS),
-            Work("pointwise", Phase.INPUT, num_bytes=backward, kernels=BACKWARD_KERNELS),
+            Work(*which, num_bytes=moved.get(which, 0), kernels=count)
+            for which, count in LAYER_KERNELS.items()
         ]
 
     def _norms(self, count: int) -> list[Work]:
@@ -122,15 +129,16 @@ class GptKernels(GptFlops):
         size = self.config.loss.cross_entropy_chunk_size
         rows = size or (fused_rows(x.tokens, x.h) if x.gpu else default_rows(x.tokens))
         blocks = -(-x.tokens // rows) if chunked else 1
+        count = losses * blocks
         summed = table * (8 * blocks - 4 - 2 * blocks) if chunked and self._trains else 0
         inputs, weights = (Phase.FORWARD,) * 2 if chunked else (Phase.INPUT, Phase.WEIGHT)
         per_logit = (LOGIT if chunked else EAGER_LOGIT) * x.width / 2
         logits = losses * x.tokens * x.v // x.tp
         found = [
-            Work("head", Phase.FORWARD, counted.head, width=x.width),
-            Work("head", inputs, counted.head, width=x.width),
-            Work("head", weights, counted.head_weights, losses * summed, width=x.width),
-            Work("logits", Phase.FORWARD, 0.0, per_logit * logits, losses * blocks * BLOCK_KERNELS),
+            Work("head", Phase.FORWARD, counted.head, 0.0, count, x.width),
+            Work("head", inputs, counted.head, 0.0, count, x.width),
+            Work("head", weights, counted.head_weights, losses * summed, count, x.width),
+            Work("logits", Phase.FORWARD, 0.0, per_logit * logits, count * (2 + VECTOR_KERNELS)),
         ]
         if self._trains:
             moved = (HEAD_PLUMBING * losses + ZEROING / self._num_microbatches) * table
