@@ -1,14 +1,15 @@
 """CUDA graphs on a CPU: what is captured is kept as a list of operations, and run again.
 
 As on a GPU a replay reads and writes the very memory that the capture did, draws random numbers
-anew, and runs no Python of the captured code. Other than there the operations also run while they
-are captured, and graphs of one memory pool share no memory.
+anew, and runs no Python of the captured code. What would end a capture there is an error here too:
+a wait of the host, new pinned memory, a copy from the host, another random state. Other than there
+the operations also run while they are captured, and graphs of one memory pool share no memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -16,6 +17,49 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron_ext.device import cuda_shim
+from tests.host_syncs import waits
+from tests.stream_order import place
+
+
+class CaptureError(RuntimeError):
+    """Raised where a captured function does what would end the capture on a GPU."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is forbidden while a CUDA graph is captured ({place()})")
+
+
+def _forbidden() -> list[tuple[Any, tuple[str, ...]]]:
+    """Return the functions and methods that a capture forbids."""
+    return [
+        (torch.Tensor, ("tolist", "numpy", "cpu", "pin_memory")),
+        (torch.cuda, ("synchronize", "get_rng_state", "set_rng_state", "manual_seed")),
+        (torch.cuda.random, ("get_rng_state", "set_rng_state", "manual_seed")),
+        (cuda_shim.CpuStream, ("synchronize", "query")),
+        (cuda_shim.CpuEvent, ("synchronize", "query")),
+    ]
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise CaptureError(name)
+
+    return refuse
+
+
+def _factory(make: Callable[..., Any], keyword: str) -> Callable[..., Any]:
+    """Wrap a function that makes tensors: with ``keyword`` it is forbidden."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(keyword):
+            raise CaptureError(f"{make.__name__} with {keyword}")
+        return make(*args, **kwargs)
+
+    return made
+
+
+FACTORIES = {"tensor": "device", "empty": "pin_memory", "empty_like": "pin_memory"}
 
 
 class CpuGraph(TorchDispatchMode):
@@ -39,6 +83,8 @@ class CpuGraph(TorchDispatchMode):
         CpuGraph.made.append(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if waits(func, args):
+            raise CaptureError(func.name())
         result, leaves = _run(func, args, kwargs or {})
         self.operations.append((func, args, kwargs or {}, leaves))
         return result
@@ -83,14 +129,23 @@ class Capture:
         self, graph: CpuGraph, pool: Any = None, capture_error_mode: str = "global"
     ) -> None:
         self.graph = graph
+        self.stack = contextlib.ExitStack()
         graph.mode = capture_error_mode
         Capture.default_capture_stream = "one"
 
     def __enter__(self) -> None:
+        for owner, names in _forbidden():
+            for name in names:
+                patch = mock.patch.object(owner, name, _refuse(name))
+                self.stack.enter_context(patch)
+        for name, keyword in FACTORIES.items():
+            made = _factory(getattr(torch, name), keyword)
+            self.stack.enter_context(mock.patch.object(torch, name, made))
         self.graph.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self.graph.__exit__(*exception)
+        self.stack.close()
 
 
 @contextlib.contextmanager

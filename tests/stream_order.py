@@ -246,10 +246,10 @@ class StreamOrder(TorchDispatchMode):
         memory = self.find(tensor)
         return memory is not None and not memory.pinned
 
-    def own(self, tensor: Tensor, *, home: Stream | None = None, pinned: bool = False) -> Memory:
+    def own(self, tensor: Tensor, *, pinned: bool = False) -> Memory:
         """Count a tensor's storage as the GPU's or, if it is pinned, as the host's."""
         storage = tensor.untyped_storage()
-        memory = Memory(StorageWeakRef(storage), home or self.current, list(tensor.shape), pinned)
+        memory = Memory(StorageWeakRef(storage), self.current, list(tensor.shape), pinned)
         self.memory[storage._cdata] = memory
         if len(self.memory) % 4096 == 0:
             gone = [key for key, held in self.memory.items() if held.storage.expired()]
@@ -261,7 +261,7 @@ class StreamOrder(TorchDispatchMode):
         """Check that a tensor's last uses are over, and note a use."""
         if tensor.numel() == 0:
             return
-        memory = self.find(tensor) or self.own(tensor, home=self.default)
+        memory = self.find(tensor) or self.own(tensor)
         bounds = _bounds(tensor)
         for (first, end), known in list(memory.ranges.items()):
             if first < bounds[1] and bounds[0] < end:

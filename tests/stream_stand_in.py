@@ -2,8 +2,8 @@
 
 Streams, events, copies through pinned memory and asynchronous collectives are stood in for, so that
 `StreamOrder` can follow them. A collective runs on a stream of its group, and is waited for by
-``wait()`` of what it returned. Of this package `megatron_ext.device` sees by a tensor's ``device``
-that the tensor is on the GPU; all other code chooses its kernels as on a CPU. The stand-ins of
+``wait()`` of what it returned. Code that copies to a GPU sees by a tensor's ``device`` that the
+tensor is there; all other code chooses its kernels as on a CPU. The stand-ins of
 `device.cuda_shim` must be in place.
 """
 
@@ -32,21 +32,25 @@ COLLECTIVES = [
 FACTORIES = ("empty", "zeros", "ones", "tensor", "arange", "full", "empty_like")
 
 
-def _from_device_module() -> bool:
-    """Return whether the caller of a stand-in is `megatron_ext.device`."""
-    return sys._getframe(2).f_code.co_filename == copies.__file__
+COPYING = ("megatron_ext/device/__init__.py", "megatron_ext/video/step.py")
+"""Files whose code sees that tensors are on the GPU."""
+
+
+def _is_copying() -> bool:
+    """Return whether the caller of a stand-in stands in a file of `COPYING`."""
+    return sys._getframe(2).f_code.co_filename.endswith(COPYING)
 
 
 def _properties(order: StreamOrder) -> dict[str, Any]:
-    """Return the properties by which `megatron_ext.device` sees where a tensor is."""
+    """Return the properties by which code that copies sees where a tensor is."""
     device_of: Any = torch.Tensor.device
 
     def device(tensor: Tensor) -> Any:
-        on_gpu = _from_device_module() and order.is_on_gpu(tensor)
+        on_gpu = _is_copying() and order.is_on_gpu(tensor)
         return torch.device("cuda", 0) if on_gpu else device_of.__get__(tensor)
 
     def is_cuda(tensor: Tensor) -> bool:
-        return _from_device_module() and order.is_on_gpu(tensor)
+        return _is_copying() and order.is_on_gpu(tensor)
 
     return {"device": property(device), "is_cuda": property(is_cuda)}
 
@@ -107,10 +111,11 @@ def _is_gpu(device: Any) -> bool:
 
 def _factory(order: StreamOrder, make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
-        found = make(*args, **kwargs)
-        if kwargs.get("pin_memory"):
+        on_gpu, pinned = _is_gpu(kwargs.get("device")), kwargs.get("pin_memory")
+        found = make(*args, **{**kwargs, **({"device": "cpu"} if on_gpu else {})})
+        if pinned:
             order.own(found, pinned=True)
-        elif _is_gpu(kwargs.get("device")):
+        elif on_gpu:
             order.own(found)
             if make.__name__ == "tensor":  # copied from memory that is not pinned
                 order.host_waits(order.current.clock)

@@ -1,6 +1,8 @@
 """Steps of all layouts wait for what they use on a GPU, and the host waits in one place."""
 
+import contextlib
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 from megatron_ext import device as copies
 from megatron_ext.data import batch
 from megatron_ext.layers import linear
+from megatron_ext.layers.graphs import _Owned
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.parallel.context import ParallelContext, seed_everything
@@ -20,8 +23,9 @@ from megatron_ext.schedules.communication import Channels
 from megatron_ext.schedules.plan import Action, Kind
 from megatron_ext.text.task import GPT
 from megatron_ext.train.loop import IntervalMetrics
-from megatron_ext.train.run import Run
+from megatron_ext.train.run import Run, StopRequests
 from megatron_ext.train.setup import build_run
+from tests.graph_stand_in import CpuGraph, graphs_on_a_cpu
 from tests.host_syncs import READ
 from tests.ranks import on_ranks, ranks
 from tests.runs_from_inside import one_step
@@ -33,6 +37,9 @@ STEPS, MICROBATCHES = 3, 2
 FLAGS = [*TINY, *mock_data(), *"--train-iters 10 --seq-length 32 --micro-batch-size 1".split()]
 PIPELINE = "--pipeline-model-parallel-size 2"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+FP8 = "--bf16 --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe"
+GRAPHS = "--cuda-graph-impl local"
+RECORDING = "megatron_ext/layers/graphs.py:_add_slot"
 TENSOR = "--tensor-model-parallel-size 2"
 
 
@@ -71,18 +78,25 @@ def messages(order: StreamOrder) -> list[int]:
 
 
 def check(context: ParallelContext, words: str, overlap: bool, num_messages: list[int]) -> None:
-    order = take_steps(build(context, words, overlap=overlap))
+    """Replayed graphs write the same memory again, which may still be sent."""
+    with graphs_on_a_cpu() if GRAPHS in words else contextlib.nullcontext():
+        order = take_steps(build(context, words, overlap=overlap))
+        assert (len(CpuGraph.replays) > 0) == (GRAPHS in words)
     assert order.default.clock[order.default] > 400 * STEPS
     assert messages(order) == [STEPS * MICROBATCHES * n for n in num_messages]
+    waits = Counter(order.waits)
+    assert (waits.pop(RECORDING, 0) > 0) == (GRAPHS in words)
     # The update before; once also which 8-bit layers have a whole history.
-    assert Counter(order.waits) == {READ: STEPS - 1 + ("--fp8-format" in words)}
+    assert waits == {READ: STEPS - 1 + ("delayed" in words)}
 
 
 @pytest.mark.parametrize(
     ("sizes", "words", "overlap", "num_messages"),
     [
         ({}, "--bf16 --ema-decay 0.9 --reset-attention-mask --eod-mask-loss", False, []),
-        ({}, "--bf16 --ffn-hidden-size 192 --fp8-format hybrid", False, []),
+        ({}, f"{FP8} delayed", False, []),
+        ({}, f"{FP8} tensorwise", False, []),
+        ({"tp": 2}, f"{FP8} rowwise {TENSOR} --sequence-parallel", False, []),
         ({"tp": 2}, f"{TENSOR} --sequence-parallel --mtp-num-layers 1", False, []),
         ({"tp": 2}, f"{TENSOR} --recompute-granularity full --recompute-method uniform "
                     "--recompute-num-layers 1", False, []),
@@ -92,6 +106,8 @@ def check(context: ParallelContext, words: str, overlap: bool, num_messages: lis
         ({"pp": 2}, f"{PIPELINE} --pipeline-schedule zb-h1", False, [1, 1]),
         ({"pp": 2, "vpp": 2}, f"{PIPELINE} {CHUNKS}", False, [3, 3]),
         ({"pp": 2, "dp": 2}, PIPELINE, True, [1, 1]),
+        ({"pp": 2}, f"{PIPELINE} {GRAPHS}", False, [1, 1]),
+        ({"pp": 2, "vpp": 2}, f"{PIPELINE} {CHUNKS} {GRAPHS}", False, [3, 3]),
     ],
 )  # fmt: skip
 def test_steps_wait_for_what_they_use(
@@ -132,6 +148,8 @@ SEND = Channels.send
          r"which allreduce_ on the comm"),
         ({"pp": 2}, PIPELINE, Channels, "take", take_at_once, "which recv_ on the comm"),
         ({"pp": 2}, PIPELINE, Channels, "send", send_and_reuse, "overwrites .* which send on the"),
+        ({"pp": 2}, f"{PIPELINE} {GRAPHS}", _Owned, "backward", lambda ctx, gradient: gradient,
+         "overwrites .* which send on the"),
     ],
 )  # fmt: skip
 def test_a_planted_use_without_a_wait_is_found(
@@ -139,11 +157,12 @@ def test_a_planted_use_without_a_wait_is_found(
 ) -> None:
     found = pytest.raises(pytest.fail.Exception, match=f"OutOfOrder: .*{said}")
     with mock.patch.object(owner, name, planted), found:
-        on_ranks(take_one_step, sizes, words=words)
+        on_ranks(take_two_steps, sizes, words=words)
 
 
-def take_one_step(context: ParallelContext, words: str) -> None:
-    take_steps(build(context, words), 1)
+def take_two_steps(context: ParallelContext, words: str) -> None:
+    with graphs_on_a_cpu() if GRAPHS in words else contextlib.nullcontext():
+        take_steps(build(context, words), 2)
 
 
 @ranks(dp=2)
@@ -162,3 +181,13 @@ def test_a_planted_wait_of_the_host_is_found(context: ParallelContext) -> None:
     assert places.pop(READ) == STEPS - 1
     assert list(places.values()) == [STEPS]
     assert "tests/train/test_stream_order.py:<lambda>" in places
+
+
+@ranks()
+def test_requests_to_stop_are_read_one_step_later(context: ParallelContext) -> None:
+    flags = dataclasses.replace(build(context, "").config.training, exit_duration_in_mins=0)
+    with stream_order() as order:
+        requests = StopRequests(flags, time.time())
+        found = [requests.check(torch.device("cuda", 0)) for _ in range(3)]
+    assert found == [None, "duration", "duration"]
+    assert order.waits == [READ] * 2

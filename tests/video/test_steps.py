@@ -1,5 +1,6 @@
 """Steps of video runs: updates, rates, precision, logs, validation, and what they ask for."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.optim.builder import build_scheduler
+from megatron_ext.optim.builder import build_scheduler, choose_kernels
 from megatron_ext.train.run import Run
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.model.mmdit.model import timestep_sinusoid
 from megatron_ext.video.model.tokens import pack
 from megatron_ext.video.task import VIDEO
 from tests.host_syncs import READ, record_steps
+from tests.stream_stand_in import stream_order
 from tests.video.clips import SHORT, steps, write_clips
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-15, 0.01, 1e-3
@@ -191,6 +193,34 @@ def test_a_step_asks_for_the_update_before_it_alone(clips: Path, tmp_path: Path)
     words = "--bf16 --ema-decay 0.9"
     steps(clips, tmp_path, f"{words} --log-interval 9", prepare=partial(record_steps, path=note))
     assert json.loads(note.read_text()) == [READ]
+
+
+def follow(run: Run, folder: Path) -> None:
+    """Check the order of all that a run does on the GPU's streams; note what happened."""
+    run.train_source._device = torch.device("cuda", 0)  # type: ignore[attr-defined]
+    choose_kernels(run.optimizer, fused=True)  # type: ignore[arg-type]
+    order = contextlib.ExitStack().enter_context(stream_order())
+    train = run.runner.train
+
+    def followed(*arguments: Any) -> Any:
+        result = train(*arguments)
+        noted = {"operations": order.default.clock[order.default], "waits": order.waits}
+        noted["copies"] = sum(s.clock.get(s, 0) for s in order.streams if s is not order.default)
+        (folder / f"{run.context.rank}.json").write_text(json.dumps(noted))
+        return result
+
+    run.runner.train = followed  # type: ignore[method-assign]
+
+
+def test_steps_wait_for_what_they_use(clips: Path, tmp_path: Path) -> None:
+    """The clips of both ranks' steps and their noise are sent ahead, on a stream of copies."""
+    words = "--bf16 --log-interval 9 --tensor-model-parallel-size 2 --sequence-parallel"
+    steps(clips, tmp_path, words, ranks=2, prepare=partial(follow, folder=tmp_path))
+    for rank in range(2):
+        noted = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert noted["operations"] > 3 * 500
+        assert noted["copies"] > 3 * 4
+        assert noted["waits"] == [READ] * 2
 
 
 def rates(words: str, at: list[int]) -> list[float]:
