@@ -61,6 +61,7 @@ def build(context: ParallelContext, words: str, *, overlap: bool = False) -> Run
     if run.train_source.loader is not None:
         run.train_source.loader.device = torch.device("cuda", 0)
     choose_kernels(run.optimizer, fused=True)
+    run.runner.scales_in_update = True
     return run
 
 

@@ -199,6 +199,7 @@ def follow(run: Run, folder: Path) -> None:
     """Check the order of all that a run does on the GPU's streams; note what happened."""
     run.train_source._device = torch.device("cuda", 0)  # type: ignore[attr-defined]
     choose_kernels(run.optimizer, fused=True)  # type: ignore[arg-type]
+    run.runner.scales_in_update = True
     run.until_the_process_ends = contextlib.ExitStack()  # type: ignore[attr-defined]
     order = run.until_the_process_ends.enter_context(stream_order())  # type: ignore[attr-defined]
     train = run.runner.train
