@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext.layers import masks
 from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
 from megatron_ext.layers.graphs import ChunkGraphs
 from megatron_ext.parallel.context import ParallelContext
-from tests.graph_stand_in import CaptureError, CpuGraph, graphs_on_a_cpu
+from tests.graph_stand_in import Capture, CaptureError, CpuGraph, graphs_on_a_cpu
 from tests.layers import plain
 from tests.layers.test_graphs import SLOTS, hidden
 from tests.layers.test_layers import ENDS, HEADS, LAYERS, H, S, config, torch_block
@@ -38,6 +39,7 @@ def capture(context: ParallelContext, changes: dict[str, Any], inputs: dict[str,
 
 ANGLES = torch.linspace(0.1, 3.0, S * H // HEADS).view(S, 1, 1, H // HEADS)
 MASK = plain.documents(S, ENDS)[:, None]
+DOCUMENTS = plain.document_indices(S, ENDS).int()
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu}
 
 
@@ -50,6 +52,7 @@ SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu}
         ({}, {"window_size": (3, 0)}, {}),
         ({}, {"qk_layernorm": True, "apply_query_key_layer_scaling": True}, {}),
         ({}, {}, {"attention_mask": MASK}),
+        ({}, {}, {"attention_mask": DOCUMENTS}),
         ({}, {"window_size": (3, 0), "fp32_residual_connection": True}, {"attention_mask": MASK}),
         ({"tp": 2}, {"add_bias_linear": True}, {}),
     ],
@@ -58,6 +61,15 @@ def test_a_capture_forbids_nothing_that_layers_do(
     sizes: dict[str, int], changes: dict[str, Any], inputs: dict[str, Tensor]
 ) -> None:
     on_ranks(capture, sizes, changes=changes, inputs=inputs)
+
+
+@pytest.mark.parametrize("mask", [None, MASK, DOCUMENTS])
+def test_blocks_of_a_mask_are_made_within_a_capture(mask: Tensor | None) -> None:
+    query = torch.zeros(len(ENDS), HEADS, S, 16)
+    masks._of_positions.cache_clear()
+    with graphs_on_a_cpu(), Capture(CpuGraph()):
+        masks.block_mask(query, query, masks.Span(0, True, (3, 0)), mask)
+        assert CpuGraph.made[0].operations
 
 
 FORBIDDEN: dict[str, Callable[[Tensor], object]] = {

@@ -102,6 +102,7 @@ def check(context: ParallelContext, words: str, overlap: bool, num_messages: lis
         ({"tp": 2}, f"{TENSOR} --recompute-granularity full --recompute-method uniform "
                     "--recompute-num-layers 1", False, []),
         ({"cp": 2}, "--context-parallel-size 2 --cp-comm-type a2a", False, []),
+        ({"cp": 2}, "--context-parallel-size 2 --reset-attention-mask", False, []),
         ({"dp": 2}, "--ddp-num-buckets 4 --bf16", True, []),
         ({"pp": 2}, PIPELINE, False, [1, 1]),
         ({"pp": 2}, f"{PIPELINE} --pipeline-schedule zb-h1", False, [1, 1]),

@@ -196,22 +196,26 @@ def test_a_step_asks_for_the_update_before_it_alone(clips: Path, tmp_path: Path)
 
 
 def follow(run: Run, folder: Path) -> None:
-    """Check the order of all that a run does on the GPU's streams; note what happened."""
+    """Check the order of all that a run does on the GPU's streams; note what its steps did."""
     run.train_source._device = torch.device("cuda", 0)  # type: ignore[attr-defined]
     choose_kernels(run.optimizer, fused=True)  # type: ignore[arg-type]
     run.runner.scales_in_update = True
     run.until_the_process_ends = contextlib.ExitStack()  # type: ignore[attr-defined]
     order = run.until_the_process_ends.enter_context(stream_order())  # type: ignore[attr-defined]
-    train = run.runner.train
+    waits = list[str]()
 
-    def followed(*arguments: Any) -> Any:
-        result = train(*arguments)
-        noted = {"operations": order.default.clock[order.default], "waits": order.waits}
+    def followed(work: Callable[..., Any], *arguments: Any) -> Any:
+        order.waits.clear()  # entries of the log may wait
+        result = work(*arguments)
+        waits.extend(order.waits)
+        noted = {"operations": order.default.clock[order.default], "waits": waits}
         noted["copies"] = sum(s.clock.get(s, 0) for s in order.streams if s is not order.default)
         (folder / f"{run.context.rank}.json").write_text(json.dumps(noted))
         return result
 
-    run.runner.train = followed  # type: ignore[method-assign]
+    run.runner.train = partial(followed, run.runner.train)  # type: ignore[method-assign]
+    source: Any = run.train_source
+    source.next_step = partial(followed, source.next_step)
 
 
 def test_steps_wait_for_what_they_use(clips: Path, tmp_path: Path) -> None:
