@@ -226,7 +226,8 @@ def test_steps_wait_for_what_they_use(clips: Path, tmp_path: Path) -> None:
         noted = json.loads((tmp_path / f"{rank}.json").read_text())
         assert noted["operations"] > 3 * 500
         assert noted["copies"] > 3 * 4
-        assert noted["waits"] == [READ] * 2
+        # The log has read the first step's update before.
+        assert noted["waits"] == [READ]
 
 
 def rates(words: str, at: list[int]) -> list[float]:
