@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
 from megatron_ext.layers.experts import group_experts
+from megatron_ext.layers.fp8.activation import joined
 from megatron_ext.layers.graphs import LayerGraphs
 from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.layers.pointwise import LayerNorm, RMSNorm, fusions_of, spec_of, weights_of
@@ -135,8 +137,11 @@ class MLP(core.MLP):  # type: ignore[misc]
         wide, bias = self.linear_fc1(hidden_states)
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         name = pointwise.NAMES[self.config.activation_func]
-        narrow = pointwise.activated(wide, bias, scale, name, self.config.gated_linear_unit)
-        output, output_bias = self.linear_fc2(narrow)
+        gated, plain = self.config.gated_linear_unit, bias is None and scale is None
+        layers = self.linear_fc1, self.linear_fc2
+        with joined(*layers, wide, name, gated) if plain else nullcontext(False) as joins:
+            narrow = wide if joins else pointwise.activated(wide, bias, scale, name, gated)
+            output, output_bias = self.linear_fc2(narrow)
         if scale is not None and output_bias is not None:
             return output + output_bias * scale, None
         return output, output_bias

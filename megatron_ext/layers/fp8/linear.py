@@ -28,7 +28,8 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearC
     """Return the output ``[s, b, out]`` of a layer whose weight on this rank is ``[out, in]``.
 
     The input is ``[s, b, in]``, or ``[s/tp, b, in]`` under sequence parallelism; it may have any
-    number of dimensions before the last. The bias is ``[out]``.
+    number of dimensions before the last. If the scaling has an ``activation``, the input is what
+    that activation reads. The bias is ``[out]``.
     """
     trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
@@ -45,7 +46,9 @@ class _Fp8Linear(torch.autograd.Function):
         total, kept = _entered(input, call, trains)
         kernel = call.scaling.weight(weight).rows
         output = product(total, kernel, input.dtype, fast=True)
-        ctx.save_for_backward(weight, kernel.scale, *kept)
+        ctx.activation = call.scaling.activation
+        wide = None if ctx.activation is None else input
+        ctx.save_for_backward(weight, kernel.scale, wide, *kept)
         ctx.call, ctx.trains = call, trains
         ctx.use_bias = bias is not None
         # megatron-core's experts could not add their bias to a view in place.
@@ -55,16 +58,19 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        weight, weight_scale, *kept = ctx.saved_tensors
+        weight, weight_scale, wide, *kept = ctx.saved_tensors
         call: LinearCall = ctx.call
         scaling: Scaling = call.scaling
         flat = grad_output.flatten(0, -2)
         columns = ctx.trains and scaling.config.fp8_wgrad
-        gradient = scaling.pair(flat, Role.GRADIENT, columns=columns)
+        gradient = scaling.gradient(grad_output, columns=columns)
         kernel = scaling.weight_columns(weight, weight_scale)
         grad_input = product(gradient.rows, kernel, grad_output.dtype)
-        grad_input = grad_input.view(*grad_output.shape[:-1], weight.size(1))
         sent = None
+        if wide is not None:
+            grad_input = ctx.activation.hand_over(grad_input, wide.flatten(0, -2), wide.shape)
+        else:
+            grad_input = grad_input.view(*grad_output.shape[:-1], weight.size(1))
         if call.sequence_parallel:
             grad_input = _reduce_scatter_along_first_dim(grad_input, call.tp_group)
         elif call.allreduce_dgrad:
@@ -79,28 +85,37 @@ class _Fp8Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _entered(input: Tensor, call: LinearCall, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
+def _entered(
+    input: Tensor, call: LinearCall, trains: bool
+) -> tuple[Quantized, tuple[Tensor | None, ...]]:
     """Return all tokens of the input in 8 bits, and the tensors to save for the backward pass.
 
-    With ``--fp8-wgrad`` the values and the scale of the transposed 8-bit input are saved. Under
-    sequence parallelism these are instead this rank's 8-bit rows, which the backward pass gathers
+    With ``--fp8-wgrad`` the tensors of the transposed 8-bit input are saved. Under sequence
+    parallelism these are instead those of this rank's 8-bit rows, which the backward pass gathers
     and transposes. Without ``--fp8-wgrad`` the input itself is saved. If the weight needs no
     gradient, nothing is saved.
     """
     scaling, flat = call.scaling, input.flatten(0, -2)
     in_8_bits = trains and scaling.config.fp8_wgrad
-    kept: tuple[Tensor, ...] = (input,) if trains and not in_8_bits else ()
+    kept: tuple[Tensor | None, ...] = (input,) if trains and not in_8_bits else ()
     if not call.sequence_parallel:
-        pair = scaling.pair(flat, Role.INPUT, columns=in_8_bits)
+        if scaling.activation is None:
+            pair = scaling.pair(flat, Role.INPUT, columns=in_8_bits)
+        else:
+            pair = scaling.activation.cast(flat, scaling, columns=in_8_bits)
         if pair.columns is not None:
-            kept = pair.columns.values, pair.columns.scale
+            kept = _tensors_of(pair.columns)
         return pair.rows, kept
     assert call.tp_group is not None
     rows = scaling.rows(flat, Role.INPUT)
     if in_8_bits:
         across = scaling.across(flat, Role.INPUT, rows)
-        kept = across.values, across.scale
+        kept = _tensors_of(across)
     return rows.gathered(call.tp_group), kept
+
+
+def _tensors_of(matrix: Quantized) -> tuple[Tensor | None, ...]:
+    return matrix.values, matrix.scale, matrix.inverse
 
 
 def _weight_gradient(
@@ -120,7 +135,7 @@ def _weight_gradient(
         if call.sequence_parallel:
             total = _gather_along_first_dim(total, call.tp_group)
         return flat.t().matmul(total.flatten(0, -2)).to(dtype)
-    entered = Quantized(kept[0], kept[1])
+    entered = Quantized(*kept)
     if call.sequence_parallel:
         assert call.tp_group is not None
         entered = entered.gathered(call.tp_group).transposed()
@@ -216,4 +231,5 @@ def _advance(scalings: Sequence[DelayedScaling]) -> None:
     scales = scalings[0].scale_of(after)
     torch._foreach_copy_([x.amax_history for x in scalings], list(after.unbind()))
     torch._foreach_copy_([x.scale for x in scalings], list(scales.unbind()))
+    torch._foreach_copy_([x.inverse for x in scalings], list(scales.reciprocal().unbind()))
     torch._foreach_zero_([x.amax for x in scalings])

@@ -1,4 +1,4 @@
-"""8-bit floating-point matrices: their formats, quantization in few passes, and matrix product.
+"""8-bit floating-point matrices: their formats, quantization, and matrix product.
 
 The product ``a b^T`` needs both matrices contiguous along the dimension of the sum. Each of the
 three matrices of a layer is therefore used in two forms, plain (R, rows) and transposed (C,
@@ -12,20 +12,11 @@ input's gradient   features of the output      gradient R   weight C
 weight's gradient  tokens                      gradient C   input C
 =================  ==========================  ===========  ============
 
-On a GPU these functions are compiled to one kernel per pass, and one kernel writes both R and C.
-The memory traffic for each 16-bit number, in bytes read + bytes written, depends on the recipe:
-
-- delayed, 2 + 2: the scale is given, and the pass that casts also finds the largest magnitude;
-- tensorwise, 4 + 2: a pass over the tensor finds the scale before the cast;
-- rowwise, 6 + 2: row scales are found while a row is in the cache, column scales by another pass.
-
-Under sequence parallelism the input's C is made from the 8-bit rows that were gathered. For experts
-the delayed recipe costs as much as tensorwise, since an expert without tokens has no scale yet.
+A CPU runs these functions; `fp8.casting` has kernels for a GPU that give the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +27,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.rules.precision import UNIT
-from megatron_ext.layers.compiled import compiled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -49,26 +39,34 @@ class Quantized:
     """A contiguous 8-bit matrix ``[m, k]`` that represents ``values / scale``.
 
     The float32 scale is ``[]`` for the whole matrix, ``[m, 1]`` by rows or ``[1, k]`` by columns.
+    ``inverse`` is its reciprocal, None if not yet known.
     """
 
     values: Tensor
     scale: Tensor
+    inverse: Tensor | None = None
+
+    @property
+    def factor(self) -> Tensor:
+        """Return ``1 / scale``, by which a product multiplies."""
+        return self.scale.reciprocal() if self.inverse is None else self.inverse
 
     def dequantized(self) -> Tensor:
         """Return ``values / scale``, ``[m, k]``, in float32."""
-        return self.values.float() * self.scale.reciprocal()
+        return self.values.float() * self.factor
 
     def transposed(self) -> Quantized:
         """Return the transpose ``[k, m]``; columns of zeros pad m to a multiple of 16."""
-        return Quantized(turned(self.values), self.scale.t())
+        inverse = None if self.inverse is None else self.inverse.t()
+        return Quantized(turned(self.values), self.scale.t(), inverse)
 
     def gathered(self, group: ProcessGroup) -> Quantized:
         """Gather the rows of a group's ranks; scales must be by rows, or equal on all ranks."""
         values = _gather_along_first_dim(self.values.view(torch.uint8), group)
-        scale = self.scale
+        scale, inverse = self.scale, self.inverse
         if scale.dim() and scale.size(1) == 1:
-            scale = _gather_along_first_dim(scale, group)
-        return Quantized(values.view(self.values.dtype), scale)
+            scale, inverse = _gather_along_first_dim(scale, group), None
+        return Quantized(values.view(self.values.dtype), scale, inverse)
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,17 +122,15 @@ def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
 Wanted = Literal["rows", "columns", "both"]
 
 
+Layouts = tuple[Tensor | None, Tensor | None]
+"""A matrix in 8 bits and its transpose, padded as by `turned`; None if not requested."""
+
+
 class Pass(NamedTuple):
-    """Results of a pass over a matrix ``[m, k]``; a layout that was not requested is None.
+    """A matrix ``[m, k]`` in 8 bits with the scale found for it; see `Quantized` and `Layouts`."""
 
-    Attributes:
-        number: a float32 number ``[]``, ``[m, 1]`` or ``[1, k]`` that the pass found: the scale if
-            `quantize` made the pass, the largest magnitude if `quantize_with` did.
-        rows: ``[m, k]`` in 8 bits.
-        columns: the transpose ``[k, m]`` in 8 bits, with m padded to a multiple of 16.
-    """
-
-    number: Tensor
+    scale: Tensor
+    inverse: Tensor
     rows: Tensor | None
     columns: Tensor | None
 
@@ -145,21 +141,27 @@ def quantize(
     """Cast ``[m, k]`` to 8 bits with scales found from its largest magnitudes ``amax``.
 
     ``amax`` None computes the magnitudes here: of the whole matrix with ``along`` None, of rows
-    with 1, of columns with 0. `Pass.number` is the scale.
+    with 1, of columns with 0.
     """
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
-    return Pass(scale, *_layouts(x, scale, dtype, wanted))
+    return Pass(scale, scale.reciprocal(), *_layouts(x, scale, dtype, wanted))
 
 
-def quantize_with(x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted) -> Pass:
-    """Cast ``[m, k]`` to 8 bits with a given scale ``[]``; also return the largest magnitude."""
-    return Pass(largest(x), *_layouts(x, scale, dtype, wanted))
+def quantize_with(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted, noted: Tensor | None = None
+) -> Layouts:
+    """Cast ``[m, k]`` to 8 bits with a given scale ``[]``; what is not finite becomes NaN.
+
+    ``noted``, float32 ``[]``, is raised to the largest magnitude, or set to NaN.
+    """
+    if noted is not None:
+        noted.copy_(torch.maximum(noted, largest(x)))
+    # A cast would cut infinity to the largest number of the format.
+    return _layouts(torch.where(x.isinf(), torch.nan, x), scale, dtype, wanted)
 
 
-def _layouts(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted
-) -> tuple[Tensor | None, Tensor | None]:
+def _layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted) -> Layouts:
     rows = cast(x, scale, dtype) if wanted != "columns" else None
     if wanted == "rows":
         return rows, None
@@ -170,45 +172,49 @@ def _layouts(
     return rows, turned(cast(F.pad(x, (0, 0, 0, missing)) if missing else x, scale, dtype))
 
 
-class Function:
-    """A pure function whose first argument is a matrix, compiled for matrices on a GPU.
-
-    A kernel that is specialized to a shape transposes faster, so each shape is compiled separately.
-    With ``varies`` the number of rows stays dynamic, for matrices whose token count changes.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._fixed, self._open = compiled(function, by_shape=True), compiled(function)
-
-    def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
-        """Call the function; ``varies`` selects the kernel for any number of rows."""
-        return (self._open if varies else self._fixed)(x, *more)
-
-
-LARGEST = Function(largest)
-QUANTIZE = Function(quantize)
-QUANTIZE_WITH = Function(quantize_with)
-
-
-def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def product(
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return the matrix product ``a b^T``, ``[m, n]``, of ``[m, k]`` and ``[n, k]``.
 
     ``a`` may be in e5m2, ``b`` is in e4m3. A CPU computes in float32, in which products of 8-bit
     numbers are exact; only the order of the sums differs from ``torch._scaled_mm`` on a GPU.
     ``fast`` lets tensor cores sum with fewer bits, as Transformer Engine does in forward passes.
+    With ``out``, a matrix of this dtype, the product overwrites it and is returned as it.
 
     Raises:
         ValueError: matrices or scales that `check_layout` refuses.
     """
     if not (a.values.numel() and b.values.numel()):
-        return torch.zeros(a.values.size(0), b.values.size(0), dtype=dtype, device=a.values.device)
+        shape = a.values.size(0), b.values.size(0)
+        zeros = torch.zeros(shape, dtype=dtype, device=a.values.device)
+        return zeros if out is None else out.copy_(zeros)
     given = arguments(a, b, dtype)
     check_layout(**given)
     if a.values.is_cuda:
         factors = given.pop("a"), given.pop("b")
-        return torch._scaled_mm(*factors, **given, use_fast_accum=fast).to(dtype)
-    sums = a.values.float() @ b.values.float().t()
-    return (sums * a.scale.reciprocal() * b.scale.reciprocal().t()).to(dtype)
+        if out is not None and given["out_dtype"] == out.dtype and _is_aligned(out):
+            return torch._scaled_mm(*factors, **given, use_fast_accum=fast, out=out)
+        result = torch._scaled_mm(*factors, **given, use_fast_accum=fast).to(dtype)
+    else:
+        sums = a.values.float() @ b.values.float().t()
+        result = (sums * a.factor * b.factor.t()).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Return whether cuBLASLt can write to this matrix with every algorithm that it may choose.
+
+    torch does not tell cuBLASLt how a matrix is aligned, which then assumes 256 bytes. Torch's
+    allocations and megatron-core's padded buffers are aligned so.
+    """
+    offset = matrix.storage_offset() * matrix.element_size()
+    return matrix.is_contiguous() and offset % 256 == 0
 
 
 def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
@@ -216,8 +222,8 @@ def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "a": a.values,
         "b": b.values.t(),
-        "scale_a": a.scale.reciprocal(),
-        "scale_b": b.scale.reciprocal().t(),
+        "scale_a": a.factor,
+        "scale_b": b.factor.t(),
         # Older torch, and some of its kernels, give nothing else for rows.
         "out_dtype": torch.bfloat16 if a.scale.dim() else dtype,
     }

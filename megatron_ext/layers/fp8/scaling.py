@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.precision import Fp8Config
-from megatron_ext.layers.fp8 import matrices
-from megatron_ext.layers.fp8.matrices import Pass, Quantized, Wanted
+from megatron_ext.layers.fp8 import casting, matrices
+from megatron_ext.layers.fp8.matrices import Layouts, Pass, Quantized, Wanted
 
 
 class Role(IntEnum):
@@ -134,13 +134,26 @@ class Pair(NamedTuple):
     columns: Quantized | None
 
 
+def _pair(scale: Tensor, inverse: Tensor, rows: Tensor | None, columns: Tensor | None) -> Pair:
+    assert rows is not None
+    turned = None if columns is None else Quantized(columns, scale, inverse)
+    return Pair(Quantized(rows, scale, inverse), turned)
+
+
 class Scaling(torch.nn.Module):
     """One scale for each tensor, computed from the tensor itself (``--fp8-recipe tensorwise``).
 
     Attributes:
         keeps_weight: reuse the 8-bit weight, since the weight stays constant (`KeptWeights`).
         kept_weight: the 8-bit weight to reuse; None before its first use.
+        activation: the `fp8.activation.Activation` that turns what the layer is called with into
+            its input; None if it is the input.
+        handed: the gradient of the layer's output in 8 bits, with the placeholder that autograd
+            brings instead; None if autograd brings the gradient.
     """
+
+    activation: Any = None
+    handed: tuple[Tensor, Pair] | None = None
 
     def __init__(self, config: Fp8Config, parts: Parts) -> None:
         super().__init__()
@@ -152,10 +165,24 @@ class Scaling(torch.nn.Module):
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
         """Return a matrix ``[m, k]`` in 8 bits, and with ``columns`` also its transpose."""
-        wanted: Wanted = "both" if columns else "rows"
-        scale, rows, turned = self._quantize(x, role, wanted)
-        assert rows is not None
-        return Pair(Quantized(rows, scale), None if turned is None else Quantized(turned, scale))
+        return _pair(*self._quantize(x, role, "both" if columns else "rows"))
+
+    def gradient(self, x: Tensor, *, columns: bool) -> Pair:
+        """Return the gradient of the output in 8 bits, cast from ``[m, k]`` unless it was handed.
+
+        Raises:
+            RuntimeError: a gradient was handed, but ``x`` is not its placeholder.
+        """
+        handed, self.handed = self.handed, None
+        if handed is None:
+            return self.pair(x.flatten(0, -2), Role.GRADIENT, columns=columns)
+        placeholder, pair = handed
+        if x is not placeholder:
+            raise RuntimeError(
+                "The output of an MLP's first layer has another use than the activation, whose "
+                "gradient would be lost; `--no-bias-swiglu-fusion` computes them apart."
+            )
+        return pair
 
     def rows(self, x: Tensor, role: Role) -> Quantized:
         """Return a matrix ``[m, k]`` in 8 bits, for a product that sums over k."""
@@ -166,9 +193,8 @@ class Scaling(torch.nn.Module):
 
         ``scale`` is the one that `rows` found for the same tensor; it is used again here.
         """
-        _, _, turned = matrices.QUANTIZE_WITH(
-            x, scale, self.formats[role], "columns", varies=self.parts.varies
-        )
+        _, turned = casting.cast_with(x, scale, self.formats[role], "columns")
+        assert turned is not None
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
@@ -195,9 +221,8 @@ class Scaling(torch.nn.Module):
     def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
         """Cast a matrix to 8 bits; return its scale and the ``wanted`` layouts."""
         varies = self.parts.varies
-        amax = _over(matrices.LARGEST(x, varies=varies), self.parts.of_tensor(role))
-        found: Pass = matrices.QUANTIZE(x, amax, self.formats[role], None, wanted, varies=varies)
-        return found
+        amax = _over(casting.LARGEST(x, varies=varies), self.parts.of_tensor(role))
+        return casting.cast_by_magnitude(x, amax, self.formats[role], wanted, varies=varies)
 
 
 class RowScaling(Scaling):
@@ -220,12 +245,12 @@ class RowScaling(Scaling):
         varies = self.parts.varies
         group = self.parts.of_rows(role) if along else self.parts.of_columns(role)
         # Where no other rank has a part, the magnitudes are found in the same pass.
-        amax = None if group is None else _over(matrices.LARGEST(x, along, varies=varies), group)
-        found: Pass = matrices.QUANTIZE(x, amax, self.formats[role], along, wanted, varies=varies)
+        amax = None if group is None else _over(casting.LARGEST(x, along, varies=varies), group)
+        found: Pass = casting.QUANTIZE(x, amax, self.formats[role], along, wanted, varies=varies)
         if found.rows is not None:
-            return Quantized(found.rows, found.number)
+            return Quantized(found.rows, found.scale, found.inverse)
         assert found.columns is not None
-        return Quantized(found.columns, found.number.t())
+        return Quantized(found.columns, found.scale.t(), found.inverse.t())
 
 
 class DelayedScaling(Scaling):
@@ -239,15 +264,18 @@ class DelayedScaling(Scaling):
         amax_history: largest magnitudes by step and `Role`, ``[steps, 3]`` float32, the latest
             first; zero for steps that are still missing. Checkpoints save this attribute only.
         scale: scales that follow from the history, ``[3]``.
+        inverse: their reciprocals, ``[3]``.
         amax: largest magnitudes of the current step on this rank, ``[3]``.
         has_history: on the host, whether all three tensors have a history. If so, the pass that
-            finds the largest magnitude before the cast is left out.
+            finds the largest magnitude before the cast is left out, and a value that is not finite
+            becomes NaN, which makes the step be skipped.
         limits: the largest numbers of the three formats, ``[3]``; kept on the device, because a
             copy would make each step wait.
     """
 
     amax_history: Tensor
     scale: Tensor
+    inverse: Tensor
     amax: Tensor
     limits: Tensor
 
@@ -255,6 +283,7 @@ class DelayedScaling(Scaling):
         super().__init__(config, parts)
         self.register_buffer("amax_history", torch.zeros(config.fp8_amax_history_len, len(Role)))
         self.register_buffer("scale", torch.ones(len(Role)), persistent=False)
+        self.register_buffer("inverse", torch.ones(len(Role)), persistent=False)
         self.register_buffer("amax", torch.zeros(len(Role)), persistent=False)
         limits = torch.tensor([torch.finfo(dtype).max for dtype in self.formats])
         self.register_buffer("limits", limits, persistent=False)
@@ -277,27 +306,34 @@ class DelayedScaling(Scaling):
         self._mark()
         return self
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the scales are known without a look at the tensors."""
+        return self.has_history and not self.parts.may_idle
+
+    def pair_by(self, cast: Callable[..., Layouts], role: Role, *, columns: bool) -> Pair:
+        """Return what ``cast`` computes and casts, given the last arguments of `cast_with`."""
+        wanted: Wanted = "both" if columns else "rows"
+        layouts = cast(self.scale[role], self.formats[role], wanted, self._noted(role))
+        return _pair(self.scale[role], self.inverse[role], *layouts)
+
     def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
-        varies, given = self.parts.varies, self.scale[role]
-        if self.has_history and not self.parts.may_idle:
-            found: Pass = matrices.QUANTIZE_WITH(
-                x, given, self.formats[role], wanted, varies=varies
-            )
-            self._note(found.number, role)
-            # A value that is not finite must not be cut off unseen; see `scale_for`.
-            return found._replace(number=torch.where(found.number.isfinite(), given, torch.nan))
-        amax: Tensor = matrices.LARGEST(x, varies=varies)
-        self._note(amax, role)
+        dtype, given, noted = self.formats[role], self.scale[role], self._noted(role)
+        if self.is_given:
+            layouts = casting.cast_with(x, given, dtype, wanted, noted)
+            return Pass(given, self.inverse[role], *layouts)
+        amax: Tensor = casting.LARGEST(x, varies=self.parts.varies)
+        if noted is not None:
+            noted.copy_(torch.maximum(noted, amax))
         amax = _over(amax, self.parts.of_tensor(role))
-        own = matrices.scale_for(amax, torch.finfo(self.formats[role]).max)
+        own = matrices.scale_for(amax, torch.finfo(dtype).max)
         known = self.amax_history[:, role].any() & amax.isfinite()
         scale = torch.where(known, given, own)
-        found = matrices.QUANTIZE_WITH(x, scale, self.formats[role], wanted, varies=varies)
-        return found._replace(number=scale)
+        return Pass(scale, scale.reciprocal(), *casting.cast_with(x, scale, dtype, wanted))
 
-    def _note(self, amax: Tensor, role: Role) -> None:
-        if self.training:
-            self.amax[role] = torch.maximum(self.amax[role], amax)
+    def _noted(self, role: Role) -> Tensor | None:
+        """Return the largest magnitude of this step ``[]``, to be raised by a cast in training."""
+        return self.amax[role] if self.training else None
 
     def scale_of(self, histories: Tensor) -> Tensor:
         """Return scales ``[..., 3]`` from histories ``[..., steps, 3]`` of the 3 roles."""
@@ -309,6 +345,7 @@ class DelayedScaling(Scaling):
 def _follow_history(scaling: Any, _keys: Any) -> None:
     """Recompute the scales from a history that was just loaded."""
     scaling.scale.copy_(scaling.scale_of(scaling.amax_history))
+    scaling.inverse.copy_(scaling.scale.reciprocal())
     scaling.has_history = bool(scaling.amax_history.any(dim=0).all())
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.layers.fp8.casting import Function
 from megatron_ext.layers.fp8.matrices import (
     E4M3,
     E5M2,
-    Function,
     Pass,
     Quantized,
     cast,
@@ -101,7 +101,6 @@ FUNCTIONS = {
     "columns": (quantize, (None, E5M2, 0, "columns")),
     "across": (quantize, (None, E4M3, 0, "rows")),
     "known magnitude": (quantize, (torch.tensor(3.0), E4M3, None, "both")),
-    "known scale": (quantize_with, (torch.tensor(1.7), E5M2, "both")),
 }
 
 
@@ -128,7 +127,7 @@ def test_both_layouts_hold_the_same_numbers(m: int, along: int | None) -> None:
     scale = scale_for(amax, 448.0)
     want = (x.float() * scale).clamp(-448, 448).to(E4M3).float()
     found = quantize(x, None, E4M3, along, "both")
-    assert torch.equal(found.number, scale)
+    assert torch.equal(found.scale, scale) and torch.equal(found.inverse, 1 / scale)
     assert torch.equal(found.rows.float(), want)
     assert found.columns.shape == (48, math.ceil(m / 16) * 16) and found.columns.is_contiguous()
     assert torch.equal(found.columns.float()[:, :m], want.t())
@@ -136,10 +135,23 @@ def test_both_layouts_hold_the_same_numbers(m: int, along: int | None) -> None:
 
 
 def test_the_largest_magnitude_is_a_by_product() -> None:
-    x, scale = matrix(32, 48), torch.tensor(0.5)
-    found = quantize_with(x, scale, E5M2, "columns")
-    assert found.number == x.abs().max() and found.rows is None and found.columns is not None
-    assert torch.equal(found.columns.float(), cast(x, scale, E5M2).float().t())
+    x, scale, noted = matrix(32, 48), torch.tensor(0.5), torch.tensor(1e-3)
+    rows, columns = quantize_with(x, scale, E5M2, "columns", noted)
+    assert noted == x.abs().max() and rows is None and columns is not None
+    assert torch.equal(columns.float(), cast(x, scale, E5M2).float().t())
+    quantize_with(x / 2, scale, E5M2, "rows", noted)
+    assert noted == x.abs().max()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_with_a_given_scale_what_is_not_finite_becomes_nan(bad: float) -> None:
+    """Cut to the largest number of the format, an infinite value would not be seen again."""
+    x, noted = matrix(16, 32), torch.tensor(0.0)
+    x[3, 4] = bad
+    rows, columns = quantize_with(x, ONE, E4M3, "both", noted)
+    for layout in (rows, columns.t()):
+        assert layout.float().isnan().nonzero().tolist() == [[3, 4]]
+    assert not noted.isfinite()
 
 
 def test_nothing_has_no_magnitude() -> None:
@@ -148,7 +160,7 @@ def test_nothing_has_no_magnitude() -> None:
     assert largest(x, 1).shape == (0, 1) and largest(x, 0).tolist() == [[0.0] * 32]
     found = quantize(x, None, E4M3, 0, "columns")
     assert found.columns is not None and found.columns.shape == (32, 0)
-    assert found.number.tolist() == [[1.0] * 32]
+    assert found.scale.tolist() == [[1.0] * 32]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -161,7 +173,7 @@ def test_compiled_numbers_are_those_step_by_step(name: str) -> None:
         spoiled = matrix(32, 48)
         spoiled[3, 4] = torch.nan
         got = faster(spoiled, *more)
-    assert torch.equal(got.number.isnan(), function(spoiled, *more).number.isnan())
+    assert torch.equal(got.scale.isnan(), function(spoiled, *more).scale.isnan())
 
 
 def test_numbers_of_rows_that_vary_compile_twice_at_most() -> None:
@@ -187,7 +199,7 @@ def test_every_shape_that_does_not_vary_is_compiled() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensor", "columns", "known scale"])
+@pytest.mark.parametrize("name", ["tensor", "columns"])
 def test_generated_code_gives_the_same_numbers(name: str) -> None:
     """Inductor, the compiler that runs on a GPU, here writes C++."""
     function, more = FUNCTIONS[name]
