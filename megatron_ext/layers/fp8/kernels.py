@@ -122,7 +122,9 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     scale = tl.load(given)
     if found is not None:
         amax = scale
-        scale = tl.minimum(tl.div_rn(tl.full([], LIMIT, tl.float32), amax), 3.4028234663852886e38)
+        # torch divides a number by a tensor in these two steps.
+        scale = tl.div_rn(tl.full([], 1.0, tl.float32), amax) * LIMIT
+        scale = tl.minimum(scale, 3.4028234663852886e38)
         scale = tl.where(amax > 0, scale, 1.0)
         scale = tl.where(amax < float("inf"), scale, float("nan"))
         if tl.program_id(0) == 0:

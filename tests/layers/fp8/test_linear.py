@@ -33,6 +33,9 @@ class Whole(Parts):
 
     of_rows = of_columns = of_tensor
 
+    def of_step(self) -> tuple[()]:
+        return ()
+
 
 def scaling_of(recipe: str, parts: Parts | None = None, **flags: Any) -> Scaling:
     config = Fp8Config(fp8_format="hybrid", fp8_recipe=recipe, **flags)
