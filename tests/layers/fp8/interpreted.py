@@ -6,7 +6,7 @@ converts instead, which rounds to the nearest number and ties to even, as the in
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from megatron_ext.layers import pointwise
@@ -230,12 +231,12 @@ def step(mlp: Mlp, seed: int) -> list[Tensor]:
 
 
 @pytest.fixture
-def on_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def on_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def use() -> None:
         for module in (casting, activation):
             monkeypatch.setattr(module, "kernels_for", lambda x: kernels if x.numel() else None)
 
-    yield use
+    return use
 
 
 @pytest.mark.parametrize(("name", "gated"), [("silu", True), ("gelu", False)])
@@ -322,8 +323,6 @@ def test_what_joins_nothing(change: Callable[[Mlp], None], on_kernels: Callable[
 
 def test_a_layer_launches_one_kernel_for_each_tensor(on_kernels: Callable[[], None]) -> None:
     """Beside them and the products a step with known scales computes nothing."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     on_kernels()
     layer = Layer(F, H)
     assert isinstance(layer.fp8, DelayedScaling)
