@@ -179,7 +179,7 @@ S, B, H, F = 20, 2, 32, 48
 
 
 class Layer(torch.nn.Module):
-    """What `joined` reads of a parallel linear layer, with a call that multiplies in 8 bits."""
+    """A linear layer in 8 bits with what `joined` reads of a parallel one."""
 
     def __init__(self, n: int, k: int) -> None:
         super().__init__()
