@@ -20,7 +20,7 @@ from torch import Tensor
 
 import megatron_ext
 from megatron_ext.layers import pointwise
-from megatron_ext.layers.fp8 import matrices
+from megatron_ext.layers.fp8 import casting
 from megatron_ext.losses import vocabulary
 
 PACKAGE = Path(megatron_ext.__file__).parent
@@ -210,33 +210,19 @@ TEXT = (
 )
 
 FP8 = (
-    Case("largest", matrices.LARGEST, lambda: (matrix(),), (2, 0), (1, 0)),
-    Case(
-        "quantize_tensor",
-        matrices.QUANTIZE,
-        lambda: (matrix(), single(), E4M3, None, "both"),
-        (2, 0),
-        (2.5, 0),
-    ),
+    Case("largest", casting.LARGEST, lambda: (matrix(),), (2, 0), (1, 0)),
     Case(
         "quantize_rows",
-        matrices.QUANTIZE,
+        casting.QUANTIZE,
         lambda: (matrix(), None, E4M3, 1, "rows"),
         (1, 0),
         (1.5, 0),
     ),
     Case(
         "quantize_columns",
-        matrices.QUANTIZE,
+        casting.QUANTIZE,
         lambda: (matrix(), None, E5M2, 0, "columns"),
         (3, 0),
         (2.51, 0),
-    ),
-    Case(
-        "quantize_with_scale",
-        matrices.QUANTIZE_WITH,
-        lambda: (matrix(), single(), E5M2, "both"),
-        (3, 0),
-        (3.1, 0),
     ),
 )
