@@ -21,7 +21,12 @@ from torch import Tensor
 from megatron_ext.device import HostCopy
 from megatron_ext.layers.fp8.matrices import Quantized, product
 from megatron_ext.layers.fp8.scaling import DelayedScaling, Role, Scaling
-from megatron_ext.layers.weight_gradients import LinearCall, accumulate, gradient_placeholder
+from megatron_ext.layers.weight_gradients import (
+    LinearCall,
+    accumulate,
+    gradient_placeholder,
+    takes_overwrite,
+)
 
 
 def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
@@ -67,10 +72,10 @@ class _Fp8Linear(torch.autograd.Function):
         kernel = scaling.weight_columns(weight, weight_scale)
         grad_input = product(gradient.rows, kernel, grad_output.dtype)
         sent = None
-        if wide is not None:
-            grad_input = ctx.activation.hand_over(grad_input, wide.flatten(0, -2), wide.shape)
-        else:
+        if wide is None:
             grad_input = grad_input.view(*grad_output.shape[:-1], weight.size(1))
+        elif ctx.needs_input_grad[0]:
+            grad_input = ctx.activation.hand_over(grad_input, wide.flatten(0, -2), wide.shape)
         if call.sequence_parallel:
             grad_input = _reduce_scatter_along_first_dim(grad_input, call.tp_group)
         elif call.allreduce_dgrad:
@@ -124,8 +129,9 @@ def _weight_gradient(
     gradient: Quantized | None,
     kept: list[Tensor],
     dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight's gradient ``[out, in]``.
+    """Return the weight's gradient ``[out, in]``, or write it to ``out``, which has this dtype.
 
     ``flat`` is the output's gradient ``[tokens, out]``; ``gradient`` is the transpose of ``flat``
     in 8 bits, None without ``--fp8-wgrad``. ``kept`` holds the tensors that `_entered` saved.
@@ -134,31 +140,44 @@ def _weight_gradient(
         total = kept[0]
         if call.sequence_parallel:
             total = _gather_along_first_dim(total, call.tp_group)
-        return flat.t().matmul(total.flatten(0, -2)).to(dtype)
+        result = flat.t().matmul(total.flatten(0, -2))
+        return result.to(dtype) if out is None else out.copy_(result)
     entered = Quantized(*kept)
     if call.sequence_parallel:
         assert call.tp_group is not None
         entered = entered.gathered(call.tp_group).transposed()
-    return product(gradient, entered, dtype)
+    return product(gradient, entered, dtype, out=out)
 
 
-def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor | None:
+def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
     """Queue the weight's gradient, add it to ``main_grad`` or return it, as ``call`` says.
 
-    ``compute`` returns the gradient in a given dtype. Autograd gets None for a queued gradient and
-    a placeholder for one that was added.
+    ``compute`` returns the gradient in a given dtype, or writes it to a given matrix. Autograd gets
+    None for a queued gradient and a placeholder for one that was added.
     """
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None) if call.in_place else None
-    # The product cannot add by itself; in the buffer's float32 nothing is rounded in between.
-    dtype = weight.dtype if main_grad is None else main_grad.dtype
     if call.queue is not None:
-        call.queue.add(lambda: accumulate(weight, compute(dtype)))
+        call.queue.add(lambda: _add(compute, weight, main_grad))
         return None
     if main_grad is None:
-        return compute(dtype)
-    accumulate(weight, compute(dtype))
+        return compute(weight.dtype)
+    _add(compute, weight, main_grad)
     return gradient_placeholder(weight)
+
+
+def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | None) -> None:
+    """Add a weight's gradient to its sum; in a ``main_grad`` in float32 no product is rounded.
+
+    The first product of a step writes to ``main_grad`` itself. No later one can add to it, since
+    ``torch._scaled_mm`` has no such form (its beta is 0).
+    """
+    if main_grad is None:
+        accumulate(weight, compute(weight.dtype))
+    elif takes_overwrite(weight):
+        compute(main_grad.dtype, main_grad)
+    else:
+        main_grad.add_(compute(main_grad.dtype))
 
 
 class KeptWeights:

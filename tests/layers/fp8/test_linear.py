@@ -174,6 +174,31 @@ def test_weight_gradients_go_to_the_main_gradient_unrounded(recipe: str, puts_of
     assert puts_off or parameter.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("wgrad", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("puts_off", [False, True])
+def test_the_first_product_of_a_step_overwrites_the_old_gradient(
+    recipe: str, puts_off: bool, wgrad: bool
+) -> None:
+    """The sums equal those in a buffer of zeros; NaN stands for the gradient of the step before."""
+    x, weight, gradient = tensors(torch.bfloat16)
+    found = []
+    for overwrite in (False, True):
+        parameter: Any = torch.nn.Parameter(weight.clone())
+        parameter.main_grad = torch.full((OUT, IN), torch.nan if overwrite else 0.0)
+        parameter.overwrite_main_grad = overwrite
+        parameter.grad_added_to_main_grad = False
+        queue = DeferredWeightGradients() if puts_off else None
+        call = LinearCall(parameter, queue, True, scaling=scaling_of(recipe, fp8_wgrad=wgrad))
+        for _ in range(2):
+            own = x.clone().requires_grad_()
+            fp8_linear(own, parameter, None, call).backward(gradient)
+            assert not parameter.overwrite_main_grad
+            found.append(parameter.main_grad.clone())
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert found[0].any()
+
+
 @pytest.mark.parametrize("s", [S, 5])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_takes_the_products(recipe: str, s: int, monkeypatch: pytest.MonkeyPatch) -> None:

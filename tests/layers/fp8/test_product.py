@@ -119,6 +119,42 @@ def torch_takes(given: dict[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.parametrize(("offset", "direct"), [(0, True), (64, True), (4, False)])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_product_of_a_gpu_writes_to_a_matrix_of_its_dtype(
+    by_rows: bool, offset: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the matrix is not aligned, or the result has another dtype, it is copied."""
+    written = []
+    multiply = torch._scaled_mm
+
+    def noting(*args: Any, out: Any = None, **kwargs: Any) -> Tensor:
+        written.append(out)
+        return multiply(*args, **kwargs) if out is None else multiply(*args, out=out, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noting)
+    with FakeTensorMode():
+        sides = (32, 64), (48, 64)
+        a, b = (torch.empty(size, dtype=E4M3, device="cuda") for size in sides)
+        scales = [torch.empty((m, 1) if by_rows else (), device="cuda") for m, _ in sides]
+        out = torch.empty(2048, device="cuda")[offset : offset + 32 * 48].view(32, 48)
+        factors = (Quantized(x, scale) for x, scale in zip((a, b), scales, strict=True))
+        assert product(*factors, torch.float32, out=out) is out
+    assert len(written) == 1 and (written[0] is out) == (direct and not by_rows)
+
+
+@pytest.mark.parametrize("m", [32, 0])
+def test_a_product_of_a_cpu_writes_to_a_matrix(m: int) -> None:
+    a, b = (
+        quantized(matrices(2)[0], E4M3, by_rows=False),
+        quantized(matrices(2)[1], E4M3, by_rows=False),
+    )
+    a = Quantized(a.values[:m], a.scale)
+    out = torch.full((m, 48), torch.nan)
+    assert product(a, b, torch.float32, out=out) is out
+    assert torch.equal(out, product(a, b, torch.float32))
+
+
 def strided(matrix: Tensor) -> Tensor:
     """Return the same numbers, the other way round in memory."""
     return matrix.t().contiguous().t()
