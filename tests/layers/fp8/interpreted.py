@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
@@ -116,6 +117,15 @@ def test_a_magnitude_that_is_nan_stays_so() -> None:
     noted = torch.tensor(torch.nan)
     kernels.cast(matrix(16, 16), torch.ones(()), E4M3, "rows", noted)
     assert noted.isnan()
+
+
+def test_tensors_without_memory_get_layouts_of_the_right_shapes() -> None:
+    """So that a step can be traced on a machine without a GPU."""
+    with FakeTensorMode():
+        x, scale = torch.empty(21, 48, device="cuda", dtype=torch.bfloat16), torch.ones(())
+        rows, columns = kernels.cast(x, scale, E4M3, "both")
+    assert rows.shape == (21, 48) and columns.shape == (48, 32)
+    assert rows.dtype == columns.dtype == E4M3 and rows.is_cuda and columns.is_cuda
 
 
 def test_a_matrix_that_is_not_contiguous() -> None:

@@ -204,11 +204,11 @@ def test_the_first_product_of_a_step_overwrites_the_old_gradient(
 def test_torch_takes_the_products(recipe: str, s: int, monkeypatch: pytest.MonkeyPatch) -> None:
     products = []
 
-    def checked(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    def checked(a: Quantized, b: Quantized, dtype: torch.dtype, **more: Any) -> Tensor:
         given = arguments(a, b, dtype)
         assert torch_takes(given)
-        products.append((given["out_dtype"], fast))
-        return product(a, b, dtype, fast=fast)
+        products.append((given["out_dtype"], more.get("fast", False)))
+        return product(a, b, dtype, **more)
 
     monkeypatch.setattr(linear, "product", checked)
     x, weight, gradient = tensors(torch.bfloat16, s)

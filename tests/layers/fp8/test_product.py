@@ -125,21 +125,29 @@ def test_a_product_of_a_gpu_writes_to_a_matrix_of_its_dtype(
     by_rows: bool, offset: int, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the matrix is not aligned, or the result has another dtype, it is copied."""
-    written = []
-    multiply = torch._scaled_mm
+    written: list[Tensor | None] = []
 
-    def noting(*args: Any, out: Any = None, **kwargs: Any) -> Tensor:
+    def multiply(
+        a: Tensor,
+        b: Tensor,
+        *,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        out_dtype: torch.dtype,
+        use_fast_accum: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
         written.append(out)
-        return multiply(*args, **kwargs) if out is None else multiply(*args, out=out, **kwargs)
+        result = (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+        return result if out is None else out.copy_(result)
 
-    monkeypatch.setattr(torch, "_scaled_mm", noting)
-    with FakeTensorMode():
-        sides = (32, 64), (48, 64)
-        a, b = (torch.empty(size, dtype=E4M3, device="cuda") for size in sides)
-        scales = [torch.empty((m, 1) if by_rows else (), device="cuda") for m, _ in sides]
-        out = torch.empty(2048, device="cuda")[offset : offset + 32 * 48].view(32, 48)
-        factors = (Quantized(x, scale) for x, scale in zip((a, b), scales, strict=True))
-        assert product(*factors, torch.float32, out=out) is out
+    qa, qb = (quantized(x, E4M3, by_rows=by_rows) for x in matrices(2))
+    want = product(qa, qb, torch.bfloat16 if by_rows else torch.float32).float()
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    out = torch.full((2048,), torch.nan)[offset : offset + 32 * 48].view(32, 48)
+    assert product(qa, qb, torch.float32, out=out) is out
+    assert torch.allclose(out, want, rtol=1e-6, atol=0)
     assert len(written) == 1 and (written[0] is out) == (direct and not by_rows)
 
 
