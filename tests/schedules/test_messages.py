@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
 from megatron_ext.device import cuda_shim
@@ -221,3 +222,21 @@ def test_a_planted_exchange_of_messages_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Channels, "send", exchanged)
     with pytest.raises(AssertionError, match="approx"):
         run_step("1f1b", 2, 3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_a_rank_keeps_only_the_message_in_flight(schedule: str) -> None:
+    """A message that has arrived is given up before the next is sent, where the library tells."""
+    message = SHAPE[0] * SHAPE[1] * SHAPE[2] * torch.float32.itemsize
+    assert run_step(schedule, 4, 32).most == [message] * 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_a_rank_keeps_few_messages_where_only_who_waits_is_told(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sent, "is_completed", lambda work: False)
+    message = SHAPE[0] * SHAPE[1] * SHAPE[2] * torch.float32.itemsize
+    # With 32 micro-batches and 4 ranks, no more than with 8.
+    most = max(run_step(schedule, 4, 32).most)
+    assert most <= 8 * CHUNKS.get(schedule, 1) * message
