@@ -19,14 +19,17 @@ LAYER_KERNELS = {
     ("linear", Phase.WEIGHT): 4,
     ("attention", Phase.FORWARD): 1,
     ("attention", Phase.INPUT): 3,
-    ("pointwise", Phase.FORWARD): 5,
-    ("pointwise", Phase.INPUT): 10,
+    ("pointwise", Phase.FORWARD): 7,
+    ("pointwise", Phase.INPUT): 6,
+    ("plumbing", Phase.WEIGHT): 4,
 }
-"""Kernels of a dense layer. The pointwise ones are the first norm, the split of the projection with
-its rotation, the sum with the second norm, the activation and the last sum. Going back, a norm
-takes two kernels, and the sum of its gain's gradient two more."""
-VECTOR_KERNELS = 19
-"""Kernels of vectors ``[C]`` for a block of logits, beside two passes over the logits."""
+"""Kernels of a dense layer. The pointwise ones are the first norm, three that split the projection
+and rotate, the sum with the second norm, the activation and the last sum. Going back, a norm takes
+two kernels. The gradients of both gains are cast and added to the buffer."""
+PASSES = 4
+"""Kernels of the two passes over a block of logits, the first of which needs three."""
+VECTOR_KERNELS = 30
+"""Kernels of vectors ``[C]`` for a block of logits."""
 
 LOGIT = 2 + 4
 """Bytes per 16-bit logit: a pass that reads it, and one that overwrites it by its gradient."""
@@ -138,7 +141,9 @@ class GptKernels(GptFlops):
             Work("head", Phase.FORWARD, counted.head, 0.0, count, x.width),
             Work("head", inputs, counted.head, 0.0, count, x.width),
             Work("head", weights, counted.head_weights, losses * summed, count, x.width),
-            Work("logits", Phase.FORWARD, 0.0, per_logit * logits, count * (2 + VECTOR_KERNELS)),
+            Work(
+                "logits", Phase.FORWARD, 0.0, per_logit * logits, count * (PASSES + VECTOR_KERNELS)
+            ),
         ]
         if self._trains:
             moved = (HEAD_PLUMBING * losses + ZEROING / self._num_microbatches) * table
