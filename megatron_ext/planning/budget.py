@@ -37,7 +37,7 @@ def budget(found: Estimate) -> list[Line]:
     "gaps" is the time between all kernels, "waiting" that for other pipeline stages.
     """
     network, clock = found.network, Clock(found.network, found.rates)
-    rank, count = found.ranks[clock.slowest()], network.schedule.num_microbatches
+    rank, count = found.ranks[clock.slowest()], network.num_microbatches
     works = clock.update_work(rank)
     works += [work * count for stage in rank.stages for work in network.work(stage)]
     kinds = [(kind, [work for work in works if work.kind == kind]) for kind in KINDS]

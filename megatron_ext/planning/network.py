@@ -121,13 +121,18 @@ def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
     return (2 - fp8.fp8_param_gather) * numbers
 
 
+def microbatches(parallel: ParallelConfig, training: TrainingConfig) -> int:
+    """Return the number of micro-batches of a rank in a step of the full global batch."""
+    micro, batch = training.batch_sizes
+    return max(1, batch // (micro * parallel.data_parallel_size))
+
+
 def step_plan(parallel: ParallelConfig, training: TrainingConfig) -> Plan:
     """Return the pipeline schedule of a step of the full global batch."""
-    micro, batch = training.batch_sizes
     return build_plan(
         (parallel.pipeline_schedule or "no-pipelining").removeprefix("core-"),
         pipeline_size=parallel.pipeline_model_parallel_size,
-        num_microbatches=max(1, batch // (micro * parallel.data_parallel_size)),
+        num_microbatches=microbatches(parallel, training),
         num_chunks=parallel.virtual_pipeline_model_parallel_size or 1,
         group_size=parallel.microbatch_group_size_per_vp_stage,
     )
@@ -143,6 +148,11 @@ class Network(ABC):
         """Return this network in the run ``config``, which has the same ranks and micro-batches."""
         this: Any = self
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the number of micro-batches of a rank in a step."""
+        return microbatches(self.config.parallel, self.config.training)
 
     @property
     def schedule(self) -> Plan:
@@ -205,7 +215,7 @@ class Network(ABC):
 
     def products(self, stage: Stage) -> list[Work]:
         """Return the matrix products of one micro-batch, and what 8 bits and float32 sums cost."""
-        x, width, count = self.flops(stage), self.sizes.width, self.schedule.num_microbatches
+        x, width, count = self.flops(stage), self.sizes.width, self.num_microbatches
         forward, inputs, weights = Phase.FORWARD, Phase.INPUT, Phase.WEIGHT
         found = [
             Work("linear", forward, x.linear, width=width),

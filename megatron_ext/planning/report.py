@@ -96,7 +96,7 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
     return (
         f"plan: {config.parallel.world_size} ranks ({shown}), "
         f"{model_parameters(ranks) / 10**6:,.1f} M parameters, "
-        f"{network.schedule.num_microbatches} micro-batches of {x.b} × {network.tokens} tokens, "
+        f"{network.num_microbatches} micro-batches of {x.b} × {network.tokens} tokens, "
         f"{numbers}"
     )
 
@@ -198,7 +198,7 @@ def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
     names = [field.name for field in fields(Volume)]
     table = Table("pipeline rank", *names, title="bytes that a rank sends in a step")
     for rank in ranks:
-        volume = rank_volume(network, rank, network.schedule.num_microbatches)
+        volume = rank_volume(network, rank, network.num_microbatches)
         table.add_row(str(rank.rank), *(size(getattr(volume, name)) for name in names))
     return table
 

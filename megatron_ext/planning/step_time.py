@@ -64,7 +64,7 @@ class Estimate:
     def tokens_per_second(self) -> float:
         """Return the tokens that all ranks together train on in a second."""
         x = self.network.sizes
-        sequences = self.network.schedule.num_microbatches * x.b * x.dp
+        sequences = self.network.num_microbatches * x.b * x.dp
         return sequences * self.network.tokens / self.seconds
 
     @property
@@ -132,7 +132,7 @@ class Clock:
 
     def after(self, rank: RankMemory) -> float:
         """Return the time after the last backward pass: update, and what replicas exchange."""
-        volume = rank_volume(self.network, rank, self.network.schedule.num_microbatches)
+        volume = rank_volume(self.network, rank, self.network.num_microbatches)
         return sum(map(self.rates.seconds, self.update_work(rank))) + self.replicas(volume)
 
     def replicas(self, volume: Volume) -> float:

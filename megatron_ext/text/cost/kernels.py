@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_ext.losses.vocabulary import default_rows, fused_rows
 from megatron_ext.planning.kernels import Phase, Work, cast_of
-from megatron_ext.planning.network import step_plan
+from megatron_ext.planning.network import microbatches
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.text.cost.flops import GptFlops
 
@@ -84,7 +84,7 @@ class GptKernels(GptFlops):
 
     @property
     def _num_microbatches(self) -> int:
-        return step_plan(self.config.parallel, self.config.training).num_microbatches
+        return microbatches(self.config.parallel, self.config.training)
 
     def layer_work(self, experts: bool, *, joins: bool = False) -> list[Work]:
         """Return the bytes of a layer's pointwise kernels, and the number of kernels of each class.
