@@ -94,6 +94,8 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Dispatcher that sends each token to the ranks of its experts by one all-to-all."""
 
     tp_size: int
+    ep_size: int
+    num_local_experts: int
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
         """Gather the tokens of the ranks that hold parts of this rank's experts; sort by expert.
@@ -102,7 +104,8 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """
         sizes = self._unequal_parts()
         if sizes is None:
-            return super().dispatch_postprocess(global_input_tokens, global_probs)
+            with self._sorted_already():
+                return super().dispatch_postprocess(global_input_tokens, global_probs)
         own = [len(global_input_tokens)] * len(sizes)
         copies = (torch.cat([x] * len(sizes)) for x in (global_input_tokens, global_probs))
         tokens, probs = (all_to_all(self.tp_group, x, sizes, own) for x in copies)
@@ -113,7 +116,8 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """Sum the outputs of each expert's parts; return the sums for this rank's own tokens."""
         sizes = self._unequal_parts()
         if sizes is None:
-            return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
+            with self._sorted_already():
+                return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
         with self._gathered_already():
             unsorted = super().combine_preprocess(hidden_states)
         own = [sizes[self.tp_rank]] * len(sizes)
@@ -140,6 +144,20 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             yield
         finally:
             self.tp_size = size
+
+    @contextmanager
+    def _sorted_already(self) -> Iterator[None]:
+        """Keep megatron-core from sorting tokens of this rank alone, which are sorted by expert.
+
+        It would copy them part by part into the same order.
+        """
+        count = self.num_local_experts
+        if self.tp_size * self.ep_size == 1 and not self.drop_and_pad:
+            self.num_local_experts = 1
+        try:
+            yield
+        finally:
+            self.num_local_experts = count
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None

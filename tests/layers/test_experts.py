@@ -113,6 +113,8 @@ def test_grouped_experts_equal_single_ones(
     of_experts = [place for place in waits if "experts.py" in place]
     assert of_experts and not [place for place in fewer if "experts.py" in place]
     assert len(waits) - len(fewer) == len(of_experts)
+    # Tokens that never left this rank are sorted by expert.
+    assert not [place for place in waits if "sort_chunks" in place]
 
 
 @ranks()
