@@ -41,7 +41,7 @@ class _Compiler:
     """The settings of compilation; with the backend None everything runs eagerly."""
 
     backend: Backend | None = "inductor"
-    options: dict[str, Any] | None = None
+    alike: bool = False
     on_cpu: bool = False
     strict: bool = False
     checked: bool = False
@@ -63,8 +63,7 @@ def compile_alike() -> None:
     on this rank's GPU, and the order of a sum depends on the block size. Versions of torch without
     this option try one size for the reductions of norms.
     """
-    if hasattr(torch._inductor.config, "deterministic"):
-        _compiler.options = {"deterministic": True}
+    _compiler.alike = hasattr(torch._inductor.config, "deterministic")
 
 
 @contextmanager
@@ -169,7 +168,7 @@ class Compiled(Generic[R]):
             return self.eager(*args, **kwargs)
         args, kwargs = tuple(map(_plain, args)), {name: _plain(x) for name, x in kwargs.items()}
         given = [_signature(arg, self._by_shape) for arg in (*args, *kwargs.values())]
-        key = (_compiler.backend, torch.is_grad_enabled(), *given)
+        key = (_compiler.backend, _compiler.alike, torch.is_grad_enabled(), *given)
         variant = self._variants.get(key)
         if variant is None:
             variant = self._variants[key] = self._compile()
@@ -209,7 +208,8 @@ class Compiled(Generic[R]):
         code = function.__code__.replace(co_name=name)
         copy = types.FunctionType(code, function.__globals__, name, *bound)
         backend = _compiler.backend
-        options = _compiler.options if backend == "inductor" else None
+        alike = _compiler.alike and backend == "inductor"
+        options: dict[str, Any] | None = {"deterministic": True} if alike else None
         made: Callable[..., R] = torch.compile(
             copy, backend=backend, fullgraph=True, options=options
         )

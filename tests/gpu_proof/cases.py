@@ -115,8 +115,8 @@ TEXT = (
         "norm_with_residual",
         pointwise.norm_with_residual,
         lambda: (hidden(), half(H), None, RMS),
-        (1, 3),
-        (2, 6.03),
+        (1, 2),
+        (2, 4.03),
     ),
     Case(
         "dropout",

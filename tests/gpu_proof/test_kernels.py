@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.layers import compiled
 from megatron_ext.layers.compiled import Compiled, FusedResidual
 from megatron_ext.layers.fp8.casting import Function
 from tests.gpu_proof.cases import FP8, TEXT, Case, modules_with
@@ -75,6 +79,20 @@ def misfits(case: Case, graph: Graph) -> Iterator[str]:
 @pytest.mark.usefixtures("fake_tensors")
 def test_compiled_functions_keep_their_limits(case: Case) -> None:
     assert broken_limits(case) == []
+
+
+NORMS = [case for case in TEXT if "norm" in case.name]
+
+
+@pytest.mark.parametrize("case", NORMS, ids=lambda case: case.name)
+@pytest.mark.usefixtures("fake_tensors")
+def test_sums_have_one_configuration_where_ranks_must_agree(case: Case) -> None:
+    with mock.patch.object(compiled, "_compiler", dataclasses.replace(compiled._compiler)):
+        compiled.compile_alike()
+        forward, backward, _ = run(case)
+    kernels = [kernel for graph in (*forward, *backward) for kernel in graph.kernels]
+    sums = [kernel for kernel in kernels if re.match("triton_(red|per)_", kernel.name)]
+    assert sums and {len(kernel.binaries) for kernel in sums} == {1}
 
 
 def compiled_functions() -> dict[int, str]:
