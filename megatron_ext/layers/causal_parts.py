@@ -113,7 +113,7 @@ def _parts(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]
 
 
 @compiled
-def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the outputs ``[b, n, q, d]`` and log-sum-exps ``[b, n, q(, 1)]`` over two parts."""
     share = torch.sigmoid(other_lse - lse).reshape(*out.shape[:3], 1)
     mixed = torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share)
@@ -134,7 +134,7 @@ class _InParts(torch.autograd.Function):
         earlier, own = _parts(query, key, value)
         out, lse, saved = kernel.forward(query, *earlier, False, scale)
         of_own, lse_of_own, saved_of_own = kernel.forward(query, *own, True, scale)
-        out, lse = _merged(out, lse, of_own, lse_of_own)
+        out, lse = merged(out, lse, of_own, lse_of_own)
         ctx.save_for_backward(query, key, value, out, lse, *saved, *saved_of_own)
         ctx.kernel, ctx.scale = kernel, scale
         return out

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import megatron_ext
-from megatron_ext.layers import pointwise
+from megatron_ext.layers import causal_parts, pointwise
 from megatron_ext.layers.fp8 import casting
 from megatron_ext.losses import vocabulary
 
@@ -188,6 +188,18 @@ TEXT = (
         lambda: (projected(), None, GROUPS, D, *table(), False, half(D), None, half(D), None, RMS),
         (3, 6),
         (3.26, 9.92),
+    ),
+    Case(
+        "parts_of_attention",
+        causal_parts.merged,
+        lambda: (
+            half(1, HEADS, S // 4, D, grad=False),
+            single(1, HEADS, S // 4, 1),
+            half(1, HEADS, S // 4, D, grad=False),
+            single(1, HEADS, S // 4, 1),
+        ),
+        (2, 0),
+        (3.08, 0),
     ),
     Case(
         "statistics",

@@ -24,6 +24,7 @@ import torch._inductor.fx_passes.pad_mm
 import torch._inductor.runtime.triton_helpers
 import torch._subclasses.fake_tensor
 import torch.utils._triton
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
@@ -247,4 +248,7 @@ def install() -> None:
         setattr(_interface, name, staticmethod(_always(value)))
     for name in ("current_device", "set_device", "get_device_properties"):
         setattr(_interface.Worker, name, staticmethod(_always(INTERFACE[name])))
+    for operator in (flex_attention, flex_attention_backward):
+        rules = operator.python_key_table
+        rules[FakeMode] = rules[FakeTensorMode]
     triton_driver.set_active(Driver())  # type: ignore[no-untyped-call]
