@@ -193,3 +193,12 @@ def test_requests_to_stop_are_read_one_step_later(context: ParallelContext) -> N
         found = [requests.check(torch.device("cuda", 0)) for _ in range(3)]
     assert found == [None, "duration", "duration"]
     assert order.waits == [READ] * 2
+
+
+@ranks(dp=2, ep=2)
+def test_experts_wait_for_what_they_use(context: ParallelContext) -> None:
+    """The host must know how many tokens each expert gets, and asks in megatron-core alone."""
+    words = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
+    waits = Counter(take_steps(build(context, words)).waits)
+    assert waits.pop(READ) == STEPS - 1
+    assert {path.rpartition("/")[0] for path in waits} == {"megatron/core/transformer/moe"}
