@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.optim import builder
+from megatron_ext.optim.adam import CountedAdam
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
@@ -123,7 +124,7 @@ def test_the_flag_names_the_rule(name: str, rule: str, tmp_path: Path) -> None:
 
 def _expect(run: Run) -> None:
     inner = run.optimizer.chained_optimizers[0].optimizer  # type: ignore[union-attr]
-    assert isinstance(inner, builder.CountedAdam)
+    assert isinstance(inner, CountedAdam)
 
 
 def _train(folder: Path, *more: str, **options: Any) -> dict[str, torch.Tensor]:

@@ -58,9 +58,16 @@ def _events(run: Run, events: list[str]) -> None:
             bucket.start_grad_sync = partial(noted, bucket)
 
 
-def _compare(context: ParallelContext, words: str) -> list[list[str]]:
-    """Compare the events of three steps with weights of a run that overlaps nothing."""
+def _compare(context: ParallelContext, words: str, *, in_place: bool = False) -> list[list[str]]:
+    """Return the events of three steps, whose weights are those of a run that overlaps nothing.
+
+    With ``in_place`` products overwrite the gradients of the step before, but in that run.
+    """
     plain, overlapped = (_run(context, words, overlap=overlap) for overlap in (False, True))
+    if in_place:
+        plain.runner.check_zeroed = lambda chunks: None
+        for run in (plain, overlapped):
+            run.runner.transformer_config.adds_in_place = True
     events: list[str] = []
     _events(overlapped, events)
     for _ in range(3):
@@ -83,6 +90,11 @@ def test_one_stage_reduces_while_its_last_backward_pass_runs(context: ParallelCo
     for step in rest:
         assert step.count("reduce") == first.count("reduce") > 1
         assert step.index("reduce") < _last_index(step)
+
+
+@ranks(dp=2)
+def test_overwritten_gradients_are_reduced_whole(context: ParallelContext) -> None:
+    _compare(context, "--ddp-num-buckets 4", in_place=True)
 
 
 @pytest.mark.slow
