@@ -167,7 +167,8 @@ multi-latent attention is not supported yet; use `--group-query-attention`:
     multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
     rotary-scaling-factor mscale mscale-all-dim rope-type cache-mla-latents
     original-max-position-embeddings beta-fast beta-slow
-fully sharded data parallelism is not supported; use `--use-distributed-optimizer`:
+fully sharded data parallelism saves no checkpoint that other layouts load; use
+`--use-distributed-optimizer`:
     use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward
     data-parallel-sharding-strategy outer-dp-sharding-strategy fsdp-double-buffer
     fsdp-manual-registration no-gradient-reduce-div-fusion suggested-communication-unit-size

@@ -1,5 +1,6 @@
 """On a GPU the pointwise parts compile, agree with their eager selves, and make fewer kernels."""
 
+import math
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,8 @@ from megatron_ext.inspect.doctor.host import ThisMachine
 from megatron_ext.layers import compiled as module
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.pointwise import activated, norm_with_residual
-from megatron_ext.layers.weight_gradients import adds_in_float32
+from megatron_ext.layers.weight_gradients import add_product, adds_in_float32
+from megatron_ext.optim.adam import FusedAdam
 from tests.gpu.runs import one_gpu
 from tests.layers.test_pointwise import CASES, HALF_FACTOR, Case, cast, error, run
 from tests.losses.dense_cross_entropy import ALONE, dense, leaves, weighted
@@ -101,6 +103,42 @@ def test_fused_blocks_equal_float64(kind: torch.dtype, tolerance: float) -> None
 
 def test_products_are_added_in_float32() -> None:
     assert adds_in_float32(DEVICE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [96, 0])
+def test_a_product_overwrites_an_old_gradient(tokens: int) -> None:
+    gradient = torch.randn(tokens, 64, device=DEVICE, dtype=torch.bfloat16)
+    entered = torch.randn(tokens, 32, device=DEVICE, dtype=torch.bfloat16)
+    total = torch.full((64, 32), math.nan, device=DEVICE)
+    add_product(total, gradient, entered, overwrite=True)
+    truth = gradient.double().t() @ entered.double()
+    torch.testing.assert_close(total.double(), truth, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_adam_in_one_pass_is_torchs(start: int) -> None:
+    """Shards that begin between multiples of 16 bytes have a form of the kernel of their own."""
+    from megatron_ext.optim.fused_adam import GroupUpdate
+
+    sizes, settings = (1, 1023, 70_000, 3_000_001), {"lr": 0.1, "weight_decay": 0.1}
+    mine = [torch.randn(size + start, device=DEVICE)[start:] for size in sizes]
+    theirs = [weight.clone() for weight in mine]
+    adam = FusedAdam([torch.empty(0)], make_kernel=GroupUpdate, fused=True, **settings)
+    adam.param_groups[0]["params"] = mine
+    adam.copies = {weight: weight.to(torch.bfloat16) for weight in mine}
+    plain = torch.optim.AdamW(theirs, fused=True, **settings)
+    for bad in (False, True, False):
+        for weight, other in zip(mine, theirs, strict=True):
+            weight.grad = torch.randn_like(other)
+            other.grad = weight.grad.clone()
+        for each in (adam, plain):
+            each.found_inf = torch.tensor(float(bad), device=DEVICE)  # type: ignore[attr-defined]
+            each.grad_scale = torch.tensor(3.0, device=DEVICE)  # type: ignore[attr-defined]
+            each.step()
+    for weight, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-6)
+        assert torch.equal(adam.copies[weight], weight.to(torch.bfloat16))
+        assert float(adam.state[weight]["step"]) == 2.0
 
 
 def costs(name: str, inputs: Inputs, setting: Setting) -> tuple[float, float]:
