@@ -180,7 +180,7 @@ ANSWERS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch._inductor.fx_passes.pad_mm, {"_pad_mm_init": None}),
     (torch._inductor.runtime.triton_helpers, {"set_driver_to_gpu": None}),
 )
-"""What functions return, by the module that has them."""
+"""Values that functions return, by the module that has them."""
 
 INTERFACE: dict[str, Any] = {
     "current_device": 0,
@@ -197,7 +197,7 @@ INTERFACE: dict[str, Any] = {
     "set_device": None,
     "synchronize": None,
 }
-"""What the compiler's view of CUDA returns."""
+"""Values that the compiler's view of CUDA returns."""
 
 VALUES: tuple[tuple[Any, dict[str, Any]], ...] = (
     (

@@ -1,4 +1,4 @@
-"""What a compiled kernel takes from a GPU: registers, spilled bytes and shared memory."""
+"""The part of a GPU that a compiled kernel takes: registers, spilled bytes, shared memory."""
 
 from __future__ import annotations
 
