@@ -10,7 +10,7 @@ This file is imported where the kernel is used, since it needs Triton.
 # ruff: noqa: N803 – Triton's constants are written in capitals.
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatron_ext.optim.adam import Entry, Settings
 
 BLOCK = 1024
 """Elements that a program updates at a time."""
-CHUNK = 64 * BLOCK
+CHUNK = 16 * BLOCK
 """Elements of one parameter that a program updates."""
 NUM_WARPS = 4
 COLUMNS = 6
@@ -177,7 +177,7 @@ def _constants(
     }
 
 
-SIGNATURE = {
+TYPES_OF_ARGUMENTS = {
     **dict.fromkeys(("addresses", "chunks"), "*i64"),
     "scalars": "*fp32",
     **dict.fromkeys(("decay", "beta1", "rest1", "beta2", "rest2", "eps"), "fp32"),
@@ -185,14 +185,17 @@ SIGNATURE = {
 """Types of the kernel's arguments at run time, as Triton's compiler names them."""
 
 
-def compilations() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
-    """Yield kernel, signature, constants and warps of every form that a run may launch.
+Signature = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
+"""Kernel, types of its arguments, compile-time arguments, and options of the compiler."""
 
-    So the forms can be compiled without a GPU.
-    """
+
+def signatures() -> list[Signature]:
+    """Return every form of the kernel that a run may launch, to compile it without a GPU."""
     half, single = torch.bfloat16, torch.float32
-    for aligned in (True, False):
-        for moments in ((single, single), (half, single), (single, half), (half, half)):
-            for copy in (None, half, torch.float16):
-                chosen = _constants(*moments, copy, aligned=aligned)
-                yield adam_kernel, SIGNATURE, chosen, NUM_WARPS
+    return [
+        (adam_kernel, TYPES_OF_ARGUMENTS, chosen, {"num_warps": NUM_WARPS})
+        for aligned in (True, False)
+        for moments in ((single, single), (half, single), (single, half), (half, half))
+        for copy in (None, half, torch.float16)
+        for chosen in (_constants(*moments, copy, aligned=aligned),)
+    ]

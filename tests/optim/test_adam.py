@@ -50,15 +50,15 @@ def test_every_form_of_the_kernel_compiles_for_sm_90() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_for
 
-    from megatron_ext.optim.fused_adam import compilations
+    from megatron_ext.optim.fused_adam import signatures
 
-    for kernel, types, constants, num_warps in compilations():
+    for kernel, types, constants, options in signatures():
         if constants["EXP_AVG"] != constants["EXP_AVG_SQ"]:
             continue  # Both are among the forms; all are compiled in tests/gpu_proof.
         types = {**types, **dict.fromkeys(constants, "constexpr")}
         at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         source = ASTSource(kernel, types, constexprs=at)
-        compiled = compile_for(source, GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        compiled = compile_for(source, GPUTarget("cuda", 90, 32), options=options)
         ptx = compiled.asm["ptx"]
         assert ".local" not in ptx and compiled.metadata.shared <= 8192
         assert ("ld.global.v4" in ptx) == constants["ALIGNED"]
