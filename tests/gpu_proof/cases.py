@@ -237,4 +237,11 @@ FP8 = (
         (3, 0),
         (2.51, 0),
     ),
+    Case(
+        "known_scale",
+        casting.KNOWN_SCALE,
+        lambda: (single(), single(16), single(), 448.0),
+        (1, 0),
+        (20, 0),
+    ),
 )

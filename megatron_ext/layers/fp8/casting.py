@@ -58,6 +58,7 @@ class Function:
 
 LARGEST = Function(matrices.largest)
 QUANTIZE = Function(matrices.quantize)
+KNOWN_SCALE = compiled(matrices.known_scale)
 
 
 def cast_with(

@@ -119,6 +119,19 @@ def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
     return torch.where(amax.isfinite(), scale, torch.full_like(scale, torch.nan))
 
 
+def known_scale(
+    amax: Tensor, history: Tensor, given: Tensor, limit: float
+) -> tuple[Tensor, Tensor]:
+    """Return the scale ``given`` if there is a history ``[steps]``, else that of ``amax``.
+
+    A largest magnitude ``amax`` that is not finite gives NaN in either case. The second result is
+    the reciprocal.
+    """
+    known = history.any() & amax.isfinite()
+    scale = torch.where(known, given, scale_for(amax, limit))
+    return scale, scale.reciprocal()
+
+
 Wanted = Literal["rows", "columns", "both"]
 
 

@@ -322,14 +322,10 @@ class DelayedScaling(Scaling):
         if self.is_given:
             layouts = casting.cast_with(x, given, dtype, wanted, noted)
             return Pass(given, self.inverse[role], *layouts)
-        amax: Tensor = casting.LARGEST(x, varies=self.parts.varies)
-        if noted is not None:
-            noted.copy_(torch.maximum(noted, amax))
-        amax = _over(amax, self.parts.of_tensor(role))
-        own = matrices.scale_for(amax, torch.finfo(dtype).max)
-        known = self.amax_history[:, role].any() & amax.isfinite()
-        scale = torch.where(known, given, own)
-        return Pass(scale, scale.reciprocal(), *casting.cast_with(x, scale, dtype, wanted))
+        amax = _over(casting.LARGEST(x, varies=self.parts.varies), self.parts.of_tensor(role))
+        history, limit = self.amax_history[:, role], torch.finfo(dtype).max
+        scale, inverse = casting.KNOWN_SCALE(amax, history, given, limit)
+        return Pass(scale, inverse, *casting.cast_with(x, scale, dtype, wanted, noted))
 
     def _noted(self, role: Role) -> Tensor | None:
         """Return the largest magnitude of this step ``[]``, to be raised by a cast in training."""

@@ -1,6 +1,7 @@
 """Casting to 8 bits, against an enumeration of all their numbers."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_ext.layers.compiled import compiled_on_cpu
-from megatron_ext.layers.fp8.casting import Function
+from megatron_ext.layers.fp8.casting import KNOWN_SCALE, Function
 from megatron_ext.layers.fp8.matrices import (
     E4M3,
     E5M2,
@@ -73,6 +74,23 @@ def test_scales_follow_the_formula() -> None:
     assert scale[3:5].isnan().all()
     assert scale[5] == torch.finfo(torch.float32).max
     assert scale_for(amax[:1], 448.0, margin=2).tolist() == [56.0]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_history_decides_between_the_given_scale_and_that_of_the_tensor(
+    backend: str | None,
+) -> None:
+    amax, given = torch.tensor(2.0), torch.tensor(7.0)
+    none, some = torch.zeros(3), torch.tensor([0.0, 0.0, 4.0])
+    with nullcontext() if backend is None else compiled_on_cpu(backend):
+        assert [float(x) for x in KNOWN_SCALE(amax, some, given, 448.0)] == [7.0, float(1 / given)]
+        assert [float(x) for x in KNOWN_SCALE(amax, none, given, 448.0)] == [
+            224.0,
+            float(1 / torch.tensor(224.0)),
+        ]
+        for bad in (torch.nan, torch.inf):
+            found = KNOWN_SCALE(torch.tensor(bad), some, given, 448.0)
+            assert all(x.isnan() for x in found)
 
 
 def test_largest_magnitudes() -> None:
