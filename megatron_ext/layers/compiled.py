@@ -125,6 +125,22 @@ def _signature(arg: Any, by_shape: bool) -> Any:
     return (*known, tuple(arg.shape), arg.stride()) if by_shape else known
 
 
+class _Plain(torch.autograd.Function):
+    """An identity that gives a contiguous tensor the strides of a new one.
+
+    The result shares the memory, but is no view: functions are compiled for bases of views too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        strides = torch.empty(x.shape, device="meta").stride()
+        return x.detach().as_strided_(x.shape, strides)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def _plain(arg: Any) -> Any:
     """Return an argument; a contiguous tensor has the strides of a new one.
 
@@ -136,7 +152,7 @@ def _plain(arg: Any) -> Any:
     stride = 1
     for size, given in zip(reversed(arg.shape), reversed(arg.stride()), strict=True):
         if given != stride:
-            return arg.view(-1).view(arg.shape)
+            return _Plain.apply(arg)  # type: ignore[no-untyped-call]
         stride *= size
     return arg
 
@@ -276,6 +292,7 @@ class FusedResidual:
         """Return ``x``, for the residual connection, and the function's outputs."""
         if not (compiles(x) and x.requires_grad and torch.is_grad_enabled()):
             return x, *self.forward(x, *args)
+        x = _plain(x)
         both: tuple[Tensor, ...] = _FusedResidual.apply(self, x, *args)  # type: ignore[no-untyped-call]
         return both
 

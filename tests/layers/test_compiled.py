@@ -309,9 +309,9 @@ def test_data_parallelism_is_told_of_every_weight_that_is_used(context: Parallel
     assert names >= holders(block)
 
 
-def odd(length: int) -> Tensor:
+def odd(length: int, width: int = 4) -> Tensor:
     """Return ``[s, 1, h]`` with the strides of a transposed ``[1, s, h]``."""
-    return torch.randn(1, length, 4).transpose(0, 1).contiguous()
+    return torch.randn(1, length, width).transpose(0, 1).contiguous()
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -373,3 +373,18 @@ def test_ranks_that_hold_the_same_tensors_compile_the_same_kernels(
 
 def _relu(x: Tensor) -> Tensor:
     return x.relu()
+
+
+@ranks()
+def test_layers_compile_as_often_after_a_transposed_embedding(context: ParallelContext) -> None:
+    block = torch_block(StepTransformerConfig(**{**SMALL, "bias_dropout_fusion": True}), context)
+    counts = []
+    for transposed in (False, True):
+        torch._dynamo.reset()
+        backend = CompileCounter()
+        with compiled_on_cpu(backend):
+            for length in (S, 2 * S):
+                x = odd(length, H) if transposed else torch.randn(length, 1, H)
+                block(x.requires_grad_(), None).sum().backward()
+        counts.append(backend.frame_count)
+    assert counts[0] == counts[1] > 4
