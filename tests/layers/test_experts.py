@@ -12,6 +12,7 @@ from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
 from tests.host_syncs import host_syncs
 from tests.layers import plain
+from tests.layers.test_compiled import called, holders
 from tests.layers.test_layers import B, H, S, near, torch_block
 from tests.layers.test_moe import LAYOUTS, E, check_block, config
 from tests.ranks import on_ranks, ranks
@@ -127,6 +128,19 @@ def test_what_a_grouped_product_cannot_do_runs_expert_by_expert(context: Paralle
     assert not experts._groups(tokens.double())
     experts.local_experts[0].linear_fc1.fp8 = object()
     assert not experts._groups(tokens)
+
+
+@ranks()
+def test_data_parallelism_is_told_of_the_weights_of_grouped_experts(
+    context: ParallelContext,
+) -> None:
+    block = torch_block(config(context, groups_experts=True), context)
+    names = called(block)
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = count_products(patch)
+        block(torch.randn(S, B, H), None)
+    assert sizes == [E] * 2
+    assert names >= holders(block)
 
 
 def test_the_flag_groups_experts_on_a_gpu() -> None:
