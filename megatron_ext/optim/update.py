@@ -1,9 +1,9 @@
 """One optimizer update that a non-finite gradient cannot spoil.
 
 A step is skipped if the global gradient norm, which is the same on all model-parallel ranks, is not
-finite; megatron-core checks for infinities only under fp16. With torch's fused Adam the device
-decides by itself, and the host reads the decision later. A skipped step consumes its samples and
-counts as an iteration, but does not advance the learning rate.
+finite; megatron-core checks for infinities only under fp16. With a fused Adam, torch's or ours, the
+device decides by itself, and the host reads the decision later. A skipped step consumes its samples
+and counts as an iteration, but does not advance the learning rate.
 """
 
 from __future__ import annotations

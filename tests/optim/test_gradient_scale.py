@@ -13,8 +13,6 @@ from tests.ranks import on_ranks
 from tests.runs_from_inside import build
 from tests.training_runs import SMALL
 
-STEPS = 3
-
 
 def _run(context: ParallelContext, words: str) -> Run:
     """Build a run whose kernel decides on a CPU as on a GPU."""
@@ -36,16 +34,21 @@ def _step(run: Run) -> tuple[float, list[torch.Tensor]]:
 
 
 def _compare(context: ParallelContext, words: str) -> None:
-    """Compare three steps; float32 rounds a product and a quotient in another order."""
+    """Compare steps; float32 rounds a product and a quotient in another order.
+
+    One step of a 16-bit run is compared, after which a rounded weight changes later gradients. The
+    biases of keys, whose gradients are noise around zero, are left out of it.
+    """
     before, within = (_run(context, words) for _ in range(2))
     before.runner.observer = lambda: None  # Whoever looks at gradients sees them divided.
-    for _ in range(STEPS):
+    half = "fp16" in words
+    for _ in range(1 if half else 3):
         (norm, weights), (found, others) = _step(before), _step(within)
         assert before.runner.engine.gradient_scale is None  # type: ignore[union-attr]
         assert within.runner.engine.gradient_scale < 0.1  # type: ignore[union-attr, operator]
         assert math.isclose(found, norm, rel_tol=1e-6)
         for weight, other in zip(weights, others, strict=True):
-            torch.testing.assert_close(other, weight, rtol=1e-6, atol=2e-7)
+            torch.testing.assert_close(other, weight, rtol=2**-10 if half else 1e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,8 @@ def _compare(context: ParallelContext, words: str) -> None:
          "--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --train-iters 4 "
          "--moe-router-load-balancing-type aux_loss"),
         ({"dp": 2}, "--clip-grad 0 --train-iters 4"),
+        ({"dp": 2}, "--fp16 --initial-loss-scale 1024 --use-distributed-optimizer --train-iters 4 "
+         "--disable-bias-linear"),
         ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --train-iters 4"),
     ],
 )  # fmt: skip
