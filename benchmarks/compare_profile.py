@@ -46,7 +46,8 @@ NAMES = {
     "optimizer": r"adam|multi_tensor_apply|lpnorm|foreach|update_kernel",
     "logits": r"softmax|triton.*max.*exp|triton.*arange.*(eq|where)|triton.*exp.*where",
     "linear": r"nvjet|gemm|cutlass|xmma|cublas|scaled_mm|splitk|matmul",
-    "casts": r"quanti[sz]e|cast_|_activation_kernel|fp8|float8|triton.*(clamp|abs_a?max)",
+    "casts": r"quanti[sz]e|cast_|_(activation|gradient)_kernel|fp8|float8|"
+    r"triton.*(clamp|abs_a?max)",
     "plumbing": r"fill|memset|memcpy|embedding.*backward|addcmul|functor_add|copy_kernel",
     "pointwise": r"triton|norm|elementwise|vectorized|index_?select|gather|reduce_kernel|dropout",
 }

@@ -30,7 +30,7 @@ KINDS = {
 }
 """The classes of kernels, in the order of reports, and what belongs to each."""
 
-CASTS = {"delayed": (4, 1), "tensorwise": (6, 3), "rowwise": (8, 2)}
+CASTS = {"delayed": (4, 1), "tensorwise": (6, 5), "rowwise": (8, 5)}
 """Cost of a cast to 8 bits in both layouts by recipe of `layers.fp8`: bytes read and written per
 16-bit number, and kernels."""
 
@@ -76,15 +76,20 @@ class Work:
         )
 
 
-def gradient_bytes(num_microbatches: int, *, in_8_bits: bool) -> float:
+def gradient_bytes(num_microbatches: int, recipe: str | None = None) -> float:
     """Return the bytes per weight and micro-batch that summing weight gradients adds to products.
 
     A product adds to the float32 sum, 4 bytes read and 4 written, in place of the 16-bit result of
-    2 bytes that the assumed rate of products includes. An 8-bit product cannot add: it writes a
-    float32 result, which another kernel reads and adds to the sum. In the first micro-batch either
-    product only writes the 4 bytes.
+    2 bytes that the assumed rate of products includes; in the first micro-batch it only writes. An
+    8-bit product, by this fp8 ``recipe``, cannot add: it writes a float32 result, in the first
+    micro-batch into the sum, which another kernel reads and adds to the sum. With scales of rows
+    the result has 16 bits, and is copied to the sum or cast before it is added.
     """
-    first, other = FP32 - 2, 4 * FP32 - 2 if in_8_bits else 2 * FP32 - 2
+    first, other = FP32 - 2, 2 * FP32 - 2
+    if recipe is not None:
+        other = 4 * FP32 - 2
+    if recipe == "rowwise":
+        first, other = 2 + FP32, 2 + FP32 + 3 * FP32
     return (first + (num_microbatches - 1) * other) / num_microbatches
 
 

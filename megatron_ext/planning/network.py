@@ -236,7 +236,7 @@ class Network(ABC):
             numbers = sum(w.numel for w in matrices) * x.fp8 / (x.fp8 + x.linear) / count
             moved = numbers * cast_of(self.config.fp8.fp8_recipe)[0]
             found.append(Work("casts", forward, num_bytes=moved))
-        summed = gradient_bytes(count, in_8_bits=x.fp8_weights > 0)
+        summed = gradient_bytes(count, self.config.fp8.fp8_recipe if x.fp8_weights else None)
         summed *= sum(w.numel for w in matrices if not w.frozen)
         found.append(Work("weight gradients", weights, num_bytes=summed))
         return [work for work in found if work.flops or work.num_bytes]

@@ -31,6 +31,8 @@ KERNELS = {
     "triton_per_fused_native_layer_norm_backward_2": "pointwise",
     "triton_poi_fused__to_copy_clamp_mul_0": "casts",
     "_cast_kernel": "casts",
+    "_activation_kernel": "casts",
+    "_gradient_kernel": "casts",
     "adam_kernel": "optimizer",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, "
     "FusedAdamMathFunctor<float, 4>>": "optimizer",

@@ -213,11 +213,11 @@ def product(
         factors = given.pop("a"), given.pop("b")
         if out is not None and given["out_dtype"] == out.dtype and _is_aligned(out):
             return torch._scaled_mm(*factors, **given, use_fast_accum=fast, out=out)
-        result = torch._scaled_mm(*factors, **given, use_fast_accum=fast).to(dtype)
+        result = torch._scaled_mm(*factors, **given, use_fast_accum=fast)
     else:
         sums = a.values.float() @ b.values.float().t()
-        result = (sums * a.factor * b.factor.t()).to(dtype)
-    return result if out is None else out.copy_(result)
+        result = sums * a.factor * b.factor.t()
+    return result.to(dtype) if out is None else out.copy_(result)
 
 
 def _is_aligned(matrix: Tensor) -> bool:

@@ -50,21 +50,21 @@ class GptKernels(GptFlops):
 
     def other_work(self, stage: Stage) -> list[Work]:
         """Return the kernels of one micro-batch beside the products of layers and attention."""
-        found = []
-        fp8 = self.config.fp8
+        x, count, fp8 = self.sizes, self._num_microbatches, self.config.fp8
+        table = x.v // x.tp * x.h
+        found: list[Work] = []
         for number in stage.layers:
             joins = self.joins_activation(number)
             found += self.layer_work(self.sizes.experts[number], joins=joins)
             if self.sizes.in_8_bits(fp8, number):
-                # Inputs and output gradients of four layers.
+                # Inputs and output gradients of four layers; once in a step their weights.
                 casts = 4 * cast_of(fp8.fp8_recipe)[1]
-                found += [Work("casts", x, kernels=casts) for x in (Phase.FORWARD, Phase.INPUT)]
+                found.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
+                found.append(Work("casts", Phase.INPUT, kernels=casts))
         for _ in range(stage.depths):
             found += [*self.layer_work(self.sizes.experts[-1]), *self._norms(3)]
         if stage.final_norm:
             found += self._norms(1)
-        x, count = self.sizes, self._num_microbatches
-        table = x.v // x.tp * x.h
         if stage.embedding:
             found.append(Work("pointwise", Phase.FORWARD, num_bytes=2 * self._stream, kernels=2))
         if (stage.embedding or stage.depths) and self._trains:
