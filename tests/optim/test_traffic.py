@@ -77,8 +77,8 @@ class _Traffic(TorchDispatchMode):
             for tensor in tree_leaves(given.get(argument.name)):
                 if not isinstance(tensor, Tensor) or _address(tensor) not in self.storages:
                     continue
-                # Others read weights, to compute activations and gradients.
-                if writes or name in KINDS:
+                # Others read weights, or add to the rows of the embedding that a batch has.
+                if (writes and name != "_index_put_impl_") or name in KINDS:
                     adds = name == "copy_" and _address(tensor) in self.gradients
                     kind = "gradients" if adds else KINDS[name]
                     self.bytes[kind] += _size(tensor) * (reads + writes)
