@@ -75,7 +75,7 @@ _GPU_ONLY = """
 a fused kernel of a GPU:
     bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm
     gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl
-a kernel of GPUs from Hopper on, or of Transformer Engine:
+a kernel of Hopper GPUs, or of Transformer Engine:
     moe_grouped_gemm
 a kernel of Transformer Engine:
     moe_permute_fusion moe_router_fusion

@@ -100,7 +100,7 @@ class MoEConfig(Changeable):
     )
     moe_layer_recompute: bool = flag(False, "recompute the experts in the backward pass")
     moe_grouped_gemm: bool = flag(
-        False, "multiply the tokens of all experts of a rank in one kernel, in bf16"
+        False, "multiply the tokens of all experts of a rank in one kernel, in bf16 on Hopper"
     )
     moe_permute_fusion: bool = flag(False, "fuse the permutation of tokens")
     moe_router_fusion: bool = flag(False, "fuse the router's pointwise operations")

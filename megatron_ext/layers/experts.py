@@ -10,11 +10,13 @@ too short to fill a GPU.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
@@ -26,14 +28,33 @@ from megatron_ext.layers.weight_gradients import (
     takes_overwrite,
 )
 
+logger = logging.getLogger(__name__)
+
 ALIGNMENT = 16
 """Bytes of which the length of a row must be a multiple for the grouped kernel."""
+
+HOPPER = 9
+"""Major compute capability of the GPUs whose grouped kernel is used."""
 
 
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
-    """Return whether torch multiplies 16-bit groups in one kernel: from Hopper on."""
-    return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Return whether torch has a kernel for 16-bit groups that is right for experts without tokens.
+
+    It has one on Hopper from torch 2.10 on, where the product became public. Before, such experts
+    could make it hang. On Blackwell it gives them gradients that are not zero (pytorch/pytorch,
+    issue 172439). On other GPUs torch runs one product after the other.
+    """
+    public, capability = hasattr(F, "grouped_mm"), torch.cuda.get_device_capability(device)
+    if public and capability[0] == HOPPER:
+        return True
+    logger.warning(
+        "`--moe-grouped-gemm` needs a Hopper GPU and torch 2.10; with compute capability %d.%d and "
+        "torch %s experts run one after the other.",
+        *capability,
+        torch.__version__,
+    )
+    return False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.layers.experts import GroupedExperts
+from megatron_ext.layers.experts import GroupedExperts, _has_kernel
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
@@ -128,6 +128,36 @@ def test_what_a_grouped_product_cannot_do_runs_expert_by_expert(context: Paralle
     assert not experts._groups(tokens.double())
     experts.local_experts[0].linear_fc1.fp8 = object()
     assert not experts._groups(tokens)
+
+
+@pytest.mark.parametrize(
+    ("capability", "public", "has"),
+    [
+        ((9, 0), True, True),
+        # torch 2.8 stops or hangs at an expert without tokens.
+        ((9, 0), False, False),
+        # On Blackwell the weight gradient of such an expert is not zero.
+        ((10, 0), True, False),
+        ((10, 3), True, False),
+        # Here torch waits for the numbers of tokens and runs product after product.
+        ((12, 0), True, False),
+        ((8, 0), True, False),
+    ],
+)
+def test_the_grouped_kernel_is_used_only_where_it_is_right_for_idle_experts(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    public: bool,
+    has: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    if public:
+        monkeypatch.setattr(torch.nn.functional, "grouped_mm", torch._grouped_mm, raising=False)
+    else:
+        monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
+    assert _has_kernel.__wrapped__(torch.device("cuda")) is has
+    assert ("one after the other" in caplog.text) is not has
 
 
 @ranks()
