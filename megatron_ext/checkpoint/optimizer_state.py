@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.optim.adam import start_state
+from megatron_ext.optim.adam import ADAMS, start_state
 from megatron_ext.optim.update import parts_of
 
 MAIN_WEIGHTS = "fp32_from_fp16_params"
@@ -47,7 +47,7 @@ def prime(optimizer: MegatronOptimizer) -> None:
     """Create the state of an optimizer that has made no update yet, which is all zeros."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
-        if isinstance(inner, (torch.optim.Adam, torch.optim.SGD)):
+        if isinstance(inner, (*ADAMS, torch.optim.SGD)):
             start_state(inner)
 
 
@@ -58,7 +58,7 @@ def counted(optimizer: MegatronOptimizer) -> Iterator[None]:
     One rank saves the step count for all ranks, and its optimizer may have no parameters.
     """
     inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
-    adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]
+    adams = [inner for inner in inners if isinstance(inner, ADAMS)]
     counts = [entry["step"] for inner in adams for entry in inner.state.values() if "step" in entry]
     empty = [inner for inner in adams if counts and not inner.state]
     for inner in empty:
@@ -151,7 +151,7 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         # megatron-core leaves the count out of a checkpoint where it is 0; all have the same.
         count = next((x["common_step"] for x in inner if "common_step" in x), torch.zeros(()))
         for part, part_state in zip(parts, inner, strict=True):
-            if isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
+            if isinstance(getattr(part, "optimizer", None), ADAMS):
                 part_state.setdefault("common_step", count)
         for part, part_state in zip(parts, states, strict=True):
             if hasattr(part, "fp32_from_float16_groups"):
@@ -263,7 +263,7 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
         "dp_reshardable": part.load_parameter_state_from_dp_reshardable,
     }
     load = loaders.get(state.get("param_state_sharding_type", ""))
-    if load is None or not isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
+    if load is None or not isinstance(getattr(part, "optimizer", None), ADAMS):
         part.load_state_dict(state)
         return
     part.load_state_dict({k: v for k, v in state.items() if k != "param_state"})

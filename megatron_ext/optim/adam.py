@@ -13,6 +13,9 @@ from torch import Tensor
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernel of `optim.fused_adam` can be compiled."""
 
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+"""The classes of torch's Adam; before torch 2.7 neither is derived from the other."""
+
 
 def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
     """Create the all-zero state that torch's Adam or SGD has before its first update."""
@@ -21,7 +24,7 @@ def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
         for parameter in group["params"]:
             if inner.state[parameter]:
                 continue
-            if isinstance(inner, torch.optim.Adam):
+            if isinstance(inner, ADAMS):
                 place = parameter.device if group["fused"] else "cpu"
                 inner.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=place),

@@ -18,7 +18,7 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.layers.transformer_config import params_dtype
-from megatron_ext.optim.adam import HAS_TRITON, FusedAdam, Kernel, start_state
+from megatron_ext.optim.adam import ADAMS, HAS_TRITON, FusedAdam, Kernel, start_state
 from megatron_ext.optim.update import parts_of
 
 OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
@@ -52,7 +52,7 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
         take_torchs_adam(optimizer, moments, _kernel_of(config.device))
     choose_kernels(optimizer, fused=config.device == "cuda")
     for part in parts_of(optimizer):
-        if isinstance(getattr(part, "optimizer", None), (torch.optim.Adam, torch.optim.SGD)):
+        if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD)):
             # megatron-core has no such function for SGD, and Adam's leaves out the step count.
             part.init_state_fn = start_state
     return optimizer
@@ -71,7 +71,7 @@ def take_torchs_adam(
     plain = make_kernel is None and moments == (torch.float32, torch.float32)
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
-        if inner is None or (plain and isinstance(inner, torch.optim.Adam)):
+        if inner is None or (plain and isinstance(inner, ADAMS)):
             continue
         names = ("lr", "betas", "eps", "weight_decay")
         defaults = {name: inner.defaults[name] for name in names}
@@ -115,7 +115,7 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
         inner = getattr(part, "optimizer", None)
         if inner is None:
             continue
-        is_adam = isinstance(inner, torch.optim.Adam)
+        is_adam = isinstance(inner, ADAMS)
         choice: dict[str, Any] = {"fused": fused or None, "foreach": None} if is_adam else {}
         for group in (inner.defaults, *inner.param_groups):
             group.update(choice)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_ext.device import to_device
 from megatron_ext.optim.adam import Entry, Settings
 
 BLOCK = 1024
@@ -105,12 +106,13 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 class GroupUpdate:
     """Updates a parameter group by one launch for each `Entry.kind`; see `optim.adam.Kernel`.
 
-    The table of addresses is sent to the device when one of them changes, as in the first update.
+    The table of addresses is sent to the device when one of them changes: in the first update, or
+    in each if gradients are summed in 16 bits and cast for the update. No gradient is kept.
     """
 
     def __init__(self) -> None:
         self._addresses: tuple[int, ...] = ()
-        self._launches: list[tuple[Entry, Tensor, Tensor]] = []
+        self._launches: list[_Launch] = []
 
     def __call__(self, entries: Sequence[Entry], settings: Settings) -> None:
         """Update weights, moments and 16-bit weights, unless the gradients are not finite."""
@@ -125,15 +127,18 @@ class GroupUpdate:
             1.0 - settings.beta2,
             settings.eps,
         )
-        for example, table, chunks in self._launches:
+        for chosen, table, chunks in self._launches:
             adam_kernel[(chunks.size(0),)](
-                table, chunks, settings.scalars, *numbers, **constants(example),
-                num_warps=NUM_WARPS,
-            )  # fmt: skip
+                table, chunks, settings.scalars, *numbers, **chosen, num_warps=NUM_WARPS
+            )
 
 
-def _launches(entries: Sequence[Entry]) -> list[tuple[Entry, Tensor, Tensor]]:
-    """Return an example, the table ``[parameters, 6]`` and the chunks ``[n, 2]`` of each launch."""
+_Launch = tuple[dict[str, Any], Tensor, Tensor]
+"""Compile-time arguments, the table ``[parameters, 6]`` and the chunks ``[n, 2]`` of a launch."""
+
+
+def _launches(entries: Sequence[Entry]) -> list[_Launch]:
+    """Return the launches that update all of these parameters."""
     kinds: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
         assert all(tensor.is_contiguous() for tensor in entry.tensors)
@@ -142,15 +147,19 @@ def _launches(entries: Sequence[Entry]) -> list[tuple[Entry, Tensor, Tensor]]:
     return [_table(alike) for alike in kinds.values()]
 
 
-def _table(entries: Sequence[Entry]) -> tuple[Entry, Tensor, Tensor]:
-    rows, chunks = [], []
-    for index, entry in enumerate(entries):
+def _table(entries: Sequence[Entry]) -> _Launch:
+    """Return the launch for parameters of one kind; the host does not wait for the device."""
+    rows = []
+    for entry in entries:
         addresses = [tensor.data_ptr() for tensor in entry.tensors]
-        numel = entry.weight.numel()
-        rows.append([*addresses, *[0] * (COLUMNS - 1 - len(addresses)), numel])
-        chunks += [(index, number) for number in range(-(-numel // CHUNK))]
-    like: dict[str, Any] = {"dtype": torch.int64, "device": entries[0].weight.device}
-    return entries[0], torch.tensor(rows, **like), torch.tensor(chunks, **like)
+        rows.append([*addresses, *[0] * (COLUMNS - 1 - len(addresses)), entry.weight.numel()])
+    table = torch.tensor(rows, dtype=torch.int64)
+    counts = (table[:, -1] + CHUNK - 1) // CHUNK
+    indices = torch.repeat_interleave(counts)
+    numbers = torch.arange(len(indices)) - (counts.cumsum(0) - counts)[indices]
+    chunks = torch.stack([indices, numbers], dim=1)
+    device = entries[0].weight.device
+    return constants(entries[0]), to_device(table, device), to_device(chunks, device)
 
 
 def constants(example: Entry) -> dict[str, Any]:

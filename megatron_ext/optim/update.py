@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_ext import core
 from megatron_ext.device import HostCopy
+from megatron_ext.optim.adam import ADAMS
 
 
 class UpdateResult:
@@ -112,7 +113,7 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
 def decides_on_device(optimizer: MegatronOptimizer) -> bool:
     """Return whether the device decides by itself to skip an update, as torch's fused Adam does."""
     return all(
-        isinstance(part.optimizer, torch.optim.Adam)
+        isinstance(part.optimizer, ADAMS)
         and all(group["fused"] for group in part.optimizer.param_groups)
         for part in _with_parameters(optimizer)
     )

@@ -1,10 +1,13 @@
 """AdamW in one pass against torch's: its kernel, interpreted, and its place in a run."""
 
+import gc
 import json
 import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 
 from megatron_ext.optim.adam import HAS_TRITON, Entry, FusedAdam, Settings
 from megatron_ext.optim.builder import choose_kernels, take_torchs_adam
-from megatron_ext.optim.update import parts_of
+from megatron_ext.optim.update import decides_on_device, parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
 from tests.host_syncs import HostSyncs
@@ -191,6 +194,64 @@ def test_an_update_waits_for_nothing() -> None:
     assert (skipped, divisor) == (0.0, 2.0)
     assert math.isclose(step_size, 1e-3 / (1 - 0.9**2), rel_tol=1e-7)
     assert math.isclose(root, math.sqrt(1 - 0.999**2), rel_tol=1e-7)
+
+
+def test_adam_is_known_where_adamw_is_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.6 AdamW is not derived from Adam; it has moments and decides all the same."""
+    weight = torch.ones(4)
+    weight.grad = torch.ones(4)
+    adam = FusedAdam([weight], make_kernel=_PlainKernel)
+    monkeypatch.setattr(torch.optim, "Adam", type("Adam", (torch.optim.Optimizer,), {}))
+    part: Any = SimpleNamespace(optimizer=adam)
+    assert not decides_on_device(part)
+    choose_kernels(part, fused=True)
+    assert decides_on_device(part)
+    adam.step()
+    assert set(adam.state[weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    take_torchs_adam(part, (SINGLE, SINGLE), None)
+    assert part.optimizer is adam
+
+
+@WITH_TRITON
+def test_moved_gradients_are_found_again_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their addresses are sent by a copy that the host does not await; none of them is kept."""
+    from megatron_ext.optim import fused_adam
+
+    launched: list[tuple[list[list[int]], list[list[int]]]] = []
+    sent: list[torch.Tensor] = []
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def launch(table: torch.Tensor, chunks: torch.Tensor, *_: Any, **__: Any) -> None:
+                assert grid == (len(chunks),)
+                launched.append((table.tolist(), chunks.tolist()))
+
+            return launch
+
+    def send(host: torch.Tensor, _device: torch.device) -> torch.Tensor:
+        assert host.device.type == "cpu"
+        sent.append(host)
+        return host
+
+    monkeypatch.setattr(fused_adam, "adam_kernel", Launcher())
+    monkeypatch.setattr(fused_adam, "to_device", send)
+    monkeypatch.setattr(fused_adam, "CHUNK", 8)
+    weights = [torch.zeros(n) for n in (17, 8)]
+    adam = FusedAdam(weights, make_kernel=fused_adam.GroupUpdate)
+    first = [torch.ones_like(weight) for weight in weights]
+    for gradients in (first, first, [gradient.clone() for gradient in first]):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        adam.step()
+        table, chunks = launched[-1]
+        assert [row[0] for row in table] == [gradient.data_ptr() for gradient in gradients]
+        assert [row[-1] for row in table] == [17, 8]
+        assert chunks == [[0, 0], [0, 1], [0, 2], [1, 0]]
+    assert len(launched) == 3 and len(sent) == 4
+    kept = weakref.ref(weights[0].grad)
+    del gradient, gradients, weights[0].grad
+    gc.collect()
+    assert kept() is None
 
 
 def _bytes(*, moments: torch.dtype, copy: bool) -> int:
