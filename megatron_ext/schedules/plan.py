@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from megatron_ext.parallel.grid import Placement
 
@@ -198,9 +199,12 @@ def with_messages(
     return lists
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """The actions of each pipeline rank for one step, messages included."""
+    """The actions of each pipeline rank for one step, messages included.
+
+    Plans are compared and hashed as objects, since they may have 100,000 actions.
+    """
 
     schedule: str
     placement: Placement
@@ -212,6 +216,7 @@ Key = tuple[Kind, int, int]
 """Kind, micro-batch and stage of an action."""
 
 
+@lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
     """Return, for each message that a rank receives, which messages it sent were used before.
 
