@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-"""Whether the kernel of `optim.fused_adam` can be compiled."""
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 """The classes of torch's Adam; before torch 2.7 neither is derived from the other."""

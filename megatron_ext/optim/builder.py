@@ -17,8 +17,9 @@ from torch import Tensor
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
+from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.transformer_config import params_dtype
-from megatron_ext.optim.adam import ADAMS, HAS_TRITON, FusedAdam, Kernel, start_state
+from megatron_ext.optim.adam import ADAMS, FusedAdam, Kernel, start_state
 from megatron_ext.optim.update import parts_of
 
 OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
@@ -49,7 +50,8 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
             MOMENTS[config.optimizer.exp_avg_dtype],
             MOMENTS[config.optimizer.exp_avg_sq_dtype],
         )
-        take_torchs_adam(optimizer, moments, _kernel_of(config.device))
+        weight = next(weight for chunk in chunks for weight in chunk.parameters())
+        take_torchs_adam(optimizer, moments, kernel_for(weight))
     choose_kernels(optimizer, fused=config.device == "cuda")
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD)):
@@ -96,11 +98,14 @@ def _model_weights(part: Any) -> dict[Tensor, Tensor]:
     }
 
 
-def _kernel_of(device: str) -> Callable[[], Kernel] | None:
-    """Return what makes the kernel of a parameter group; None on a CPU and without Triton."""
-    if device != "cuda" or not HAS_TRITON:
+def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:
+    """Return what makes the kernel of a parameter group on the device of a weight.
+
+    It is None on a CPU, and where nothing can or may be compiled.
+    """
+    if not (weight.is_cuda and compiles(weight)):
         return None
-    from megatron_ext.optim.fused_adam import GroupUpdate
+    from megatron_ext.optim.fused_adam import GroupUpdate  # Triton may be missing.
 
     return GroupUpdate
 

@@ -1,6 +1,7 @@
 """AdamW in one pass against torch's: its kernel, interpreted, and its place in a run."""
 
 import gc
+import importlib.util
 import json
 import math
 import subprocess
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from megatron_ext.optim.adam import HAS_TRITON, Entry, FusedAdam, Settings
-from megatron_ext.optim.builder import choose_kernels, take_torchs_adam
+from megatron_ext.layers import compiled
+from megatron_ext.optim.adam import Entry, FusedAdam, Settings
+from megatron_ext.optim.builder import choose_kernels, kernel_for, take_torchs_adam
 from megatron_ext.optim.update import decides_on_device, parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
@@ -24,6 +27,7 @@ from tests.runs_from_inside import build
 from tests.training_runs import ROOT, SMALL
 
 SINGLE, HALF = torch.float32, torch.bfloat16
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 WITH_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
 
@@ -210,6 +214,20 @@ def test_adam_is_known_where_adamw_is_a_class_of_its_own(monkeypatch: pytest.Mon
     assert set(adam.state[weight]) == {"step", "exp_avg", "exp_avg_sq"}
     take_torchs_adam(part, (SINGLE, SINGLE), None)
     assert part.optimizer is adam
+
+
+@WITH_TRITON
+@pytest.mark.parametrize(("backend", "has_kernel"), [("inductor", True), (None, False)])
+def test_torch_updates_where_nothing_is_compiled(
+    backend: str | None, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a C compiler, or with ``--no-compile``, no kernel of Triton is chosen."""
+    monkeypatch.setattr(compiled._compiler, "backend", backend)
+    monkeypatch.setattr(compiled._compiler, "checked", True)
+    with FakeTensorMode():
+        weight = torch.empty(4, device="cuda")
+    assert (kernel_for(weight) is not None) == has_kernel
+    assert kernel_for(torch.empty(4)) is None
 
 
 @WITH_TRITON
