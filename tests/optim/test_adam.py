@@ -232,7 +232,7 @@ def test_torch_updates_where_nothing_is_compiled(
 
 @WITH_TRITON
 def test_moved_gradients_are_found_again_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their addresses are sent by a copy that the host does not await; none of them is kept."""
+    """The host sends their addresses without waiting for the device, and keeps no gradient."""
     from megatron_ext.optim import fused_adam
 
     launched: list[tuple[list[list[int]], list[list[int]]]] = []
