@@ -70,7 +70,7 @@ _open: list[Graph] = []
 """The graph that is being compiled."""
 running: list[Graph] = []
 """The graph that runs; operations inside are parts of its kernels."""
-on_call: list[Callable[[Graph], None]] = []
+on_call: list[Callable[[Graph, Sequence[Any]], None]] = []
 """Functions that are told of each call of a graph."""
 
 
@@ -115,7 +115,7 @@ def compile_graph(
         args.clear()
         graph.num_calls += 1
         for tell in on_call:
-            tell(graph)
+            tell(graph, given)
         running.append(graph)
         try:
             with torch.no_grad():

@@ -12,15 +12,25 @@ WANTED = "GPU_PROOF_PRELOAD" in os.environ
 if not WANTED:
     collect_ignore_glob = ["test_*.py"]
 else:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     from megatron_ext.layers import compiled
-    from tests.gpu_proof import compiler, fake_cuda
+    from tests.gpu_proof import budget, compiler, fake_cuda, fake_ranks
 
     fake_cuda.install()
     compiler.install()
+    fake_ranks.install()
     compiled._compiler.strict = True
 
+    def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the table of each traced step."""
+        for table in budget.TABLES:
+            terminalreporter.write_line(table)
+
     @pytest.fixture
-    def fake_tensors() -> Iterator[fake_cuda.FakeMode]:
-        """Make every new tensor a fake one."""
-        with fake_cuda.FakeMode() as mode:
+    def fake_tensors() -> Iterator[FakeTensorMode]:
+        """Make every new tensor a fake one, and compile every function anew for its shapes."""
+        torch._dynamo.reset()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode

@@ -24,10 +24,11 @@ import torch._inductor.fx_passes.pad_mm
 import torch._inductor.runtime.triton_helpers
 import torch._subclasses.fake_tensor
 import torch.utils._triton
-from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
+from triton.runtime.jit import JITFunction
 
 NAMES = {90: "NVIDIA H200", 100: "NVIDIA B200"}
 CAPABILITY = int(os.environ.get("GPU_PROOF_TARGET", "90"))
@@ -70,13 +71,64 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+on_wait: list[Callable[[str], None]] = []
+"""Functions that are told when the host waits for the device, and by what."""
+
+
+on_pin: list[Callable[[], None]] = []
+"""Functions that are told when memory of the host is pinned, which no graph may capture."""
+on_launch: list[Callable[[str, int, list[torch.Tensor]], None]] = []
+"""Functions that are told of a Triton kernel that would run: its name, bytes and tensors."""
+
+
+def _launch(kernel: JITFunction[Any], *args: Any, **kwargs: Any) -> None:
+    """Stands in for `JITFunction.run`: tell of the launch; each tensor is read or written once."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+    count = BYTES_BY_ADDRESS.get(kernel.__name__)
+    num_bytes = (
+        sum(x.numel() * x.element_size() for x in tensors) if count is None else count(given)
+    )
+    for tell in on_launch:
+        tell(kernel.__name__, num_bytes, tensors)
+
+
+def _updated_bytes(given: dict[str, Any]) -> int:
+    """Return the bytes of `optim.fused_adam.adam_kernel`, from its number of whole chunks."""
+    numel = given["chunks"].size(0) * given["CHUNK"]
+    moments = given["EXP_AVG"].primitive_bitwidth + given["EXP_AVG_SQ"].primitive_bitwidth
+    copy = given["COPY"].primitive_bitwidth if given["HAS_COPY"] else 0
+    return int(numel * (4 + 2 * 4 + (2 * moments + copy) // 8))
+
+
+BYTES_BY_ADDRESS: dict[str, Callable[[dict[str, Any]], int]] = {"adam_kernel": _updated_bytes}
+"""Bytes of kernels that get their tensors as addresses."""
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Stands in for `data_ptr`: an address that no other storage of fake tensors has."""
+    offset = tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata) // 512 * 512 + offset  # type: ignore[attr-defined]
+
+
+def _wait(name: str) -> Callable[..., None]:
+    """Return a function that only says that it was called."""
+
+    def waited(*_args: Any, **_kwargs: Any) -> None:
+        for tell in on_wait:
+            tell(name)
+
+    return waited
+
+
 class Event:
     """Stands in for `torch.cuda.Event`; a fake device has no work, so that all of it is done."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    record = wait = synchronize = _always(None)
+    record = wait = _always(None)
+    synchronize = _wait("Event.synchronize")
     query = _always(True)
     elapsed_time = _always(1.0)
 
@@ -91,7 +143,8 @@ class Stream:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    wait_stream = wait_event = synchronize = _always(None)
+    wait_stream = wait_event = _always(None)
+    synchronize = _wait("Stream.synchronize")
     query = _always(True)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -129,6 +182,54 @@ class Driver:
     map_python_to_cpp_type = _always("void*")
 
 
+def _pinned(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """Stands in for `Tensor.pin_memory`, which needs a driver."""
+    for tell in on_pin:
+        tell()
+    return tensor
+
+
+def _unpinned(*args: Any, _original: Any = torch.tensor, **kwargs: Any) -> torch.Tensor:
+    """Stands in for `torch.tensor`: memory of the host can be pinned for a driver only."""
+    if kwargs.pop("pin_memory", False):
+        _pinned(torch.empty(()))
+    found: torch.Tensor = _original(*args, **kwargs)
+    return found
+
+
+def _moved(parameter: Any, applied: Any) -> None:
+    """Stands in for `swap_tensors`, by which a module moves its parameters, keeping attributes."""
+    parameter.data, parameter.fake_device = applied.detach(), applied.fake_device
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stands in for `scaled_dot_product_attention`, which asks the driver for a kernel.
+
+    Takes the first kernel of the order that `torch.nn.attention.sdpa_kernel` has set.
+    """
+    del enable_gqa  # both kernels have it
+    first = SDPBackend(torch._C._get_sdp_priority_order()[0])
+    like = {"scale": scale}
+    if first == SDPBackend.CUDNN_ATTENTION:
+        settings = (attn_mask, True, dropout_p, is_causal, False)
+        kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    else:
+        assert attn_mask is None, "flash attention takes no mask"
+        settings = (dropout_p, is_causal, False)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    found: torch.Tensor = kernel(query, key, value, *settings, **like)[0]
+    return found
+
+
 _interface = torch._dynamo.device_interface.CudaInterface
 _STREAM = Stream()
 
@@ -148,7 +249,6 @@ ANSWERS: tuple[tuple[Any, dict[str, Any]], ...] = (
             "current_stream": _STREAM,
             "default_stream": _STREAM,
             "set_device": None,
-            "synchronize": None,
             "empty_cache": None,
             "manual_seed": None,
             "manual_seed_all": None,
@@ -170,6 +270,7 @@ ANSWERS: tuple[tuple[Any, dict[str, Any]], ...] = (
             "_cuda_maybeExchangeDevice": 0,
             "_cuda_getDevice": 0,
             "_cuda_setDevice": None,
+            "_can_use_cudnn_attention": True,
         },
     ),
     (torch.accelerator, {"is_available": False, "current_device_index": 0}),
@@ -206,6 +307,7 @@ VALUES: tuple[tuple[Any, dict[str, Any]], ...] = (
             "Stream": Stream,
             "Event": Event,
             "stream": contextlib.nullcontext,
+            "synchronize": _wait("torch.cuda.synchronize"),
             "default_generators": (torch.default_generator,),
             "get_rng_state": lambda *_: torch.default_generator.get_state(),
             "set_rng_state": lambda *_: None,
@@ -213,10 +315,17 @@ VALUES: tuple[tuple[Any, dict[str, Any]], ...] = (
     ),
     (torch._dynamo.convert_frame, {"preserve_rng_state": contextlib.nullcontext}),
     (torch._dynamo.utils, {"preserve_rng_state": contextlib.nullcontext}),
+    (JITFunction, {"run": _launch}),
+    # Data of the host is then copied to the device by an operation, which can be seen.
+    (FakeTensorMode, {"avoid_device_init": True}),
+    (torch, {"tensor": _unpinned}),
+    (torch.utils, {"swap_tensors": _moved}),
+    (torch.nn.functional, {"scaled_dot_product_attention": _attention}),
     (
         torch.Tensor,
         {
-            "pin_memory": lambda self, *_args, **_kwargs: self,
+            "data_ptr": _address,
+            "pin_memory": _pinned,
             "record_stream": lambda self, _stream: None,
         },
     ),
@@ -224,17 +333,21 @@ VALUES: tuple[tuple[Any, dict[str, Any]], ...] = (
 """Names that get another value than a function that returns a constant."""
 
 
-class FakeMode(FakeTensorMode):
-    """Makes new tensors fake ones; data of the host is copied to the device by an operation."""
+_library = torch.library.Library("aten", "IMPL")
 
-    avoid_device_init = True
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+def _scaled_mm_out(
+    a: torch.Tensor, b: torch.Tensor, *scales: Any, out: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Return the result of `_scaled_mm` on fake tensors where it is written, which torch lacks."""
+    made = torch.ops.aten._scaled_mm(a, b, *scales, **options)
+    assert (made.shape, made.dtype) == (out.shape, out.dtype), (made.shape, made.dtype)
+    return out
 
 
 def install() -> None:
     """Replace what the tables name; no process that did it can use a GPU again."""
+    _library.impl("_scaled_mm.out", _scaled_mm_out, "Meta")
     library = ctypes.CDLL(os.environ["GPU_PROOF_PRELOAD"])
     torch._C._ensureCUDADeviceGuardSet()
     ctypes.c_int.in_dll(library, "gpu_proof_device_count").value = MANY
@@ -248,7 +361,4 @@ def install() -> None:
         setattr(_interface, name, staticmethod(_always(value)))
     for name in ("current_device", "set_device", "get_device_properties"):
         setattr(_interface.Worker, name, staticmethod(_always(INTERFACE[name])))
-    for operator in (flex_attention, flex_attention_backward):
-        rules = operator.python_key_table
-        rules[FakeMode] = rules[FakeTensorMode]
     triton_driver.set_active(Driver())  # type: ignore[no-untyped-call]

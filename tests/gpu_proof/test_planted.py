@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.layers.compiled import compiled
+from megatron_ext.config.run import RunConfig
+from megatron_ext.layers.compiled import Compiled, compiled
+from megatron_ext.text.step import gpt_forward_step
+from megatron_ext.text.task import GPT
+from tests.gpu_proof import budget
 from tests.gpu_proof.cases import H, hidden
+from tests.gpu_proof.compiler import compiled_graphs
+from tests.gpu_proof.fake_cuda import CAPABILITY
+from tests.gpu_proof.steps import built, flags
 from tests.gpu_proof.test_kernels import CASES, broken_limits, compiled_functions
+from tests.gpu_proof.test_steps import OUTSIDE_OF_LAYERS, READ, unexpected
 
+ON_H200 = pytest.mark.skipif(CAPABILITY != 90, reason="the budgets are those of an H200")
 pytestmark = pytest.mark.usefixtures("fake_tensors")
 
 RESIDUAL = next(case for case in CASES if case.name == "residual")
@@ -51,3 +62,52 @@ def test_fake_tensors_have_no_values() -> None:
     """A test that read one would not be about a GPU."""
     with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
         hidden()[0, 0, H - 1].item()
+
+
+def test_waits_of_the_host_are_reported() -> None:
+    """A step that reads its loss, copies a number to the device, and pins memory in a layer."""
+
+    def asking(config: RunConfig, batch: Any, model: torch.nn.Module, counts: Any) -> Any:
+        hidden, loss = gpt_forward_step(config, batch, model, counts)
+        scale = torch.tensor([1.0], device="cuda")
+        torch.empty(1).pin_memory()
+        if hidden.float().mean().item() > 0:  # always, on fake tensors
+            hidden = hidden * scale
+        return hidden, loss
+
+    task = dataclasses.replace(GPT, forward_step=asking)
+    with built(flags(size="tiny", length=128), task=task) as step:
+        step.take()
+        trace = step.take()
+    place = "megatron_ext/train/step.py:forward_step"
+    assert unexpected(trace.waits, [READ]) == [
+        f"_to_copy at {place}",
+        f"_local_scalar_dense at {place}",
+    ]
+    assert unexpected(trace.pinned, OUTSIDE_OF_LAYERS) == [place]
+
+
+@ON_H200
+def test_a_pass_over_the_vocabulary_and_its_bytes_are_reported() -> None:
+    """The logits in float32, as an eager cross-entropy has them, are beyond the budget."""
+    with built(flags("--cross-entropy-impl eager")) as step:
+        trace = step.take()
+        rows = budget.rows_of(trace.totals(), step.num_weights, step.num_tokens)
+    assert any(
+        kind.startswith("logits") for kind in budget.exceeded(rows, budget.read("steps", "bf16"))
+    )
+    known = budget.read("operations over the vocabulary", "bf16")
+    assert any(
+        "_to_copy" in name for name in trace.over(trace.vocabulary * 1024) if name not in known
+    )
+
+
+def test_a_function_that_is_compiled_for_every_length_is_counted() -> None:
+    @functools.partial(Compiled, by_shape=True)
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    with compiled_graphs() as graphs:
+        for length in (8, 16, 32):
+            doubled(torch.empty(length, 1, 64, device="cuda"))
+    assert [graph.name for graph in graphs] == ["doubled"] * 3
