@@ -134,7 +134,8 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         strides = torch.empty(x.shape, device="meta").stride()
-        return x.detach().as_strided_(x.shape, strides)
+        # A detached tensor would count this as a change of ``x``, which views made together forbid.
+        return x.data.as_strided_(x.shape, strides)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

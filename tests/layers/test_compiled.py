@@ -77,6 +77,18 @@ def test_lengths_are_compiled_twice_at_most_and_widths_apart() -> None:
         assert backend.frame_count == before + 4
 
 
+def test_parts_of_one_tensor_are_arguments_too() -> None:
+    """With one sample they have strides that a new tensor would not have."""
+    double, backend = doubled(), CompileCounter()
+    whole = torch.randn(1, 12, requires_grad=True)
+    with compiled_on_cpu(backend):
+        results = [double(part) for part in whole.chunk(3, dim=-1)]
+    sum(result.sum() * factor for factor, result in enumerate(results)).backward()
+    assert torch.equal(torch.cat(results, dim=-1), 2 * whole)
+    assert torch.equal(whole.grad, 2 * torch.arange(3.0).repeat_interleave(4)[None])
+    assert backend.frame_count == 1
+
+
 def test_a_length_among_the_arguments_is_no_signature() -> None:
     @compiled
     def head(x: Tensor, count: int) -> Tensor:
