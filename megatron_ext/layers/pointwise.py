@@ -86,12 +86,13 @@ def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) ->
     return (norm(x, weight, bias, spec),)
 
 
-def _norm_and_statistics(
+def norm_and_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor, ...]:
     """Return the `norm` of ``[..., h]``, the inverse deviations ``[..., 1]``, and means if taken.
 
-    The statistics are in float32, or in float64 for ``x`` in float64.
+    Weight and bias broadcast to ``x``, so that samples may have their own. The statistics are in
+    float32, or in float64 for ``x`` in float64.
     """
     kind, eps, _ = spec
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -108,7 +109,7 @@ def _norm_and_statistics(
     return y.to(weight.dtype), inverse, *means
 
 
-def _norm_gradients(
+def norm_gradients(
     of_x: Tensor,
     plan: tuple[int, tuple[int, ...]],
     of_y: Tensor,
@@ -123,10 +124,11 @@ def _norm_gradients(
 
     With the normalized n = (x - mean) * inverse and the gradient g of n, that of x is
     ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has neither mean. That of the weight,
-    ``sum(of_y n)`` over the tokens, depends on no other sum, so that one kernel may compute all.
+    ``sum(of_y n)`` over the tokens that share it, depends on no other sum, so that one kernel may
+    compute all.
     """
     _, wanted = plan
-    dtype, tokens = inverse.dtype, tuple(range(x.dim() - 1))
+    dtype = inverse.dtype
     normalized = (x.to(dtype) if mean is None else x.to(dtype) - mean) * inverse
     of_y = of_y.to(dtype)
     of_normalized = of_y * _gain(weight, spec, dtype)
@@ -135,9 +137,9 @@ def _norm_gradients(
         change = change - of_normalized.mean(dim=-1, keepdim=True)
     found = [(of_x + inverse * change).to(x.dtype)]
     if 1 in wanted:
-        found.append((of_y * normalized).sum(dim=tokens).to(weight.dtype))
+        found.append((of_y * normalized).sum_to_size(weight.shape).to(weight.dtype))
     if 2 in wanted and bias is not None:
-        found.append(of_y.sum(dim=tokens).to(bias.dtype))
+        found.append(of_y.sum_to_size(bias.shape).to(bias.dtype))
     return tuple(found)
 
 
@@ -148,7 +150,7 @@ def _gain(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
 
 
 norm_with_residual = FusedResidual(
-    _one_norm, saving=_norm_and_statistics, gradients=_norm_gradients, num_outputs=1
+    _one_norm, saving=norm_and_statistics, gradients=norm_gradients, num_outputs=1
 )
 """Returns ``x``, for the residual connection, and its `norm`."""
 

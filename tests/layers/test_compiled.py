@@ -344,19 +344,25 @@ def test_strides_of_axes_of_size_one_are_not_compiled_for(batch: int) -> None:
     assert backend.frame_count <= 2  # for the first length, and for any
 
 
-def test_a_norm_with_residual_keeps_its_statistics() -> None:
-    graphs: list[list[str]] = []
+def operations(pair: FusedResidual, *args: Any) -> tuple[str, str]:
+    """Return the names of the operations of the forward graph and of the backward graph."""
+    graphs: list[str] = []
 
     def note(graph: torch.fx.GraphModule, _example: Any) -> Any:
-        graphs.append([str(node.target) for node in graph.graph.nodes])
+        graphs.append(" ".join(str(node.target) for node in graph.graph.nodes))
         return graph
 
-    x = torch.randn(6, 2, 8, requires_grad=True)
-    weight = torch.ones(8, requires_grad=True)
     with compiled_on_cpu(note):
-        same, y = pointwise.norm_with_residual(x, weight, None, ("RMSNorm", 1e-5, False))
-        (same + y).sum().backward()
-    forward, backward = (" ".join(graph) for graph in graphs)
+        torch.stack([x.sum() for x in pair(*args)]).sum().backward()
+    forward, backward = graphs
+    return forward, backward
+
+
+def test_a_norm_with_residual_keeps_its_statistics() -> None:
+    x, weight = torch.randn(6, 2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    forward, backward = operations(
+        pointwise.norm_with_residual, x, weight, None, ("RMSNorm", 1e-5, False)
+    )
     assert "rsqrt" in forward and "rsqrt" not in backward
     # The sum over tokens must not wait for one over features, or it takes a kernel of its own.
     assert backward.count("mean") == 1

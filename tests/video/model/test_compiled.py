@@ -12,7 +12,7 @@ from megatron_ext.video.model.attention import _attend as joint_attention
 from megatron_ext.video.model.mmdit import pointwise as mmdit
 from megatron_ext.video.model.wan import pointwise as wan
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention
-from tests.layers.test_compiled import called, holders
+from tests.layers.test_compiled import called, holders, operations
 from tests.layers.test_pointwise import (
     LAYER,
     RMS,
@@ -47,6 +47,11 @@ def _mmdit() -> Iterator[Case]:
     yield Case("modulated beside", mmdit.residual_and_modulated, [x, v, v])
     streams = [x, TEXT, v, v, v, v]
     yield Case("modulated streams", mmdit.residual_and_modulated_streams, streams)
+    textless = [x, 0, v, v, v, v]
+    yield Case("modulated without text", mmdit.residual_and_modulated_streams, textless)
+    frozen = t(B, H, trains=False)
+    partly = [x, TEXT, frozen, v, v, frozen]
+    yield Case("modulated partly", mmdit.residual_and_modulated_streams, partly)
     yield Case("add gated", mmdit.add_gated, [x, x, x, h, v])
     yield Case("add gated sum", mmdit.add_gated, [x, x, None, h, v])
     added = [x, txt, img, h, h, v, v]
@@ -83,8 +88,11 @@ def _wan() -> Iterator[Case]:
 
 
 CASES = [*_mmdit(), *_wan()]
-QUICK = ("joint heads",)
-BY_KERNELS = ("joint heads", "add and modulate", "joint heads without text")
+QUICK = ("joint heads", "modulated beside", "modulated partly")
+BY_KERNELS = (
+    *("joint heads", "add and modulate", "joint heads without text"),
+    *("modulated beside", "modulated streams", "modulated without text"),
+)
 
 
 @over(CASES, QUICK)
@@ -95,6 +103,15 @@ def test_graphs_are_exact(case: Case) -> None:
 @over([x for x in CASES if x.name in BY_KERNELS], ())
 def test_kernels_are_exact_and_in_half_precision_no_coarser(case: Case) -> None:
     check_kernels(case)
+
+
+def test_modulation_with_residual_keeps_the_statistics_of_its_norm() -> None:
+    x = torch.randn(S, B, H, requires_grad=True)
+    shift, scale = (torch.randn(B, H, requires_grad=True) for _ in range(2))
+    alone = operations(mmdit.residual_and_modulated, x, shift, scale)
+    streams = operations(mmdit.residual_and_modulated_streams, x, TEXT, shift, scale, shift, scale)
+    for (forward, backward), norms in ((alone, 1), (streams, 2)):
+        assert forward.count("rsqrt") == norms and "rsqrt" not in backward
 
 
 TOLERANCES = {MMDiTProblem: 1e-6, WanProblem: 1e-12}

@@ -11,19 +11,47 @@ from torch import Tensor
 
 from megatron_ext.layers.compiled import FusedResidual, compiled
 from megatron_ext.layers.pointwise import NormSpec as Norm
-from megatron_ext.layers.pointwise import norm
+from megatron_ext.layers.pointwise import norm, norm_and_statistics, norm_gradients
+from megatron_ext.video.config.mmdit import EPSILON
 from megatron_ext.video.model.attention import rotate
 from megatron_ext.video.model.linear import modulated
 
 Pair = tuple[Tensor, Tensor]
 """The text's tensor and the image's tensor."""
 
+_MODULATED: Norm = ("LayerNorm", EPSILON, True)
+"""`modulated` as a norm, whose weight is each sample's scale, and whose bias is its shift."""
+
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
     return (modulated(x, shift, scale),)
 
 
-residual_and_modulated = FusedResidual(_modulated)
+def _modulated_and_statistics(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return norm_and_statistics(x, scale, shift, _MODULATED)
+
+
+def _gradients(
+    beside: Tensor, of_y: Tensor, x: Tensor, shift: Tensor, scale: Tensor, *statistics: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, shift and scale; that of x is added to ``beside``."""
+    plan = 1, (0, 1, 2)
+    of_x, of_scale, of_shift = norm_gradients(
+        beside, plan, of_y, x, scale, shift, _MODULATED, *statistics
+    )
+    return of_x, of_shift, of_scale
+
+
+def _modulated_gradients(
+    of_x: Tensor, plan: tuple[int, tuple[int, ...]], *given: Tensor
+) -> tuple[Tensor, ...]:
+    found = _gradients(of_x, *given)
+    return tuple(found[i] for i in plan[1])
+
+
+residual_and_modulated = FusedResidual(
+    _modulated, saving=_modulated_and_statistics, gradients=_modulated_gradients, num_outputs=1
+)
 """Return x ``[s, b, h]``, and the result of `modulated` for it."""
 
 
@@ -39,7 +67,39 @@ def _modulated_streams(
     return modulated(txt, txt_shift, txt_scale), modulated(img, img_shift, img_scale)
 
 
-residual_and_modulated_streams = FusedResidual(_modulated_streams)
+def _streams_and_statistics(hidden: Tensor, num_text: int, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """Return both streams normed and modulated, then the text's statistics and the image's."""
+    txt, img = torch.split(hidden, [num_text, hidden.size(0) - num_text])
+    of_txt = _modulated_and_statistics(txt, *vectors[:2])
+    of_img = _modulated_and_statistics(img, *vectors[2:])
+    return of_txt[0], of_img[0], *of_txt[1:], *of_img[1:]
+
+
+def _streams_gradients(
+    of_hidden: Tensor,
+    plan: tuple[int, tuple[int, ...]],
+    of_txt: Tensor,
+    of_img: Tensor,
+    hidden: Tensor,
+    num_text: int,
+    *rest: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return the wanted gradients; ``rest`` are 4 shifts and scales, then 4 statistics."""
+    sizes = [num_text, hidden.size(0) - num_text]
+    (txt, img), (txt_beside, img_beside) = (torch.split(x, sizes) for x in (hidden, of_hidden))
+    txt_x, *txt_vectors = _gradients(txt_beside, of_txt, txt, *rest[:2], *rest[4:6])
+    img_x, *img_vectors = _gradients(img_beside, of_img, img, *rest[2:4], *rest[6:])
+    found = [torch.cat((txt_x, img_x)), *txt_vectors, *img_vectors]
+    # The argument at 1 is num_text, which has no gradient.
+    return tuple(found[i - (i > 1)] for i in plan[1])
+
+
+residual_and_modulated_streams = FusedResidual(
+    _modulated_streams,
+    saving=_streams_and_statistics,
+    gradients=_streams_gradients,
+    num_outputs=2,
+)
 """Return hidden ``[s, b, h]``, then the results of `modulated` for its text and its image."""
 
 
