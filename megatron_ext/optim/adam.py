@@ -117,7 +117,8 @@ class FusedAdam(CountedAdam):
     """AdamW that updates weights, moments and the model's 16-bit weights in one pass.
 
     It moves 30 bytes for each weight, and fewer with 16-bit moments. torch's fused AdamW, which
-    writes the gradients back that it scales, and the copy after it move 38.
+    writes the gradients back that it scales, and the copy after it move 38. The weights of a
+    parameter group are updated together, so that the step count of one holds for all.
 
     Args:
         moments: dtypes of ``exp_avg`` and ``exp_avg_sq``.
