@@ -145,9 +145,11 @@ newest = NewestMask()
 
 @lru_cache(maxsize=16)
 def _of_positions(span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
-    some, whole = _blocks_in_reach(span, lengths, device)
-    rule = _rule(span, device)
-    return _in_order(some[None], whole[None], lengths, rule)
+    # The cache also serves training, whose backward pass cannot save tensors of inference mode.
+    with torch.inference_mode(False):
+        some, whole = _blocks_in_reach(span, lengths, device)
+        rule = _rule(span, device)
+        return _in_order(some[None], whole[None], lengths, rule)
 
 
 def _of_documents(span: Span, lengths: Lengths, documents: Tensor) -> BlockMask:

@@ -46,7 +46,8 @@ def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
     """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, 1, d]``, from a cache."""
     tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
     if dtype not in tables:
-        with torch.no_grad():
+        # The cache also serves training, whose backward pass cannot save tensors of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             tables[dtype] = pointwise.rotary_table(angles, dtype, interleaved)
     return tables[dtype]
 

@@ -226,6 +226,17 @@ def test_blocks_are_those_of_torch(
         assert bool((seen | ~true).all()) and int((seen & ~true).sum()) <= 1
 
 
+@pytest.mark.usefixtures("flexible")
+def test_blocks_made_in_inference_mode_serve_training_too() -> None:
+    query, key, _ = (x.permute(1, 2, 0, 3) for x in qkv())
+    span = Span(0, True, (100, 0))
+    with torch.inference_mode():
+        blocks = masking.block_mask(query, key, span, None)
+    assert masking.block_mask(query, key, span, None) is blocks
+    # The backward pass of FlexAttention saves them.
+    assert not any(x.is_inference() for x in blocks.as_tuple() if isinstance(x, Tensor))
+
+
 def test_indices_that_do_not_grow_lose_no_pair() -> None:
     order = torch.randperm(S, generator=torch.Generator().manual_seed(0))
     shuffled = plain.document_indices(S, ENDS)[:, order]

@@ -16,6 +16,7 @@ from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.layers.pointwise import Norm
 from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.layers.transformer_layer import table_of
 from tests.training_runs import config_of
 
 S, B, H, N, D = 12, 2, 64, 4, 16
@@ -319,3 +320,13 @@ def test_cores_compiled_activation_is_asked_for_where_core_has_it(words: str, fu
     fields = transformer_fields(replace(config, model=engine, device="cuda"))
     assert fields["bias_activation_fusion"] is fuses
     assert transformer_fields(config)["bias_activation_fusion"] is False
+
+
+def test_a_table_made_in_inference_mode_serves_training_too() -> None:
+    angles = torch.randn(S, 1, 1, 8)
+    with torch.inference_mode():
+        table = table_of(angles, torch.float32, interleaved=False)
+    assert table_of(angles, torch.float32, interleaved=False) is table
+    x = torch.randn(S, B, 2, 8, requires_grad=True)
+    pointwise.rotated(x, *table, False).sum().backward()
+    assert x.grad is not None
