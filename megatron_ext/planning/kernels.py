@@ -30,7 +30,7 @@ KINDS = {
 }
 """The classes of kernels, in the order of reports, and what belongs to each."""
 
-CASTS = {"delayed": (4, 1), "tensorwise": (6, 5), "rowwise": (8, 5)}
+CASTS = {"delayed": (4, 1), "tensorwise": (6, 3), "rowwise": (8, 4)}
 """Cost of a cast to 8 bits in both layouts by recipe of `layers.fp8`: bytes read and written per
 16-bit number, and kernels."""
 
