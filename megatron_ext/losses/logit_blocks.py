@@ -257,6 +257,7 @@ class Gradients:
                 "The gradients of this loss were scaled in place by a first backward pass; compute "
                 "the loss again for a second one."
             )
+        assert self.weight is None or not self._is_empty, "no block has written the gradient"
         self._taken = True
         hidden, weight, bias = self.hidden, self.weight, self.bias
         self.hidden = self.weight = self.bias = None
