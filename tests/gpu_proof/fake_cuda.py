@@ -75,6 +75,8 @@ on_wait: list[Callable[[str], None]] = []
 """Functions that are told when the host waits for the device, and by what."""
 
 
+last_data: list[Any] = []
+"""The numbers that `torch.tensor` got last; tensors of the host are fake as well."""
 on_pin: list[Callable[[], None]] = []
 """Functions that are told when memory of the host is pinned, which no graph may capture."""
 on_launch: list[Callable[[str, int, list[torch.Tensor]], None]] = []
@@ -191,6 +193,7 @@ def _pinned(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
 
 def _unpinned(*args: Any, _original: Any = torch.tensor, **kwargs: Any) -> torch.Tensor:
     """Stands in for `torch.tensor`: memory of the host can be pinned for a driver only."""
+    last_data[:] = args[:1]
     if kwargs.pop("pin_memory", False):
         _pinned(torch.empty(()))
     found: torch.Tensor = _original(*args, **kwargs)

@@ -32,8 +32,6 @@ ONCE = (
     "_local_scalar_dense at megatron_ext/layers/weight_gradients.py:",
     # Weights that start on the host, as here, leave the frequencies there.
     "_to_copy at megatron/core/models/common/embeddings/rotary_pos_embedding.py:",
-    # The table of addresses of the weights.
-    "_to_copy at megatron_ext/optim/fused_adam.py:",
 )
 """Beginnings of the waits of a run's first step."""
 OUTSIDE_OF_LAYERS = (
