@@ -22,7 +22,9 @@ command -v gcc >/dev/null || fail "gcc was not found; on Debian run 'apt install
 
 find_python() {
     local candidate
-    for candidate in python3.12 python3.13 python3.11 python3; do
+    # A shim of pyenv names versions that it does not start, so the versions themselves come first.
+    for candidate in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python \
+        python3.12 python3.13 python3.11 python3; do
         if "$candidate" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))" 2>/dev/null; then
             echo "$candidate"
             return
@@ -43,8 +45,13 @@ make_venv() {
         echo "> making $VENV with $("$base" --version) and torch for CUDA (once, several GB)"
         "$base" -m venv "$VENV" || fail "python -m venv failed; on Debian run 'apt install python3-venv'."
     fi
+    # Three signs of equality leave out wheels for CPUs (2.13.0+cpu) that pip may know of.
+    "$VENV/bin/python" -m pip install --quiet "torch===$(sed -n 's/^torch==//p' constraints.txt)" \
+        || fail "torch could not be installed; see pip's message above."
     "$VENV/bin/python" -m pip install --quiet -e . pytest -c constraints.txt \
         || fail "the packages could not be installed; see pip's message above."
+    "$VENV/bin/python" -c "import sys, torch; sys.exit(torch.version.cuda is None)" \
+        || fail "torch in $VENV is not the build for CUDA; remove the folder, and see what pip's settings prefer."
     echo "$wanted" >"$stamp"
     echo "> ready after $((SECONDS - started)) s ($(du -sm "$VENV" | cut -f1) MB)"
 }
