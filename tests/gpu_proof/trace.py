@@ -40,7 +40,10 @@ GRAPHS = {
 """Classes of compiled functions that are no pointwise part of a layer."""
 VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "new_empty_strided", "record_stream")
 """Operations without a kernel whose declarations do not say so."""
-OVERWRITES = ("zero_", "fill_", "copy_", "normal_", "uniform_", "_foreach_zero_", "_foreach_copy_")
+OVERWRITES = (
+    "zero_", "fill_", "copy_", "normal_", "uniform_", "_foreach_zero_", "_foreach_copy_",
+    "to_8_bits",
+)  # fmt: skip
 """Operations that do not read the tensor that they write."""
 READS_ROWS = ("embedding", "index_select", "gather", "index")
 """Operations that read as much of their first input as they write."""

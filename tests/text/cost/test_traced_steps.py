@@ -48,7 +48,7 @@ def test_bytes_of_a_step(name: str) -> None:
     # What sums up 8-bit gradients is in another class of the trace.
     sums = 0.0 if name == "bf16" else plan["weight gradients"].num_bytes
     assert plan["plumbing"].num_bytes + sums == pytest.approx(found["plumbing"][1], rel=0.1)
-    if name == "fp8 rowwise":
+    if name != "bf16":
         assert plan["casts"].num_bytes == pytest.approx(found["casts"][1], rel=0.1)
 
 
