@@ -78,9 +78,13 @@ def prefers_parts(
     """Return whether `attend_in_parts` is the fastest way to attend causally to earlier keys too.
 
     The q queries ``[b, n, q, d]`` are those of the last q of the keys ``[b, g, k, d]``. The flash
-    kernels know that rule themselves, so that only cuDNN's gains.
+    kernels know that rule themselves, so that only cuDNN's gains. cuDNN is trusted with the parts
+    where it is with a mask, since its backward pass gets statistics of more keys than it sees.
+
+    Raises:
+        ConfigError: ``backend`` allows only cuDNN, which is not trusted at these lengths.
     """
-    kernels = kernels_for(query, key, backend)
+    kernels = kernels_for(query, key, backend, masked=True)
     if dropout > 0 or not kernels or kernels[0] != SDPBackend.CUDNN_ATTENTION:
         return False
     grouped = query.size(1) != key.size(1)

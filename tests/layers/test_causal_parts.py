@@ -184,7 +184,7 @@ def test_parts_are_taken_where_cudnn_goes_first(
         asked.append((params.key.size(2), params.is_causal, params.enable_gqa))
         return fits
 
-    monkeypatch.setattr(causal_parts, "kernels_for", lambda *given: kernels)
+    monkeypatch.setattr(causal_parts, "kernels_for", lambda *given, masked: masked and kernels)
     monkeypatch.setattr(causal_parts, "can_use_cudnn_attention", can_use)
     q, k, v = (x.permute(1, 2, 0, 3) for x in inputs(2, torch.bfloat16, "meta"))
     assert causal_parts.prefers_parts(q, k, v, dropout, AttnBackend.auto) is prefers
