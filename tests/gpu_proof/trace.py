@@ -201,7 +201,7 @@ class Trace(TorchDispatchMode):
     def over(self, elements: int) -> Counter[str]:
         """Count the operations on tensors with so many elements or more, by name and function."""
         return Counter(
-            f"{operation.name} at {PurePath(operation.place).name}"
+            f"{operation.name} at {compiler.VARIANT.sub('', PurePath(operation.place).name)}"
             for operation in self.operations
             if operation.largest >= elements
         )
