@@ -78,7 +78,7 @@ def test_lengths_are_compiled_twice_at_most_and_widths_apart() -> None:
 
 
 def test_parts_of_one_tensor_are_arguments_too() -> None:
-    """With one sample they have strides that a new tensor would not have."""
+    """Parts of one sample have strides that a new tensor would not have."""
     double, backend = doubled(), CompileCounter()
     whole = torch.randn(1, 12, requires_grad=True)
     with compiled_on_cpu(backend):
