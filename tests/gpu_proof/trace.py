@@ -1,4 +1,4 @@
-"""What a step on fake tensors does: waits of the host, kernels and their bytes, by class.
+"""Records what a step on fake tensors does: waits of the host, kernels and their bytes, by class.
 
 An operation of torch is one kernel, which reads its inputs and writes its outputs; views are none.
 A compiled graph has the kernels and bytes that Inductor counts. Bytes that stay in a cache are
