@@ -105,7 +105,7 @@ def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
     assert saved == pytest.approx(matrices, rel=1e-5)
     assert held.state.optimizer == pytest.approx(wide.state.optimizer, rel=1e-5)
     times = [estimate(GptNetwork.of(x), GPUS["H100"]).seconds for x in (plain, eight)]
-    assert 1.15 < times[0] / times[1] < 1.9
+    assert 1.19 < times[0] / times[1] < 1.9
     with pytest.raises(ConfigError, match="A100 has no fp8 products, but `--fp8-format`"):
         estimate(GptNetwork.of(eight), GPUS["A100"])
 
