@@ -122,6 +122,12 @@ NEEDS = {
         "use_rope_scaling"
     ),
     "--use-rope-scaling": "rope_scaling_factor",
+    "--multi-latent-attention": (
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+        "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale "
+        "mscale_all_dim"
+    ),
+    "--rope-type yarn": "original_max_position_embeddings beta_fast beta_slow mscale",
     "--mtp-num-layers": "mtp_loss_scaling_factor",
     "--num-experts": (
         "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
@@ -163,10 +169,6 @@ only checkpoints that stay are written; use `--save-interval` with `--keep-last`
 steps are not run twice to find faulty hardware; use `--check-invariants`:
     rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename
     check-for-spiky-loss check-for-large-grads
-multi-latent attention is not supported yet; use `--group-query-attention`:
-    multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
-    rotary-scaling-factor mscale mscale-all-dim rope-type cache-mla-latents
-    original-max-position-embeddings beta-fast beta-slow
 fully sharded data parallelism saves no checkpoint that other layouts load; use
 `--use-distributed-optimizer`:
     use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward
@@ -219,7 +221,7 @@ the layer option is not supported; use the standard transformer layer:
     disable-bf16-reduced-precision-matmul batch-invariant-mode use-te-activation-func use-kitchen
     use-kitchen-attention kitchen-attention-backend kitchen-config-file kitchen-recipe-number
     quant-recipe clone-scatter-output-in-embedding enable-autocast autocast-dtype
-    yarn-rotary-scaling-factor
+    yarn-rotary-scaling-factor mla-down-proj-fusion
 layers of your own are given by a model provider; see examples/custom_model:
     spec heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
     heterogeneous-block-specs hetereogenous-dist-checkpoint use-legacy-models
@@ -253,7 +255,7 @@ serving is not supported; export the model to an inference server:
     enable-chunked-prefill disable-chunked-prefill inference-dynamic-batching-cuda-graph-max-tokens
     inference-dynamic-batching-cuda-graph-mixed-prefill-count inference-logging-step-interval
     inference-wandb-logging inference-coordinator-port flash-decode inference-sampling-seed
-    use-inference-optimized-layers inference-fuse-tp-communication
+    use-inference-optimized-layers inference-fuse-tp-communication cache-mla-latents
 restarts are left to the launcher; use torchrun's `--max-restarts` with `--load`:
     inprocess-restart inprocess-max-iterations inprocess-monitor-thread-interval
     inprocess-monitor-process-interval inprocess-progress-watchdog-interval

@@ -101,6 +101,33 @@ class ModelConfig(Changeable):
     window_attn_skip_freq: int | None = resumed_flag(
         None, "full attention in every n-th layer", SIZE
     )
+    multi_latent_attention: bool = fixed_flag(
+        False, "compute keys and values of all heads from one small vector per token (DeepSeek)"
+    )
+    q_lora_rank: int | None = fixed_flag(
+        None, "width of the vector that queries are computed from; default: the hidden state", SIZE
+    )
+    kv_lora_rank: int = fixed_flag(
+        32, "width of the vector that keys and values are computed from", SIZE
+    )
+    qk_head_dim: int = fixed_flag(128, "channels of a head's query and key without rotation", SIZE)
+    qk_pos_emb_head_dim: int = fixed_flag(64, "channels of a head's query and key to rotate", SIZE)
+    v_head_dim: int = fixed_flag(128, "channels of a head's value", SIZE)
+    rope_type: str = resumed_flag(
+        "yarn", "rotary embedding of --multi-latent-attention", choices="rope yarn"
+    )
+    rotary_scaling_factor: float = resumed_flag(
+        1.0, "length to train for over --original-max-position-embeddings", Range(1, 1e6)
+    )
+    original_max_position_embeddings: int = resumed_flag(
+        4096, "longest sequence that the model was trained for before", COUNT, "tokens"
+    )
+    beta_fast: float = resumed_flag(32, "turns beyond which a frequency stays as it is", FACTOR)
+    beta_slow: float = resumed_flag(1, "turns below which a frequency is divided in full", FACTOR)
+    mscale: float = resumed_flag(1.0, "weight of the rotary embedding's growth by scaling", WEIGHT)
+    mscale_all_dim: float = resumed_flag(
+        0.0, "weight of the growth of attention's scores by scaling", WEIGHT
+    )
     softmax_type: str = fixed_flag(
         "vanilla", "kind of softmax in attention", choices="vanilla off-by-one learnable"
     )
@@ -199,15 +226,18 @@ class ModelConfig(Changeable):
         ffn = self.ffn_hidden_size
         if ffn is None:
             ffn = int((4 * h * 2 / 3) / 64) * 64 if self.swiglu else 4 * h
+        latent = self.multi_latent_attention
+        grouped = self.group_query_attention and not latent
+        channels = self.v_head_dim if latent else self.kv_channels
         impl = self.transformer_impl
         if impl in ("auto", "local", "torch"):
             impl = "transformer_engine" if impl == "auto" and has_te else "torch"
         return dataclasses.replace(
             self,
             ffn_hidden_size=ffn,
-            kv_channels=self.kv_channels or (h // n if n else None),
-            num_query_groups=(self.num_query_groups or 1) if self.group_query_attention else None,
-            add_qkv_bias=self.add_qkv_bias or self.add_bias_linear,
+            kv_channels=channels or (h // n if n else None),
+            num_query_groups=(self.num_query_groups or 1) if grouped else None,
+            add_qkv_bias=(self.add_qkv_bias or self.add_bias_linear) and not latent,
             transformer_impl=impl,
             mtp_num_layers=self.mtp_num_layers or None,
         )
@@ -223,7 +253,8 @@ class ModelConfig(Changeable):
         if missing:
             return
         h, n = self.hidden_size or 1, self.num_attention_heads or 1
-        if h % n and self.kv_channels == h // n:
+        latent = self.multi_latent_attention
+        if h % n and self.kv_channels == h // n and not latent:
             yield (
                 f"`--hidden-size` ({h}) must be divisible by `--num-attention-heads` ({n}); use "
                 f"{-(-h // n) * n}, or give `--kv-channels`."
@@ -233,7 +264,7 @@ class ModelConfig(Changeable):
                 f"`--max-position-embeddings` ({self.max_position_embeddings}) must be at least "
                 f"`--seq-length` ({self.seq_length}); use {self.seq_length}."
             )
-        if self.position_embedding_type == "rope" and self.kv_channels:
+        if self.position_embedding_type == "rope" and self.kv_channels and not latent:
             yield from self._rotary_errors(self.kv_channels)
         yield from self._layer_errors(n)
         yield from self._recompute_errors()

@@ -96,7 +96,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
         Args:
             query: ``[s/cp, b, n, d]``.
-            key, value: ``[s/cp, b, g, d]``, g query groups.
+            key, value: ``[s/cp, b, g, d]``, g query groups; a value's d may be another one.
             attention_mask: the document index of each position of the whole sequences, ``[b, s]``,
                 or a dense mask, True where attention is forbidden, ``[b, 1, s/cp, s]``; with None a
                 causal layer masks later positions itself.
@@ -122,7 +122,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Attend from this rank's queries to the gathered keys; return ``[s/cp, b, n, d]``."""
-        key, value = gather_sequence(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
+        sizes = [key.size(-1), value.size(-1)]
+        gathered = gather_sequence(torch.cat((key, value), dim=-1), self.cp_group)
+        key, value = torch.split(gathered, sizes, dim=-1)
         length, outputs = query.size(0) // 2, []
         for part, index in enumerate(slices_of(self.cp_group.rank(), self.cp_group.size())):
             own, first = slice(part * length, (part + 1) * length), index * length

@@ -8,12 +8,15 @@ an adapter, whose output it adds to its own (see `layers.lora`), and may multipl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -213,6 +216,46 @@ class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # 
         # view, to which megatron-core's experts could not add their bias in place.
         if is_expert and self.tp_group.size() == 1:
             self.explicit_expert_comm = True
+
+
+class _WholeLinear(MegatronModule):  # type: ignore[misc]
+    """Y = X A with all of A on every tensor-parallel rank."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        tp_group: ProcessGroup,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group = tp_group
+        self.sequence_parallel: bool = config.sequence_parallel
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
+        if config.perform_initialization:
+            init_method(self.weight)
+        # Under sequence parallelism a rank's gradient covers its part of the sequence only.
+        self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        alone = {"tp_group": None, "sequence_parallel": False, "allreduce_dgrad": False}
+        return self._forward_impl(input_, self.weight, bias=None, **alone), None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **_unused: Any) -> Tensor:
+        return torch.nn.functional.linear(input, weight)
+
+
+class WholeLinear(_ParallelLinear, _WholeLinear):
+    """Y = X A with all of A on every tensor-parallel rank, for narrow outputs.
+
+    Each rank multiplies the tokens that it holds: under sequence parallelism its part of the
+    sequence ``[s/tp, b, in]``, otherwise all of it, which the ranks then do alike.
+    """
 
 
 class _Rows(torch.autograd.Function):

@@ -289,6 +289,40 @@ def queries_keys_values(
     return query, key, value
 
 
+def split_latent_heads(
+    query: Tensor,
+    projected: Tensor,
+    shared: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    value_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the projections of multi-latent attention into heads, and rotate a part of each.
+
+    Args:
+        query: ``[s, b, n * dk]``; the last ``dr`` channels of each of the n heads are rotated.
+        projected: ``[s, b, n * (dk - dr + dv)]``: each head's key without rotation, and its value.
+        shared: ``[s, b, dr]``, the rotated part of all keys before rotation.
+        cos, sin: ``[s, 1, 1, d / 2]`` from `rotary_table`; channels beyond d are not rotated.
+        heads, value_dim: n and dv.
+
+    Returns:
+        queries ``[s, b, n, dk]``, keys ``[s, b, n, dk]`` and values ``[s, b, n, dv]``, copied.
+    """
+    query = torch.unflatten(query, -1, (heads, -1))
+    of_heads = torch.unflatten(projected, -1, (heads, -1))
+    key, value = of_heads[..., :-value_dim], of_heads[..., -value_dim:]
+    width = key.size(-1)
+    turned = rotated(query[..., width:], cos, sin, True)
+    query = torch.cat((query[..., :width], turned), -1)
+    turned = rotated(shared.unsqueeze(2), cos, sin, True).expand(-1, -1, heads, -1)
+    return query, torch.cat((key, turned), -1), value.contiguous()
+
+
+latent_heads = compiled(split_latent_heads)
+
+
 Weights = tuple[Tensor, Tensor | None]
 """Weight and bias of a norm, ``[h]`` each; an RMSNorm has no bias."""
 

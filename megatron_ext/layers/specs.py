@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -34,7 +35,8 @@ from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.build import RECOMPUTED_WITH_TE
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
-from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.layers.latent_attention import LatentAttention
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.pointwise import Norm
 from megatron_ext.layers.transformer_engine import accumulate_gradients
@@ -80,18 +82,7 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
     )
     if moe:
         core.moe_submodules(mlp).router = Router
-    qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
-    )
+    attention, names = _attention(transformer_config)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -104,11 +95,43 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
             # Transformer Engine's fused layers give the same tensors these names in a
             # checkpoint, so that either spec loads what the other saved.
             sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                **names,
                 **({} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
             },
         ),
     )
+
+
+def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    """Return the spec of a layer's attention, and the names of its norms in checkpoints."""
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp
+    if transformer_config.multi_latent_attention:
+        modules = MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=WholeLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=WholeLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            kv_layernorm=qk_norm,
+        )
+        names = {
+            f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
+            for x in ("q", "kv")
+        }
+        return ModuleSpec(module=LatentAttention, params=causal, submodules=modules), names
+    modules = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=DotProductAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return ModuleSpec(module=SelfAttention, params=causal, submodules=modules), names
 
 
 def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, PrecisionConfig
+from megatron_ext.config.rules.latent_attention import softmax_scale
 from megatron_ext.config.run import RunConfig, transformer_fields
 from megatron_ext.core import RECOMPUTES_DEPTHS, kinds_by_layer
 from megatron_ext.errors import ConfigError
@@ -76,6 +78,27 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     fusions: Fusions = Fusions()
 
 
+@dataclass
+class StepMLATransformerConfig(MLATransformerConfig, StepTransformerConfig):  # type: ignore[misc]
+    """A `StepTransformerConfig` with the sizes of multi-latent attention."""
+
+
+LATENT_FIELDS = (
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
+    "rope_type rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings "
+    "beta_fast beta_slow mscale mscale_all_dim"
+)
+"""Fields of `ModelConfig` that megatron-core's MLATransformerConfig has by the same names."""
+
+
+def _latent_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that multi-latent attention adds to a TransformerConfig."""
+    if not model.multi_latent_attention:
+        return {}
+    fields = {name: getattr(model, name) for name in LATENT_FIELDS.split()}
+    return {**fields, "softmax_scale": softmax_scale(model)}
+
+
 def params_dtype(precision: PrecisionConfig) -> torch.dtype:
     """Return the dtype of the parameters that the forward pass uses."""
     if precision.bf16:
@@ -130,7 +153,8 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         )
     if model.init_method_xavier_uniform:
         fields |= dict.fromkeys(("init_method", "output_layer_init_method"), xavier_uniform)
-    transformer_config = StepTransformerConfig(**fields)
+    kind = StepMLATransformerConfig if model.multi_latent_attention else StepTransformerConfig
+    transformer_config = kind(**fields, **_latent_fields(model))
     kinds = transformer_config.cp_comm_type
     if isinstance(kinds, list):
         transformer_config.cp_comm_type = kinds_by_layer(kinds, transformer_config)

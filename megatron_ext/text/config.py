@@ -18,6 +18,7 @@ from megatron_ext.config.flags import (
 )
 from megatron_ext.config.optimizer import TARGETS
 from megatron_ext.config.rules.build import build_errors
+from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
@@ -332,6 +333,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
         *_sft_errors(sft, run),
         *target_errors(run.lora, TARGETS),
         *_mask_errors(data, sft, run.model.transformer_impl),
+        *latent_attention_errors(given.model, run.model),
         *build_errors(run.model, run.moe, run.parallel, run.training),
     ]
 
@@ -375,6 +377,8 @@ _SHAPE = (
     "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
     "rope_scaling_factor normalization norm_epsilon apply_layernorm_1p swiglu squared_relu "
     "quick_geglu add_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights "
-    "padded_vocab_size mtp_num_layers seq_length"
+    "padded_vocab_size mtp_num_layers seq_length multi_latent_attention q_lora_rank kv_lora_rank "
+    "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
+    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
 )
 """Fields of the stored section ``model`` that are restored, since the weights depend on them."""

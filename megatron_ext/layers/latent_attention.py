@@ -1,0 +1,194 @@
+"""Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3).
+
+Keys and values of all n heads are linear functions of one small vector per token, and queries of
+another one. With the hidden state h, the norms N and the projections W of that paper::
+
+    c_q  = N(W_dq h)                       [q_lora_rank]; h itself without --q-lora-rank
+    c_kv, k_r = W_dkv h                    [kv_lora_rank], [qk_pos_emb_head_dim]
+    q, q_r = W_uq c_q                      n heads of [qk_head_dim] and [qk_pos_emb_head_dim]
+    k, v = W_ukv N(c_kv)                   n heads of [qk_head_dim] and [v_head_dim]
+    query, key = (q, rotated q_r), (k, rotated k_r)
+
+All heads share the rotated k_r. Tensor parallelism splits the heads. The projections to c_q and to
+c_kv are whole on every rank, which applies them to its own part of the sequence under sequence
+parallelism. Parameters have megatron-core's names, and core attention gets queries, keys and values
+of all heads as in any other attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.layers import pointwise
+from megatron_ext.layers.linear import enter
+from megatron_ext.layers.pointwise import fusions_of
+from megatron_ext.layers.transformer_layer import Table, WithBias, table_of
+
+
+class LatentAttention(Attention):  # type: ignore[misc]
+    """Multi-latent self-attention; its config has megatron-core's sizes and our fusions.
+
+    The config's ``kv_channels`` are the channels of a value, and its ``softmax_scale`` is given.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        super().__init__(
+            config, submodules, layer_number, attn_mask_type, "self",
+            pg_collection=groups, **kwargs,
+        )  # fmt: skip
+        heads, rotated = config.num_attention_heads, config.qk_pos_emb_head_dim
+        self.key_hidden_size = config.qk_head_dim + rotated
+        hidden, of_queries = config.hidden_size, heads * self.key_hidden_size
+        of_keys_and_values = heads * (config.qk_head_dim + config.v_head_dim)
+        if config.q_lora_rank is None:
+            self.linear_q_proj = self._linear(submodules.linear_q_proj, hidden, of_queries)
+        else:
+            rank = config.q_lora_rank
+            self.linear_q_down_proj = self._linear(submodules.linear_q_down_proj, hidden, rank)
+            self.linear_q_up_proj = self._linear(submodules.linear_q_up_proj, rank, of_queries)
+        rank = config.kv_lora_rank
+        self.linear_kv_down_proj = self._linear(
+            submodules.linear_kv_down_proj, hidden, rank + rotated
+        )
+        self.linear_kv_up_proj = self._linear(
+            submodules.linear_kv_up_proj, rank, of_keys_and_values
+        )
+        if config.q_lora_rank is not None:
+            self.q_layernorm = self._norm(submodules.q_layernorm, config.q_lora_rank)
+            if not config.sequence_parallel and self.world_size > 1:
+                # megatron-core sums gradients of weights with this name over tensor-parallel ranks,
+                # since norms of heads see each rank's own. This norm's are whole on every rank.
+                for parameter in self.q_layernorm.parameters():
+                    parameter.register_hook(functools.partial(_shared_out, count=self.world_size))
+        self.kv_layernorm = self._norm(submodules.kv_layernorm, config.kv_lora_rank)
+
+    def _linear(self, kind: Any, inputs: int, outputs: int) -> Any:
+        return kind(
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+
+    def _norm(self, kind: Any, size: int) -> Any:
+        return kind(config=self.config, hidden_size=size, eps=self.config.layernorm_epsilon)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        sequence_len_offset: int | None = None,
+        **_unused: Any,
+    ) -> WithBias:
+        """Return the output ``[s, b, h]``, and None or a bias that the caller must add.
+
+        Under sequence parallelism input and output are ``[s/tp, b, h]``.
+
+        Args:
+            attention_mask: documents or a dense mask, see `layers.masks`; None means causal.
+            sequence_len_offset: position of the first token; None means 0.
+        """
+        query, key, value = self.get_query_key_value_tensors(
+            hidden_states, first_position=sequence_len_offset or 0
+        )
+        checkpoints = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
+        attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
+        output: WithBias = self.linear_proj(attended)
+        return output
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        *,
+        first_position: int = 0,
+        **_unused: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys ``[s, b, n, dk]`` and values ``[s, b, n, dv]`` of n heads.
+
+        dk is ``qk_head_dim + qk_pos_emb_head_dim``, and dv is ``v_head_dim``.
+        """
+        config = self.config
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            compressed, _ = self.linear_q_down_proj(hidden_states)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(compressed))
+        mixed, _ = self.linear_kv_down_proj(hidden_states)
+        latent, shared = mixed.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1)
+        keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        # Each rank's heads give a part of the shared key's gradient.
+        shared = enter(shared, self.tp_group, config.sequence_parallel)
+        length = shared.size(0) * self.pg_collection.cp.size()
+        fuses = fusions_of(config).rotary
+        function = pointwise.latent_heads if fuses else pointwise.split_latent_heads
+        return function(
+            query,
+            keys_and_values,
+            shared,
+            *self._table(length, first_position, query.dtype),
+            self.num_attention_heads_per_partition,
+            config.v_head_dim,
+        )
+
+    def _table(self, length: int, first_position: int, dtype: torch.dtype) -> Table:
+        """Return cosines and sines ``[s, 1, 1, d/2]`` of this rank's positions."""
+        config = self.config
+        settings: dict[str, Any] = {"rotary_base": config.rotary_base}
+        if config.rope_type == "yarn":
+            settings |= {
+                "scaling_factor": config.rotary_scaling_factor,
+                "original_max_position_embeddings": config.original_max_position_embeddings,
+                "beta_fast": config.beta_fast,
+                "beta_slow": config.beta_slow,
+                "mscale": config.mscale,
+                "mscale_all_dim": config.mscale_all_dim,
+            }
+        else:
+            settings["rotary_percent"] = config.rotary_percent
+        rotary = _rotary(config.qk_pos_emb_head_dim, self.pg_collection.cp, **settings)
+        found = rotary(length, first_position)
+        angles, factor = found if isinstance(found, tuple) else (found, 1.0)
+        if factor == 1.0:
+            return table_of(angles, dtype, interleaved=False)
+        cos, sin = table_of(angles, torch.float32, interleaved=False)
+        return (cos * factor).to(dtype), (sin * factor).to(dtype)
+
+
+def _shared_out(gradient: Tensor, count: int) -> Tensor:
+    """Return the part of a gradient that makes the gradient if ``count`` ranks sum it."""
+    return gradient / count
+
+
+@functools.lru_cache(maxsize=8)
+def _rotary(channels: int, cp_group: ProcessGroup, **settings: Any) -> Any:
+    """Return the rotary embedding of these settings; all layers share it and what it has cached."""
+    kind = YarnRotaryEmbedding if "scaling_factor" in settings else RotaryEmbedding
+    # megatron-core moves the frequencies to the device when they are first needed.
+    return kind(channels, cp_group=cp_group, use_cpu_initialization=True, **settings)
