@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from megatron_ext.config.flags import (
     flag,
     spelling_of,
 )
-from megatron_ext.config.optimizer import TARGETS
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.optimizer import LATENT_TARGETS, TARGETS
 from megatron_ext.config.rules.build import build_errors
 from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
@@ -316,13 +317,21 @@ NEEDS = {"--dataloader-type cyclic": "data_sharding"}
 
 
 def resolve_text(config: RunConfig) -> RunConfig:
-    """Return the configuration with ``document_masks``, ``split`` and ``sft_max_length`` set."""
+    """Return the configuration with the values that the text tenant derives from others."""
     config = resolve_hybrid(config)
     data, sft = config.section(DataConfig), config.section(SftConfig)
     packs = sft.sft and sft.sft_batching != "padded"
     model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
-    config = dataclasses.replace(config, model=model)
+    lora = config.lora
+    if lora.lora_rank is not None and lora.lora_target_modules is None:
+        lora = dataclasses.replace(lora, lora_target_modules=list(_targets(model)))
+    config = dataclasses.replace(config, model=model, lora=lora)
     return config.with_section(data.resolved(), sft.resolved(config.model.seq_length))
+
+
+def _targets(model: ModelConfig) -> Sequence[str]:
+    """Return the names of the linear layers of a GPT's blocks that may have adapters."""
+    return LATENT_TARGETS if model.multi_latent_attention else TARGETS
 
 
 def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -331,7 +340,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
         *hybrid_errors(given, run),
         *data.own_errors(full_validation=run.training.full_validation),
         *_sft_errors(sft, run),
-        *target_errors(run.lora, TARGETS),
+        *target_errors(run.lora, _targets(run.model)),
         *_mask_errors(data, sft, run.model.transformer_impl),
         *latent_attention_errors(given.model, run.model),
         *build_errors(run.model, run.moe, run.parallel, run.training),

@@ -193,9 +193,11 @@ def lora_errors(
     targets = TARGETS if lora.lora_target_modules is None else lora.lora_target_modules
     mlp = [name for name in targets if name.startswith("linear_fc")]
     if moe.num_experts and mlp:
+        latent = model.multi_latent_attention
+        projections = "linear_q_up_proj linear_kv_up_proj" if latent else "linear_qkv"
         yield (
             f"`--lora-target-modules` ({' '.join(mlp)}) does not go with `--num-experts` "
-            f"({moe.num_experts}), since experts take no adapters; use linear_qkv linear_proj."
+            f"({moe.num_experts}), since experts take no adapters; use {projections} linear_proj."
         )
     if moe.num_experts and moe.moe_router_enable_expert_bias:
         yield (
