@@ -1,4 +1,4 @@
-"""Mends six faults of megatron-core's optimizers when their state is saved and loaded.
+"""Mends seven faults of megatron-core's optimizers when their state is saved and loaded.
 
 - With torch's own Adam, the distributed optimizer cannot list its state before the first update.
 - The distributed optimizer fails on torch's step count of each parameter, or resets the count.
@@ -8,6 +8,7 @@
 - On a pipeline stage without experts, the experts' optimizer has no parameters. It then cannot be
   saved, or is saved without the count of its updates.
 - A 16-bit run with a parameter group that is empty on a pipeline stage cannot load its state.
+- The distributed optimizer saves no weight that lacks Adam's second moment, as Muon's matrices do.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.adam import ADAMS, start_state
+from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.update import parts_of
 
+SECOND_MOMENT = "exp_avg_sq"
 MAIN_WEIGHTS = "fp32_from_fp16_params"
 """The key of an optimizer's fp32 weights beside 16-bit ones."""
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
@@ -68,6 +71,40 @@ def counted(optimizer: MegatronOptimizer) -> Iterator[None]:
     finally:
         for inner in empty:
             del inner.state[_NOTHING]
+
+
+@contextmanager
+def completed(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Lend Muon's matrices a second moment of zeros in distributed optimizers, in this context."""
+    muons = [
+        part.optimizer
+        for part in parts_of(optimizer)
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, Muon)
+    ]
+    for muon in muons:
+        for main in muon.matrices:
+            muon.state[main][SECOND_MOMENT] = torch.zeros(main.shape, device="cpu")
+    try:
+        yield
+    finally:
+        for muon in muons:
+            for main in muon.matrices:
+                muon.state[main].pop(SECOND_MOMENT, None)
+
+
+def leave_out_second_moments(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Remove, in place, the second moments lent by `completed` from fully reshardable state.
+
+    The other format holds parameters as they lie in buffers, so that its files keep the zeros.
+    """
+    for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
+        muon = getattr(part, "optimizer", None)
+        whole = part_state.get("param_state_sharding_type") == "fully_reshardable"
+        if whole and isinstance(muon, Muon):
+            weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
+            for weight, entry in zip(weights, part_state["param_state"].values(), strict=True):
+                if weight in muon.weights:
+                    del entry[SECOND_MOMENT]
 
 
 _NOTHING: Any = "no parameter"

@@ -80,13 +80,14 @@ def sharded_state(
     }
     if optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
         optimizer_state.prime(optimizer)
-        with optimizer_state.counted(optimizer):
+        with optimizer_state.counted(optimizer), optimizer_state.completed(optimizer):
             state["optimizer"] = optimizer.sharded_state_dict(
                 state, is_loading=is_loading, metadata=metadata
             )
+            if optimizer_state.is_distributed(optimizer) and not is_loading:
+                optimizer_state.mend_padded_buckets(optimizer, state["optimizer"])
         optimizer_state.leave_out_nothing(state["optimizer"])
-        if optimizer_state.is_distributed(optimizer) and not is_loading:
-            optimizer_state.mend_padded_buckets(optimizer, state["optimizer"])
+        optimizer_state.leave_out_second_moments(optimizer, state["optimizer"])
     return state
 
 

@@ -92,6 +92,8 @@ nothing is compiled there:
     compile
 memory of a GPU:
     log_memory_to_tensorboard
+a CPU multiplies in float32:
+    muon_fp32_matmul_prec
 a CPU keeps no memory cache:
     empty_unused_memory_level
 """
@@ -143,9 +145,14 @@ NEEDS = {
     "--exit-signal-handler": "exit_signal",
     "--profile": "profile_step_start profile_step_end profile_ranks",
     "--optimizer sgd": "sgd_momentum",
-    "--optimizer adam": (
+    "--optimizer adam or muon": (
         "adam_beta1 adam_beta2 adam_eps use_precision_aware_optimizer exp_avg_dtype "
         "exp_avg_sq_dtype"
+    ),
+    "--optimizer muon": (
+        "muon_momentum muon_use_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor "
+        "muon_coefficient_type muon_num_ns_steps muon_fp32_matmul_prec muon_tp_mode "
+        "muon_scalar_optimizer"
     ),
     "--lr-decay-style WSD": "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
 }
@@ -182,9 +189,6 @@ parts of the optimizer are not moved to the CPU; use `--use-distributed-optimize
     overlap-param-gather-with-optimizer-step num-distributed-optimizer-instances
 gradients and the weights that Adam updates are kept in float32; use `--exp-avg-dtype`:
     main-grads-dtype main-params-dtype
-the optimizer is not supported; use `--optimizer adam`:
-    muon-momentum muon-no-split-qkv muon-use-nesterov muon-scale-mode muon-fp32-matmul-prec
-    muon-num-ns-steps muon-tp-mode muon-extra-scale-factor
 the pipeline is not supported in this form; use `--num-layers-per-virtual-pipeline-stage`:
     overlap-p2p-communication-warmup-flush overlap-p2p-comm-warmup-flush
     defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute

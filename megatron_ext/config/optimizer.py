@@ -24,13 +24,20 @@ from megatron_ext.config.flags import (
 )
 
 DECAY = Range(0, 100)
+QUINTIC_STEPS = 5
+"""Steps after which the polynomials of ``--muon-coefficient-type quintic`` start again."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Changeable):
     """Update rule and schedule; names and defaults are Megatron-LM's."""
 
-    optimizer: str = flag("adam", "rule that updates the weights", choices="adam sgd")
+    optimizer: str = flag(
+        "adam",
+        "rule that updates the weights; muon updates embeddings, output layers, norms and biases "
+        "by adam",
+        choices="adam muon sgd",
+    )
     lr: float | None = flag(None, "largest learning rate", RATE)
     min_lr: float = flag(0.0, "smallest learning rate after the warm-up", RATE)
     lr_decay_style: str = flag(
@@ -109,6 +116,50 @@ class OptimizerConfig(Changeable):
         choices="fp32 bf16",
     )
     sgd_momentum: float = flag(0.9, "momentum of SGD", BELOW_ONE, if_changed="keep")
+    muon_momentum: float = said_flag(0.9, "momentum of Muon, the share that it keeps", BELOW_ONE)
+    muon_use_nesterov: bool = said_flag(
+        False, "let Muon look ahead by Nesterov's momentum", names="--muon-nesterov"
+    )
+    muon_split_qkv: bool = said_flag(
+        True,
+        "let Muon orthogonalize queries, keys and values one by one, not the fused weight",
+        negative="--muon-no-split-qkv",
+    )
+    muon_scale_mode: str = said_flag(
+        "spectral",
+        "factor of Muon's update of a matrix: spectral is the root of its longer side, which gives "
+        "elements a root mean square of 1; unit_rms_norm is the root of rows over columns; "
+        "shape_scaling is that, but at least 1",
+        choices="spectral unit_rms_norm shape_scaling",
+    )
+    muon_extra_scale_factor: float = said_flag(
+        1.0,
+        "factor of Muon's updates beside that of --muon-scale-mode; 0.2 with spectral gives them "
+        "the size of AdamW's, so that its learning rate can stay",
+        FACTOR,
+    )
+    muon_coefficient_type: str = said_flag(
+        "quintic",
+        "polynomials of Muon's Newton-Schulz steps",
+        choices="simple quintic polar_express",
+    )
+    muon_num_ns_steps: int = said_flag(5, "Newton-Schulz steps of each of Muon's updates", COUNT)
+    muon_fp32_matmul_prec: str = flag(
+        "medium",
+        "precision of the products of Newton-Schulz steps on a GPU: medium is bfloat16, high is "
+        "TF32, highest is float32",
+        choices="medium high highest",
+    )
+    muon_tp_mode: str = said_flag(
+        "duplicated",
+        "how tensor-parallel ranks orthogonalize a matrix that they share: duplicated gathers it "
+        "on each, distributed sums Gram matrices; blockwise takes each rank's share as a matrix of "
+        "its own, which changes the update with the layout",
+        choices="duplicated distributed blockwise",
+    )
+    muon_scalar_optimizer: str = flag(
+        "adam", "rule that updates the weights that Muon leaves out", choices="adam"
+    )
     apply_wd_to_qk_layernorm: bool = said_flag(
         False, "decay the weights of the norms of queries and keys too"
     )

@@ -329,6 +329,6 @@ def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -
         name, _, wanted = needed.removeprefix("--").partition(" ")
         value = values[name.replace("-", "_")]
         idle = [flag for flag in given if flag.field in names.split()]
-        if (str(value) != wanted) if wanted else value in (None, False):
+        if (str(value) not in wanted.split(" or ")) if wanted else value in (None, False):
             notes += [f"`{flag.shown}` has no effect without `{needed}`." for flag in idle]
     return notes

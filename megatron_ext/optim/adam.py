@@ -14,7 +14,10 @@ ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
-    """Create the all-zero state that torch's Adam or SGD has before its first update."""
+    """Create the all-zero state that torch's Adam or SGD has before its first update.
+
+    The matrices of `muon.Muon` have a momentum but no second moment.
+    """
     exp_avg, exp_avg_sq = getattr(inner, "moments", (None, None))
     for group in inner.param_groups:
         for parameter in group["params"]:
@@ -25,8 +28,10 @@ def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
                 inner.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=place),
                     "exp_avg": torch.zeros_like(parameter, dtype=exp_avg),
-                    "exp_avg_sq": torch.zeros_like(parameter, dtype=exp_avg_sq),
                 }
+                if parameter not in getattr(inner, "matrices", ()):
+                    square = torch.zeros_like(parameter, dtype=exp_avg_sq)
+                    inner.state[parameter]["exp_avg_sq"] = square
             elif group["momentum"]:
                 inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
@@ -198,9 +203,8 @@ class FusedAdam(CountedAdam):
 
     def _step_by_torch(self) -> None:
         """Let torch update the weights; moments are in the weights' dtype meanwhile."""
-        kept = [
-            (state, name) for state in self.state.values() for name in ("exp_avg", "exp_avg_sq")
-        ]
+        names = ("exp_avg", "exp_avg_sq")
+        kept = [(state, x) for state in self.state.values() for x in names if x in state]
         narrow = [state[name] for state, name in kept]
         for state, name in kept:
             state[name] = state[name].float()

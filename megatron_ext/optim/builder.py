@@ -12,7 +12,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
@@ -20,16 +22,25 @@ from megatron_ext.config.training import TrainingConfig
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.adam import ADAMS, FusedAdam, Kernel, start_state
+from megatron_ext.optim.matrices import Matrix, matrices_of
+from megatron_ext.optim.muon import Muon
+from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 
-OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
+OPTIMIZERS = {
+    "adam": ("adam", core.AdamOptimizerConfig),
+    "muon": ("adam", core.AdamOptimizerConfig),
+    "sgd": ("sgd", core.SGDOptimizerConfig),
+}
 """megatron-core's rule and configuration for each value of ``--optimizer``."""
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The dtype for each value of ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype``."""
 
 
-def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(
+    config: RunConfig, chunks: list[DistributedDataParallel], groups: ProcessGroupCollection
+) -> MegatronOptimizer:
     """Build the optimizer of this rank's chunks; biases and norm weights have no weight decay."""
     rule, cls = OPTIMIZERS[config.optimizer.optimizer]
     ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
@@ -45,13 +56,17 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
             override["is_decoupled_lr"] = True
     # Process groups passed as a collection would lose the Gloo groups that checkpoints need.
     optimizer = core.get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
-    if config.optimizer.optimizer == "adam" and config.model.transformer_impl == "torch":
+    uses_muon = config.optimizer.optimizer == "muon"
+    if uses_muon or (rule == "adam" and config.model.transformer_impl == "torch"):
         moments = (
             MOMENTS[config.optimizer.exp_avg_dtype],
             MOMENTS[config.optimizer.exp_avg_sq_dtype],
         )
         weight = next(weight for chunk in chunks for weight in chunk.parameters())
-        take_torchs_adam(optimizer, moments, kernel_for(weight))
+        kind = Muon if uses_muon else FusedAdam
+        take_torchs_adam(optimizer, moments, kernel_for(weight), kind)
+    if uses_muon:
+        _give_matrices(optimizer, chunks, groups, config.optimizer)
     choose_kernels(optimizer, fused=config.device == "cuda")
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD)):
@@ -64,13 +79,15 @@ def take_torchs_adam(
     optimizer: MegatronOptimizer,
     moments: tuple[torch.dtype, torch.dtype],
     make_kernel: Callable[[], Kernel] | None,
+    kind: type[FusedAdam] = FusedAdam,
 ) -> None:
     """Put torch's Adam, before its first update, in the place of another or where it lacks a thing.
 
     Only torch's fused Adam and ours can skip an update on the device, without the host. For
-    ``moments`` and ``make_kernel`` see `FusedAdam`.
+    ``moments`` and ``make_kernel`` see `FusedAdam`, of which ``kind`` is a subclass.
     """
     plain = make_kernel is None and moments == (torch.float32, torch.float32)
+    plain = plain and kind is FusedAdam
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if inner is None or (plain and isinstance(inner, ADAMS)):
@@ -79,10 +96,25 @@ def take_torchs_adam(
         defaults = {name: inner.defaults[name] for name in names}
         # torch refuses views, which shards are; like megatron-core, put them in afterwards.
         given: dict[str, Any] = {"moments": moments, "make_kernel": make_kernel}
-        part.optimizer = FusedAdam([torch.empty(0)], **given, **defaults)
+        part.optimizer = kind([torch.empty(0)], **given, **defaults)
         groups = [{**part.optimizer.defaults, **group} for group in inner.param_groups]
         part.optimizer.param_groups = groups
         part.optimizer.copies = _model_weights(part)
+
+
+def _give_matrices(
+    optimizer: MegatronOptimizer,
+    chunks: list[DistributedDataParallel],
+    groups: ProcessGroupCollection,
+    flags: OptimizerConfig,
+) -> None:
+    """Tell each `Muon` of an optimizer which of its weights are matrices."""
+    matrices: dict[Parameter, Matrix] = {}
+    for chunk in chunks:
+        matrices |= matrices_of(chunk, groups, split_qkv=flags.muon_split_qkv)
+    for part in parts_of(optimizer):
+        if isinstance(getattr(part, "optimizer", None), Muon):
+            part.optimizer.take(list(shards_of(part)), matrices, flags)
 
 
 def _model_weights(part: Any) -> dict[Tensor, Tensor]:

@@ -9,39 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
+from megatron_ext.optim.shards import Shard, shards_of
 from megatron_ext.optim.update import parts_of
 
 _BATCH = 2**26  # elements that are updated at a time, which bounds the memory for differences
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The elements of one parameter that this rank averages: all, or a shard.
+class _Part(Shard):
+    """The elements of one parameter that this rank averages.
 
     Attributes:
-        main: the tensor that the optimizer updates on this rank. It is the whole parameter, or a
-            (possibly empty) shard of the flattened parameter.
         average: fp32, in the shape of ``main``.
-        start: index in the flattened parameter where the shard begins.
-        group: ranks that hold the other shards; None if this rank holds the whole parameter.
     """
 
-    parameter: Parameter
-    main: Tensor
-    average: Tensor
-    start: int = 0
-    group: ProcessGroup | None = None
+    average: Tensor = field(kw_only=True)
 
     def whole(self) -> Tensor:
         """Return the average in the parameter's shape; all ranks of the group call this."""
@@ -83,9 +72,9 @@ class ShardedEMA:
         self.decay, self.start = decay, start
         if optimizer is None:
             parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-            self._parts = [_whole_part(parameter, parameter) for parameter in parameters]
+            self._parts = [_part(Shard(parameter, parameter)) for parameter in parameters]
         else:
-            self._parts = [x for part in parts_of(optimizer) for x in _parts_of(part)]
+            self._parts = [_part(x) for part in parts_of(optimizer) for x in shards_of(part)]
         self._batches = _in_batches(self._parts)
         self._swapped = False
         self.restart()
@@ -169,39 +158,9 @@ class ShardedEMA:
             self._swapped = False
 
 
-def _whole_part(parameter: Parameter, main: Tensor) -> _Part:
-    return _Part(parameter, main, torch.empty_like(main, dtype=torch.float32, requires_grad=False))
-
-
-def _parts_of(optimizer: Any) -> Iterator[_Part]:
-    """Yield this rank's `_Part` of each parameter, in an order that all ranks share."""
-    if getattr(optimizer, "is_stub_optimizer", False):
-        return
-    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        models = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
-        mains = [*optimizer.fp32_from_float16_groups, *optimizer.fp32_from_fp32_groups]
-        for parameter, main in _pairs(models, mains):
-            yield _whole_part(parameter, main)
-    elif not isinstance(optimizer, DistributedOptimizer):
-        for parameter in optimizer.get_parameters():
-            yield _whole_part(parameter, parameter)
-    else:
-        models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
-        mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
-        main_of = dict(_pairs(models, mains))
-        # Parameters lie in the buffers in one order on all ranks, also those of other ranks.
-        for parameter in (p for buffer in optimizer.buffers for p in buffer.param_index_map):
-            main, start = torch.empty(0, dtype=torch.float32, device=parameter.device), 0
-            if parameter in main_of:
-                main = main_of[parameter]
-                start = optimizer._get_model_param_range_map(parameter)["param"].start
-            average = torch.empty_like(main, requires_grad=False)
-            yield _Part(parameter, main, average, start, optimizer.data_parallel_group)
-
-
-def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
-    for model_group, main_group in zip(models, mains, strict=True):
-        yield from zip(model_group, main_group, strict=True)
+def _part(shard: Shard) -> _Part:
+    average = torch.empty_like(shard.main, dtype=torch.float32, requires_grad=False)
+    return _Part(shard.parameter, shard.main, shard.start, shard.group, average=average)
 
 
 def _in_batches(parts: Sequence[_Part]) -> list[tuple[list[Tensor], list[Tensor]]]:

@@ -47,7 +47,7 @@ def build_run(
     optimizer = scheduler = None
     trains = not config.training.skip_train
     if trains:
-        optimizer = build_optimizer(config, chunks)
+        optimizer = build_optimizer(config, chunks, context.pgs)
         scheduler = build_scheduler(config.optimizer, config.training, optimizer)
     sizes = count_parameters(chunks, context)
     if context.rank == 0:

@@ -120,6 +120,6 @@ def _runner(config: RunConfig, context: ParallelContext, task: Task) -> StepRunn
     vocabulary = config.model.unpadded_vocab_size
     bare = build_chunks(task.model_chunk, config, transformer_config, context, vocabulary)
     chunks = wrap_chunks(bare, config, transformer_config, context, DEVICE)
-    optimizer = build_optimizer(config, chunks)
+    optimizer = build_optimizer(config, chunks, context.pgs)
     scheduler = build_scheduler(config.optimizer, config.training, optimizer)
     return StepRunner(config, task, context, transformer_config, chunks, optimizer, scheduler)

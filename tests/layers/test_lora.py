@@ -86,7 +86,7 @@ def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets:
         truth.adapters.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
     )
     (ddp,) = wrap_chunks([chunk], run, transformer_config, context, torch.device("cpu"))
-    optimizer = build_optimizer(run, [ddp])
+    optimizer = build_optimizer(run, [ddp], context.pgs)
     build_scheduler(run.optimizer, run.training, optimizer)  # sets the learning rate
     for step in range(STEPS):
         ddp.zero_grad_buffer()

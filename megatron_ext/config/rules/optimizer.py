@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
-from megatron_ext.config.optimizer import TARGETS, EmaConfig, LoraConfig, OptimizerConfig
+from megatron_ext.config.optimizer import (
+    QUINTIC_STEPS,
+    TARGETS,
+    EmaConfig,
+    LoraConfig,
+    OptimizerConfig,
+)
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.training import TrainingConfig
 
@@ -50,6 +56,14 @@ def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> It
         yield "`--overlap-param-gather` needs `--use-distributed-optimizer`; give both."
     if optimizer.overlap_param_gather and not optimizer.overlap_grad_reduce:
         yield "`--overlap-param-gather` needs `--overlap-grad-reduce`; give both."
+    steps = optimizer.muon_num_ns_steps
+    in_fives = optimizer.muon_coefficient_type == "quintic"
+    if optimizer.optimizer == "muon" and in_fives and steps % QUINTIC_STEPS:
+        yield (
+            f"`--muon-num-ns-steps` ({steps}) must be a multiple of {QUINTIC_STEPS} with "
+            "`--muon-coefficient-type quintic`, whose polynomials follow each other; use "
+            f"{-(-steps // QUINTIC_STEPS) * QUINTIC_STEPS}."
+        )
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield (
             "`--optimizer sgd` does not go with `--use-distributed-optimizer`, which keeps "
@@ -208,6 +222,11 @@ def lora_errors(
         yield (
             "`--lora-dropout` does not go with `--deterministic-dropout`, which gives "
             "adapters no masks; use a dropout of 0 for one of them."
+        )
+    if optimizer.optimizer == "muon":
+        yield (
+            "`--optimizer muon` does not go with `--lora-rank`, whose matrices are factors of an "
+            "update and not to be orthogonalized one by one; use `--optimizer adam`."
         )
     if optimizer.decoupled_lr is not None:
         yield (

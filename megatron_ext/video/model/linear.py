@@ -134,6 +134,8 @@ def column(
         inputs, projections * outputs, config=config, init_method=method, skip_bias_add=True,
         tp_group=tp,
     )  # fmt: skip
+    if projections > 1:
+        layer.fused_parts = (plan.sizes.head_dim,) * projections
     if whole_input:
         layer.sequence_parallel = False
         layer.allreduce_dgrad = tp.size() > 1

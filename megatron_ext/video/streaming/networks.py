@@ -112,7 +112,7 @@ def build_critic(
     transformer_config = build_transformer_config(own)
     bare = build_chunks(partial(build_network, role="critic"), own, transformer_config, context)
     chunks = wrap_chunks(bare, own, transformer_config, context, device)
-    built = build_optimizer(own, chunks)
+    built = build_optimizer(own, chunks, context.pgs)
     path, checkpoint = streaming.critic_checkpoint, config.checkpoint
     load_weights(checkpoint, context, path, chunks, built, section=CRITIC)
     base = FrozenBase.of_run(config.lora, config.training.seed)

@@ -133,6 +133,7 @@ class Stream(Part):
         h, m = plan.sizes.hidden_size, plan.sizes.mlp_size
         self.modulation = Modulation(plan.config, 6, zero=plan.options.adaln_zero)
         self.linear_qkv = ColumnPiece(plan, h, 3 * h, bias=plan.sizes.qkv_bias)
+        self.linear_qkv.fused_parts = (plan.sizes.head_dim,) * 3
         self.norm = QKNorm(plan)
         self.linear_proj = RowPiece(plan, h, h)
         self.linear_fc1 = ColumnPiece(plan, h, m)
@@ -216,6 +217,7 @@ class SingleBlock(Part):
         h, m = plan.sizes.hidden_size, plan.sizes.mlp_size
         self.modulation = Modulation(plan.config, 3, zero=plan.options.adaln_zero)
         self.linear_qkv = ColumnPiece(plan, h, 3 * h, bias=plan.sizes.qkv_bias)
+        self.linear_qkv.fused_parts = (plan.sizes.head_dim,) * 3
         self.linear_fc1 = ColumnPiece(plan, h, m)
         self.norm = QKNorm(plan)
         self.linear_proj = RowPiece(plan, h, h, fan_in=h + m)

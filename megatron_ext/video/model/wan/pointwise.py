@@ -38,6 +38,7 @@ class ModulationTable(torch.nn.Module):
     def __init__(self, config: TransformerConfig, num_parts: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(num_parts, config.hidden_size))
+        self.weight.is_table = True  # type: ignore[attr-defined]
         self.reset_parameters()
         mark_replicated(self, config)
 

@@ -1,0 +1,139 @@
+"""Deals whole matrices to the ranks that share the optimizer's state.
+
+With the distributed optimizer a rank updates a piece of the flattened parameters, which begins and
+ends anywhere in a matrix. To orthogonalize, one rank of the data-parallel group gets all pieces of
+a matrix and sends each rank its piece of the result. The matrices are dealt so that all ranks have
+about the same work.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from megatron.core.tensor_parallel import all_to_all
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.optim.matrices import Matrix
+from megatron_ext.optim.shards import Shard
+
+ROUND = 2**24
+"""Elements up to which a rank gets several matrices in one round."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """A matrix, this rank's piece of it, and the rank that orthogonalizes it.
+
+    Attributes:
+        pieces: for each rank of the group, the slice of the flattened weight that it updates.
+        owner: index in the group of the rank that orthogonalizes the matrix.
+    """
+
+    matrix: Matrix
+    shard: Shard
+    pieces: tuple[slice, ...]
+    owner: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the owner updates all of the weight."""
+        return _length(self.pieces[self.owner]) == self.matrix.parameter.numel()
+
+
+def _length(piece: slice) -> int:
+    return int(piece.stop - piece.start)
+
+
+def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> list[list[Dealt]]:
+    """Deal matrices to the ranks of a group; return them in rounds, which ranks do together.
+
+    Without ``group``, this rank updates all of each weight. A round has at least one matrix for
+    each rank that still has some, and more while they have fewer elements than `ROUND`. All ranks
+    call this together, with the same matrices in the same order.
+    """
+    own = [(shard.start, shard.start + shard.main.numel()) for _, shard in shards]
+    pieces = [own]
+    if group is not None:
+        pieces = [own] * group.size()
+        torch.distributed.all_gather_object(pieces, own, group=group)
+    dealt = [
+        Dealt(matrix, shard, tuple(slice(*of_rank[index]) for of_rank in pieces))
+        for index, (matrix, shard) in enumerate(shards)
+    ]
+    queues = _queues(dealt, len(pieces))
+    rounds = []
+    while any(queues):
+        rounds.append([x for queue in queues for x in _taken(queue)])
+    return rounds
+
+
+def _queues(dealt: Sequence[Dealt], ranks: int) -> list[list[Dealt]]:
+    """Return the matrices of each rank: the largest first, each to the rank with the least work."""
+    queues: list[list[Dealt]] = [[] for _ in range(ranks)]
+    work = [(0, rank) for rank in range(ranks)]
+    for each in sorted(dealt, key=lambda x: -x.matrix.operations):
+        done, owner = heapq.heappop(work)
+        queues[owner].append(Dealt(each.matrix, each.shard, each.pieces, owner))
+        heapq.heappush(work, (done + each.matrix.operations, owner))
+    return queues
+
+
+def _taken(queue: list[Dealt]) -> list[Dealt]:
+    """Remove and return the first matrices of a queue that together have at most `ROUND` elements.
+
+    A larger matrix is taken alone.
+    """
+    sizes = accumulate(each.matrix.parameter.numel() for each in queue)
+    count = max(1, sum(size <= ROUND for size in sizes))
+    taken, queue[:] = queue[:count], queue[count:]
+    return taken
+
+
+def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Return the whole flat tensors of the matrices of a round that this rank owns.
+
+    ``pieces`` are this rank's flat pieces of all matrices of the round. All ranks of the group call
+    this together.
+    """
+    me, owned = group.rank(), [each for each in dealt if each.owner == group.rank()]
+    kept = [piece for each, piece in zip(dealt, pieces, strict=True) if each.owner == me]
+    if all(each.is_whole for each in dealt):
+        return kept
+    ranks = range(group.size())
+    sizes = [sum(_length(x.pieces[me]) for x in dealt if x.owner == r) for r in ranks]
+    wanted = [sum(_length(x.pieces[r]) for x in owned) for r in ranks]
+    arrived: Tensor = all_to_all(group, torch.cat(list(pieces)), wanted, sizes)
+    whole = [arrived.new_empty(each.matrix.parameter.numel()) for each in owned]
+    start = 0
+    for rank in ranks:
+        for each, tensor in zip(owned, whole, strict=True):
+            length = _length(each.pieces[rank])
+            tensor[each.pieces[rank]] = arrived[start : start + length]
+            start += length
+    return whole
+
+
+def scatter(
+    dealt: Sequence[Dealt], whole: Sequence[Tensor], group: ProcessGroup, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return this rank's flat pieces of all matrices of a round; the reverse of `gather`.
+
+    ``whole`` are the flat tensors, of this ``dtype``, of the matrices that this rank owns.
+    """
+    me, owned = group.rank(), [each for each in dealt if each.owner == group.rank()]
+    nothing = torch.empty(0, dtype=dtype, device=dealt[0].shard.main.device)
+    if all(each.is_whole for each in dealt):
+        kept = iter(whole)
+        return [next(kept) if each.owner == me else nothing for each in dealt]
+    ranks = range(group.size())
+    pairs = list(zip(owned, whole, strict=True))
+    sent = [tensor[each.pieces[rank]] for rank in ranks for each, tensor in pairs]
+    sizes = [sum(_length(x.pieces[r]) for x in owned) for r in ranks]
+    wanted = [sum(_length(x.pieces[me]) for x in dealt if x.owner == r) for r in ranks]
+    arrived: Tensor = all_to_all(group, torch.cat([nothing, *sent]), wanted, sizes)
+    return list(torch.split(arrived, [_length(each.pieces[me]) for each in dealt]))

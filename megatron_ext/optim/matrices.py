@@ -1,0 +1,113 @@
+"""The weights that Muon updates, the matrices that they fuse, and how ranks share them.
+
+Muon updates every weight of two dimensions but embeddings and output layers, as Megatron-LM does:
+the projections of attention, MLPs and experts, and routers. Norms, biases, embeddings and output
+layers are AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+
+from megatron_ext.layers.linear import OutputLayer
+from megatron_ext.layers.moe import expert_parameters
+
+NOT_MATRICES = (torch.nn.Embedding, VocabParallelEmbedding, OutputLayer)
+"""Modules whose weights are tables of vectors, one for each entry of a vocabulary."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A weight ``[out, in]`` that Muon updates, as this rank holds it.
+
+    Attributes:
+        rows: numbers of rows of the matrices that the weight fuses, which take turns, such as the
+            queries, keys and values of one group of heads after another. A weight that is one
+            matrix has one number.
+        group: ranks that hold other rows or columns of the matrices; None without such ranks.
+        dim: the dimension that these ranks share, 0 for rows and 1 for columns.
+    """
+
+    parameter: Parameter
+    rows: tuple[int, ...]
+    group: ProcessGroup | None
+    dim: int
+
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """Return the matrices ``[rows, in]`` in a tensor of as many elements as the weight."""
+        columns = self.parameter.size(1)
+        turns = whole.view(-1, sum(self.rows), columns)
+        return [part.reshape(-1, columns) for part in torch.split(turns, list(self.rows), dim=1)]
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Return the flat tensor of which ``parts`` are the matrices."""
+        columns = self.parameter.size(1)
+        turns = [part.reshape(-1, n, columns) for part, n in zip(parts, self.rows, strict=True)]
+        return torch.cat(turns, dim=1).flatten()
+
+    @property
+    def operations(self) -> int:
+        """Return a number proportional to the operations of a step on the parts of all ranks."""
+        ranks = 1 if self.group is None else self.group.size()
+        total = 0
+        for number in self.rows:
+            rows = self.parameter.size(0) * number // sum(self.rows)
+            sizes = [rows, self.parameter.size(1)]
+            sizes[self.dim] *= ranks
+            total += min(sizes) ** 2 * max(sizes)
+        return total
+
+
+def matrices_of(
+    chunk: Module, groups: ProcessGroupCollection, *, split_qkv: bool
+) -> dict[Parameter, Matrix]:
+    """Return the trained weights of a model chunk that Muon updates.
+
+    A module keeps a table of vectors from Muon if it sets ``is_table`` on the parameter. It tells
+    what a linear layer fuses, beyond the layers of megatron-core, by ``fused_parts`` on the layer,
+    as in `Matrix.rows`. Without ``split_qkv``, fused queries, keys and values are one matrix.
+    """
+    experts = set(expert_parameters(chunk))
+    tables = {p for m in chunk.modules() if isinstance(m, NOT_MATRICES) for p in m.parameters()}
+    fused = dict(_fused(chunk, split_qkv=split_qkv))
+    found = {}
+    for parameter in chunk.parameters():
+        marks = "is_embedding_or_output_parameter", "is_table"
+        is_table = parameter in tables or any(getattr(parameter, mark, False) for mark in marks)
+        if parameter.requires_grad and parameter.dim() == 2 and not is_table:
+            group, dim = groups.expt_tp if parameter in experts else groups.tp, 0
+            if getattr(parameter, "tensor_model_parallel", False) and group.size() > 1:
+                dim = parameter.partition_dim  # type: ignore[attr-defined]
+            else:
+                group = None
+            rows = fused.get(parameter, (parameter.size(0),))
+            found[parameter] = Matrix(parameter, rows, group, dim)
+    return found
+
+
+def _fused(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Yield the weights that fuse several matrices, with their rows."""
+    for module in chunk.modules():
+        config, layers = getattr(module, "config", None), dict(module.named_children())
+        if split_qkv and "linear_qkv" in layers and config is not None:
+            head = getattr(module, "hidden_size_per_attention_head", None)
+            if head is not None:
+                queries = config.num_attention_heads // config.num_query_groups * head
+                yield layers["linear_qkv"].weight, (queries, head, head)
+        if "linear_fc1" in layers and getattr(config, "gated_linear_unit", False):
+            # Grouped experts have a weight each.
+            for weight in layers["linear_fc1"].parameters(recurse=False):
+                if weight.dim() == 2:
+                    yield weight, (weight.size(0) // 2,) * 2
+        if split_qkv and hasattr(module, "fused_parts"):
+            parts: Any = module.fused_parts
+            yield module.weight, parts

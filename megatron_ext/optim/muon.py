@@ -1,0 +1,205 @@
+"""Muon: the momentum of each matrix, orthogonalized, is the direction in which the matrix moves.
+
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/); weight decay and scale are those of
+Liu et al. 2025 (arXiv:2502.16982). For a matrix W with gradient G, momentum M and learning rate r:
+
+    M <- beta M + (1 - beta) G
+    D  = M, or with Nesterov's momentum beta M + (1 - beta) G
+    W <- (1 - r * weight_decay) W - r * scale * orthogonalized(D)
+
+AdamW updates the other weights. How matrices get to the ranks that orthogonalize them is told in
+`dealing` (data parallelism) and in `Direction` (tensor parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.optim.adam import FusedAdam, start_state
+from megatron_ext.optim.dealing import Dealt, deal, gather, scatter
+from megatron_ext.optim.matrices import Matrix
+from megatron_ext.optim.newton_schulz import Coefficients, orthogonalize, polynomials, scale_of
+from megatron_ext.optim.shards import Shard
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Turns the momentum of matrices into the direction in which they move.
+
+    Tensor-parallel ranks that share a matrix get their share of the whole matrix's direction in two
+    ways: "duplicated" gathers the matrix, which each of them orthogonalizes; "distributed" sums
+    Gram matrices over them. "blockwise" orthogonalizes each rank's share as a matrix of its own,
+    which is another update and depends on the layout.
+
+    Attributes:
+        precision: that of float32 products, as `torch.set_float32_matmul_precision` names it;
+            "medium" multiplies in bfloat16. A CPU always multiplies in float32.
+    """
+
+    coefficients: Sequence[Coefficients]
+    scale_mode: str
+    factor: float
+    tp_mode: str
+    precision: str
+
+    @classmethod
+    def of(cls, flags: OptimizerConfig) -> Direction:
+        """Return the direction that the flags ask for."""
+        return cls(
+            polynomials(flags.muon_coefficient_type, flags.muon_num_ns_steps),
+            flags.muon_scale_mode,
+            flags.muon_extra_scale_factor,
+            flags.muon_tp_mode,
+            flags.muon_fp32_matmul_prec,
+        )
+
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype in which matrices are sent and multiplied on a device."""
+        narrow = device.type == "cuda" and self.precision == "medium"
+        return torch.bfloat16 if narrow else torch.float32
+
+    @contextmanager
+    def products(self, device: torch.device) -> Iterator[None]:
+        """Let float32 products on a GPU have the precision of the flags, in this context."""
+        before = torch.get_float32_matmul_precision()
+        if device.type == "cuda" and self.precision != "medium":
+            torch.set_float32_matmul_precision(self.precision)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def of_all(self, matrices: Sequence[Matrix], momenta: Sequence[Tensor]) -> list[Tensor]:
+        """Return the flat directions of weights from their flat momenta.
+
+        Matrices of one shape are orthogonalized together.
+        """
+        parts = [matrix.parts(flat) for matrix, flat in zip(matrices, momenta, strict=True)]
+        batches: dict[Any, list[tuple[int, int]]] = {}
+        for i, (matrix, own) in enumerate(zip(matrices, parts, strict=True)):
+            for j, part in enumerate(own):
+                batches.setdefault((part.shape, matrix.dim, matrix.group), []).append((i, j))
+        for (_, dim, group), places in batches.items():
+            found = self.of_batch(torch.stack([parts[i][j] for i, j in places]), dim, group)
+            for (i, j), one in zip(places, found, strict=True):
+                parts[i][j] = one
+        return [matrix.joined(own) for matrix, own in zip(matrices, parts, strict=True)]
+
+    def of_batch(self, momenta: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+        """Return the directions ``[k, m, n]`` of matrices from this rank's share of their momenta.
+
+        The ranks of ``group`` share dimension ``dim`` (0 rows, 1 columns).
+        """
+        if group is None or self.tp_mode == "blockwise":
+            return self._scaled(orthogonalize(momenta, self.coefficients), momenta.shape)
+        sizes = list(momenta.shape)
+        sizes[dim + 1] *= group.size()
+        if self.tp_mode == "distributed":
+            found = orthogonalize(momenta, self.coefficients, group=group, dim=dim)
+            return self._scaled(found, sizes)
+        shares = [torch.empty_like(momenta) for _ in range(group.size())]
+        torch.distributed.all_gather(shares, momenta.contiguous(), group=group)
+        found = orthogonalize(torch.cat(shares, dim=dim + 1), self.coefficients)
+        return self._scaled(found.chunk(group.size(), dim=dim + 1)[group.rank()], sizes)
+
+    def _scaled(self, matrices: Tensor, sizes: Sequence[int]) -> Tensor:
+        return matrices * (scale_of(self.scale_mode, sizes[1], sizes[2]) * self.factor)
+
+
+class Muon(FusedAdam):
+    """Muon for matrices and AdamW for all other weights, in the same parameter groups.
+
+    The state of a matrix is its momentum, as ``exp_avg``, and the count of steps.
+
+    Attributes:
+        matrices: those of which this rank updates all or a shard, by the tensor that it updates.
+        weights: the model's weights that Muon updates, on this rank or on others of its group.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.matrices: dict[Tensor, Matrix] = {}
+        self.weights: set[Parameter] = set()
+
+    def take(
+        self,
+        shards: Sequence[Shard],
+        matrices: Mapping[Parameter, Matrix],
+        flags: OptimizerConfig,
+    ) -> None:
+        """Update by Muon those of the ``shards`` whose weights are ``matrices``.
+
+        All ranks that share the optimizer's state call this together.
+        """
+        found = [(matrices[x.parameter], x) for x in shards if x.parameter in matrices]
+        self.weights = {shard.parameter for _, shard in found}
+        self.matrices = {shard.main: matrix for matrix, shard in found if shard.main.numel()}
+        self._group = found[0][1].group if found else None
+        self._rounds = deal(found, self._group)
+        self._direction = Direction.of(flags)
+        self._beta, self._nesterov = flags.muon_momentum, flags.muon_use_nesterov
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients."""
+        start_state(self)
+        gradients = {main: main.grad for main in self.matrices}
+        for main in gradients:
+            main.grad = None
+        super().step(closure)
+        for main, gradient in gradients.items():
+            main.grad = gradient
+        groups = {main: group for group in self.param_groups for main in group["params"]}
+        for dealt in self._rounds:
+            self._step_together(dealt, groups)
+
+    def _step_together(self, dealt: list[Dealt], groups: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Update the weights of one round; ``groups`` are the parameter groups by weight."""
+        device = dealt[0].shard.main.device
+        dtype = self._direction.dtype(device)
+        found = [self._momentum(each.shard.main).to(dtype).flatten() for each in dealt]
+        owned = [each.matrix for each in dealt]
+        if self._group is not None:
+            owned = [each.matrix for each in dealt if each.owner == self._group.rank()]
+            found = gather(dealt, found, self._group)
+        with self._direction.products(device):
+            found = self._direction.of_all(owned, found)
+        if self._group is not None:
+            found = scatter(dealt, found, self._group, dtype)
+        for each, direction in zip(dealt, found, strict=True):
+            main = each.shard.main
+            if main.numel():
+                self._move(main, direction.view(main.shape).to(main.dtype), groups[main])
+
+    def _momentum(self, main: Tensor) -> Tensor:
+        """Add the gradient to the momentum of a weight; return what is to be orthogonalized."""
+        if not main.numel():
+            return main
+        assert main.grad is not None
+        kept, gradient = self.state[main]["exp_avg"], main.grad.float()
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        momentum = kept.float().lerp(gradient, 1 - self._beta)
+        kept.copy_(self._if_finite(momentum, kept))
+        return gradient.lerp(momentum, self._beta) if self._nesterov else momentum
+
+    def _move(self, main: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        """Move a weight, count the step, and write the model's 16-bit weight."""
+        moved = main * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction
+        main.copy_(self._if_finite(moved, main))
+        self.state[main]["step"] += 1 if self.found_inf is None else 1 - self.found_inf
+        if self.make_kernel is not None and main in self.copies:
+            self.copies[main].copy_(main)
+
+    def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
+        """Return the new values, or the old ones if the update is to be skipped."""
+        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)

@@ -1,0 +1,64 @@
+"""The elements of each parameter that a rank's optimizer updates: all, or a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The elements of one parameter that this rank updates.
+
+    Attributes:
+        main: the tensor that the optimizer updates on this rank. It is the whole parameter, or a
+            (possibly empty) shard of the flattened parameter.
+        start: index in the flattened parameter where the shard begins.
+        group: ranks that hold the other shards; None if this rank holds the whole parameter.
+    """
+
+    parameter: Parameter
+    main: Tensor
+    start: int = 0
+    group: ProcessGroup | None = None
+
+
+def shards_of(optimizer: Any) -> Iterator[Shard]:
+    """Yield this rank's `Shard` of each parameter, in an order that all ranks share.
+
+    ``optimizer`` is one of megatron-core's, not a chain of them.
+    """
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        models = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
+        mains = [*optimizer.fp32_from_float16_groups, *optimizer.fp32_from_fp32_groups]
+        for parameter, main in _pairs(models, mains):
+            yield Shard(parameter, main)
+    elif not isinstance(optimizer, DistributedOptimizer):
+        for parameter in optimizer.get_parameters():
+            yield Shard(parameter, parameter)
+    else:
+        models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
+        mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
+        main_of = dict(_pairs(models, mains))
+        # Parameters lie in the buffers in one order on all ranks, also those of other ranks.
+        for parameter in (p for buffer in optimizer.buffers for p in buffer.param_index_map):
+            main, start = torch.empty(0, dtype=torch.float32, device=parameter.device), 0
+            if parameter in main_of:
+                main = main_of[parameter]
+                start = optimizer._get_model_param_range_map(parameter)["param"].start
+            yield Shard(parameter, main, start, optimizer.data_parallel_group)
+
+
+def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
+    for model_group, main_group in zip(models, mains, strict=True):
+        yield from zip(model_group, main_group, strict=True)
