@@ -181,6 +181,16 @@ class OptimizerConfig(Changeable):
     usual_warmup_iters: int = 0
     """Steps of warm-up of a run whose flags give none."""
 
+    def muon_notes(self) -> list[str]:
+        """Return a note if Muon's updates are far larger than those of AdamW, by default."""
+        if self.optimizer != "muon" or self.muon_scale_mode != "spectral":
+            return []
+        return [
+            "The elements of Muon's updates have a root mean square of "
+            f"{self.muon_extra_scale_factor:g} times the learning rate, and those of AdamW's about "
+            "0.2 times; with the learning rate of AdamW use `--muon-extra-scale-factor 0.2`."
+        ]
+
     def warmup_notes(self) -> list[str]:
         """Return a note if no flag sets the warm-up, and the task's default was shortened."""
         usual, warmup = self.usual_warmup_iters, self.lr_warmup_iters

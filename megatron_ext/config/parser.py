@@ -104,6 +104,8 @@ def parse_args(
     notes = [*reading.notes, *_inert(reading.given, config, task.needs)]
     if "lr_warmup_iters" not in values["optimizer"]:
         notes += config.optimizer.warmup_notes()
+    if "muon_extra_scale_factor" not in values["optimizer"]:
+        notes += config.optimizer.muon_notes()
     fields = frozenset(flag.field for flag in reading.given)
     return ParsedArgs(config, notes, task, fields, reading.print_config)
 

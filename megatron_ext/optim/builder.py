@@ -27,12 +27,8 @@ from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 
-OPTIMIZERS = {
-    "adam": ("adam", core.AdamOptimizerConfig),
-    "muon": ("adam", core.AdamOptimizerConfig),
-    "sgd": ("sgd", core.SGDOptimizerConfig),
-}
-"""megatron-core's rule and configuration for each value of ``--optimizer``."""
+OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
+"""megatron-core's rule and configuration for each value of ``--optimizer`` but muon."""
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The dtype for each value of ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype``."""
@@ -42,7 +38,9 @@ def build_optimizer(
     config: RunConfig, chunks: list[DistributedDataParallel], groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
     """Build the optimizer of this rank's chunks; biases and norm weights have no weight decay."""
-    rule, cls = OPTIMIZERS[config.optimizer.optimizer]
+    uses_muon = config.optimizer.optimizer == "muon"
+    name = config.optimizer.muon_scalar_optimizer if uses_muon else config.optimizer.optimizer
+    rule, cls = OPTIMIZERS[name]
     ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
     ours |= {"optimizer": rule, "params_dtype": params_dtype(config.precision)}
     fields = {field.name for field in dataclasses.fields(cls)}
@@ -56,7 +54,6 @@ def build_optimizer(
             override["is_decoupled_lr"] = True
     # Process groups passed as a collection would lose the Gloo groups that checkpoints need.
     optimizer = core.get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
-    uses_muon = config.optimizer.optimizer == "muon"
     if uses_muon or (rule == "adam" and config.model.transformer_impl == "torch"):
         moments = (
             MOMENTS[config.optimizer.exp_avg_dtype],

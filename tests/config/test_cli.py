@@ -117,6 +117,7 @@ IDLE = {
     "--exit-signal SIGUSR1": "--exit-signal-handler",
     "--profile-step-start 3": "--profile",
     "--sgd-momentum 0.5": "--optimizer sgd",
+    "--muon-extra-scale-factor 0.2": "--optimizer muon",
     "--lr-wsd-decay-iters 3": "--lr-decay-style WSD",
     "--no-data-sharding": "--dataloader-type cyclic",
 }
@@ -139,3 +140,10 @@ def test_a_kernel_that_no_attention_here_takes_is_named(device: str) -> None:
     words = [*SMALL.split(), "--no-masked-softmax-fusion"]
     (note,) = parsed(words, device=device).notes
     assert note.startswith("`--no-masked-softmax-fusion` has no effect: attention is computed by")
+
+
+def test_a_run_with_muon_is_told_how_large_its_updates_are() -> None:
+    (note,) = parsed(f"{SMALL} --optimizer muon").notes
+    assert note.endswith("use `--muon-extra-scale-factor 0.2`.")
+    for flags in ("--muon-extra-scale-factor 1", "--muon-scale-mode unit_rms_norm"):
+        assert not parsed(f"{SMALL} --optimizer muon {flags}").notes

@@ -210,7 +210,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "--fp8-format": ("e4m3", "hybrid"),
     "--fp8-recipe": ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"),
     "--ema-decay": (0, 0.5, 1, 2),
-    "--optimizer": ("adam", "sgd"),
+    "--optimizer": ("adam", "muon", "sgd"),
     "--cross-entropy-impl": ("chunked", "eager", "core"),
     "--normalization": ("LayerNorm", "RMSNorm"),
     "--position-embedding-type": ("rope", "learned_absolute", "none"),
