@@ -21,6 +21,7 @@ TINY = (
 ).split()
 SHARED = "--use-distributed-optimizer"
 STAGES = "--pipeline-model-parallel-size 2"
+PRECISION_AWARE = "--use-precision-aware-optimizer --exp-avg-dtype bf16"
 EXPERTS = "--num-experts 2 --expert-model-parallel-size 2"
 
 
@@ -92,7 +93,28 @@ def test_sgd_goes_on_with_its_momentum(flags: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "ranks"),
-    [("", 1), (SHARED, 1), ("--optimizer sgd", 1), (EXPERTS, 2), (f"{EXPERTS} {SHARED}", 2)],
+    [
+        (f"--bf16 {SHARED} --ckpt-fully-parallel-save --ema-decay 0.5", 2),
+        (f"--fp16 --initial-loss-scale 1024 {EXPERTS} {SHARED}", 2),
+        (f"--bf16 {STAGES} {EXPERTS} --moe-layer-freq ([0]*1+[1]*1)", 4),
+        (f"--bf16 {SHARED} {PRECISION_AWARE} {STAGES}", 2),
+        (f"{SHARED} --no-dist-ckpt-optim-fully-reshardable", 2),
+    ],
+)
+def test_muon_goes_on_bit_for_bit(flags: str, ranks: int, tmp_path: Path) -> None:
+    check_that_it_goes_on(f"--optimizer muon --muon-nesterov {flags}", tmp_path, ranks)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("", 1),
+        (SHARED, 1),
+        ("--optimizer muon", 1),
+        ("--optimizer sgd", 1),
+        (EXPERTS, 2),
+        (f"{EXPERTS} {SHARED}", 2),
+    ],
 )
 def test_a_run_goes_on_from_before_its_first_update(flags: str, ranks: int, tmp_path: Path) -> None:
     """The first scale of fp16 is so large that no step before the checkpoint is applied."""
