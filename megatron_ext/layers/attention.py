@@ -27,6 +27,7 @@ from megatron_ext.layers.context_parallel import (
     slices_of,
 )
 from megatron_ext.layers.dropout import attention_dropout
+from megatron_ext.layers.kv_cache import LayerCache
 from megatron_ext.layers.masks import Span, is_dense
 
 GATHER = ("p2p", "all_gather")
@@ -41,9 +42,14 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     Under context parallelism ``--cp-comm-type`` selects the method: ``all_gather`` and ``p2p``
     gather all keys and values; ``a2a`` gives each rank some heads of the whole sequence.
 
+    Attributes:
+        cache: the cache that keeps keys and values for later tokens, in generation only.
+
     Raises:
         ConfigError: under context parallelism ``--cp-comm-type`` is none of these three.
     """
+
+    cache: LayerCache | None = None
 
     def __init__(
         self,
@@ -110,7 +116,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
                 "document masks (`--reset-attention-mask`)."
             )
         self.length = query.size(0) * self.cp_group.size()
-        if self.cp_group.size() == 1:
+        if self.cache is not None:
+            context = self.cache.attend(query, key, value, self._attend, self.window_size)
+        elif self.cp_group.size() == 1:
             context = self._attend(query, key, value, attention_mask, first_query=0)
         elif self.cp_comm_type == "a2a":
             context = self._attend_with_traded_heads(query, key, value, attention_mask)
@@ -160,35 +168,44 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return sequence_to_heads(context, self.cp_group)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, first_query: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        first_query: int | None,
     ) -> Tensor:
         """Attend without communication, and return ``[q, b, n, d]``.
 
         The q queries are ``[q, b, n, d]``. The k keys and values are ``[k, b, g, d]`` with g query
         groups. The mask is the document index of each position ``[b, k]`` or dense, True where
         attention is forbidden, ``[b, 1, q, k]``. ``first_query`` is the position of the first query
-        in the sequence; the first key is at position 0.
+        in the sequence; the first key is at position 0. It is None for queries whose positions
+        differ by sequence; their mask then says all, causality and window included.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        masked = mask is not None or self.window_size is not None
         follows_core = self._follows_core(query)
+        window = None if first_query is None else self.window_size
+        masked = mask is not None or window is not None
         auto = self.backend == AttnBackend.auto and not follows_core
         of_documents = mask is not None and not is_dense(mask)
-        if masked and auto and masks.flex_fits(q, dropout):
+        if masked and auto and first_query is not None and masks.flex_fits(q, dropout):
             # Blocks of keys that a mask or window hides are left out.
             # A dense mask says what is causal itself.
-            causal = self.causal and (mask is None or self.window_size is not None)
-            span = Span(first_query, causal or of_documents, self.window_size)
+            causal = self.causal and (mask is None or window is not None)
+            span = Span(first_query, causal or of_documents, window)
             blocks = masks.block_mask(q, k, span, mask)
             context = masks.flex_attend(q, k, v, blocks, self.softmax_scale)
             return context.permute(2, 0, 1, 3)
+        at = first_query or 0
         if mask is not None and of_documents:
-            mask = masks.document_mask(mask, first_query, query.size(0))
-        if self.window_size is not None:
-            mask = self._with_window(mask, query, key, first_query)
+            mask = masks.document_mask(mask, at, query.size(0))
+        if window is not None:
+            mask = self._with_window(mask, query, key, at)
         if follows_core:
-            return self._attend_eagerly(query, key, value, mask, first_query)
+            return self._attend_eagerly(query, key, value, mask, at)
         bias: Any = None if mask is None else ~mask
         if bias is None and self.causal and q.size(2) != k.size(2):
             if prefers_parts(q, k, v, dropout, self.backend):

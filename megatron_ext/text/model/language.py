@@ -105,7 +105,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
             return hidden
         if has_depths:
             hidden = self._with_mtp_losses(hidden, mtp_targets)
-        logits = self._logits(hidden)
+        logits = self.logits(hidden)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
@@ -138,7 +138,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
             return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return None
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return vocabulary-parallel logits ``[s, b, v/tp]``."""
         logits, _ = self.output_layer(hidden, weight=self._head_weight())
         return logits  # type: ignore[no-any-return]
@@ -152,7 +152,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         if targets is None:
             return hidden
         for depth, depth_hidden in enumerate(depths):
-            logits = self._logits(depth_hidden)
+            logits = self.logits(depth_hidden)
             losses = self.compute_language_model_loss(targets.labels[depth], logits)
             targets.record(depth, losses)
             hidden = attach(hidden, targets.weights[depth] * losses, self.config)

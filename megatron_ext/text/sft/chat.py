@@ -135,7 +135,7 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
     about = dict(tokenizer.unique_identifiers)
     if "sha256" in about:
         about.pop("path", None)
-    chat_tokenizer = _load(tokenizer, settings, sft.sft_chat_template)
+    chat_tokenizer = load_chat_tokenizer(tokenizer, settings, sft.sft_chat_template)
     check_template_kwargs(sft.template_kwargs)
     identity = {
         "tokenizer": about,
@@ -154,11 +154,28 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
     return Chat(chat_tokenizer, settings, tokenizer.vocab_size, sft, identity)
 
 
-def _load(tokenizer: Tokenizer, settings: TokenizerConfig, template: str | None) -> Any:
+def load_chat_tokenizer(
+    tokenizer: Tokenizer,
+    settings: TokenizerConfig,
+    template: str | None,
+    *,
+    asked: str = "--sft",
+    template_flag: str = "--sft-chat-template",
+) -> Any:
+    """Load by transformers the tokenizer of ``tokenizer``, with a chat template.
+
+    Args:
+        template: a Jinja file that replaces the tokenizer's own template; None keeps that.
+        asked: the flag that needs a template, and ``template_flag`` the one that gives it.
+
+    Raises:
+        ConfigError: there is no chat template.
+        DataError: a file cannot be read, or transformers reads other tokens from it.
+    """
     if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
         raise ConfigError(
-            f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `--sft` needs; use "
-            "HuggingFaceTokenizer."
+            f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `{asked}` needs; "
+            "use HuggingFaceTokenizer."
         )
     folder = tokenizer_folder(settings.tokenizer_model)
     loaded = load_pretrained(folder, trust_remote_code=settings.trust_remote_code)
@@ -175,13 +192,13 @@ def _load(tokenizer: Tokenizer, settings: TokenizerConfig, template: str | None)
             loaded.chat_template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"`--sft-chat-template` ({template}) cannot be read ({error}); give a file with a "
+                f"`{template_flag}` ({template}) cannot be read ({error}); give a file with a "
                 "Jinja template."
             ) from None
     if not loaded.chat_template:
         raise ConfigError(
             f"`--tokenizer-model` ({folder}) has no chat template, so conversations cannot be "
-            "tokenized; give one with `--sft-chat-template`."
+            f"tokenized; give one with `{template_flag}`."
         )
     return loaded
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ext.parallel.collectives import on_reporting_rank
+from megatron_ext.schedules.forward import forward_engine
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
@@ -25,7 +26,7 @@ from megatron_ext.video.sampling.generate import (
     requests_of,
     shape_of,
 )
-from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engine
+from megatron_ext.video.sampling.velocity import ParallelVelocity
 
 
 def velocity_of(run: Run) -> ParallelVelocity:

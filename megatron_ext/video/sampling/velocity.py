@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.schedules.forward import collect_outputs, evaluating
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.data.dataset import pad_text
@@ -22,40 +21,6 @@ from megatron_ext.video.sampling.flow import Velocity
 
 if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
-
-
-def forward_engine(
-    chunks: Sequence[torch.nn.Module],
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-) -> PipelineEngine:
-    """Build an engine for forward passes, for runs whose steps use megatron-core's schedules."""
-    placement = context.placement
-    schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
-    schedule = "zb-v" if placement.v_shape else schedule
-    return PipelineEngine(schedule, chunks, transformer_config, context)
-
-
-def collect_outputs(
-    engine: PipelineEngine, inputs: Sequence[Mapping[str, Tensor]], shape: Sequence[int]
-) -> list[Tensor]:
-    """Run forward passes; return each micro-batch's output on the last stage, elsewhere [].
-
-    ``inputs`` holds the keyword arguments of each micro-batch, which every chunk gets. ``shape`` is
-    the shape of the tensor passed between stages.
-    """
-
-    def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
-        def unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
-            assert non_loss_data
-            return output
-
-        return chunk(**next(batches)), unchanged
-
-    iterators = [iter(inputs) for _ in engine.chunks]
-    return engine.run(
-        forward_step, iterators, len(inputs), shape, forward_only=True, collect_non_loss_data=True
-    )
 
 
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
@@ -175,7 +140,7 @@ class ParallelVelocity:
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
         """Run a micro-batch in evaluation mode; return [its output] on the last stage, else []."""
-        with _evaluating(self.chunks):
+        with evaluating(self.chunks):
             return collect_outputs(self.engine, [inputs], shape)
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
@@ -216,16 +181,3 @@ def _model_of(chunk: torch.nn.Module) -> Any:
             f"The model {type(inner).__name__} must have a method `boundary_shape(num_text, "
             "num_image, micro_batch_size)` to be sampled from; add it."
         ) from None
-
-
-@contextmanager
-def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Set evaluation mode inside of the ``with`` block, and restore all modes after it."""
-    before = [(module, module.training) for chunk in chunks for module in chunk.modules()]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

@@ -1,0 +1,202 @@
+"""A cache of keys and values, for models that write a text token by token.
+
+A forward pass takes the new tokens of several sequences one after the other, as one sequence of T
+tokens, ``[T, 1, h]``, with nothing between them. A sequence that begins brings its whole prompt,
+one that goes on brings its newest token. Only two things have to know where a sequence begins:
+rotary embeddings, which turn each token by its own position, and attention, which keeps each
+sequence to itself. So the other layers run as in training, and the result of a sequence does not
+depend on the lengths of the others.
+
+Keys are stored as attention gets them, after norms and rotary embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Window = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The new tokens of one sequence.
+
+    Attributes:
+        slot: place of the sequence in the cache.
+        start: position of the first new token, which is the number of cached tokens.
+        length: number of new tokens.
+    """
+
+    slot: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Return the length of the sequence with its new tokens."""
+        return self.start + self.length
+
+
+class PackedTokens:
+    """The layout of a forward pass: the new tokens of several sequences, and padding after them.
+
+    Attributes:
+        segments: the sequences in the order of their tokens; those with one new token come first.
+        length: number of tokens T, with padding.
+        positions: position of each token in its sequence, ``[T]``; 0 for padding.
+    """
+
+    def __init__(self, segments: Sequence[Segment], length: int, device: torch.device) -> None:
+        self.segments = sorted(segments, key=lambda segment: segment.length > 1)
+        self.singles = sum(segment.length == 1 for segment in segments)
+        self.length, self.device = length, device
+        self.num_tokens = sum(segment.length for segment in segments)
+        parts = [torch.arange(segment.start, segment.end) for segment in self.segments]
+        padding = torch.zeros(length - self.num_tokens, dtype=torch.int64)
+        self.positions = torch.cat([*parts, padding]).to(device)
+        self._kept: dict[Hashable, Any] = {}
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """Return the index of the last new token of each segment, ``[segments]``."""
+        lengths = torch.tensor([segment.length for segment in self.segments], device=self.device)
+        return lengths.cumsum(0) - 1
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned when it was first called for ``key`` in this pass."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]  # type: ignore[no-any-return]
+
+    def slots(self) -> Tensor | slice:
+        """Return the slots of the sequences with one new token; a slice where they are adjacent."""
+        slots = [segment.slot for segment in self.segments[: self.singles]]
+        if slots == list(range(slots[0], slots[0] + len(slots))):
+            return slice(slots[0], slots[0] + len(slots))
+        return torch.tensor(slots, device=self.device)
+
+    def mask(self, window: Window) -> Tensor:
+        """Return the mask of sequences with one new token, ``[singles, 1, 1, k]``.
+
+        It is True at keys after the token, and at keys that ``window`` hides.
+        """
+        longest = max(segment.end for segment in self.segments[: self.singles])
+        keys = torch.arange(longest, device=self.device)
+        position = self.positions[: self.singles, None, None, None]
+        forbidden = keys > position
+        if window is not None and window[0] >= 0:
+            forbidden = forbidden | (keys < position - window[0])
+        return forbidden
+
+
+Attend = Callable[..., Tensor]
+
+
+class LayerCache:
+    """The keys and values of one attention layer: ``[slots, g, k, d]`` for k positions.
+
+    Values may have another size d than keys. Memory is taken when the first tokens are stored.
+    """
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self._cache = cache
+        self.keys = self.values = torch.empty(0)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attend: Attend, window: Window
+    ) -> Tensor:
+        """Store the new keys and values, and return the attention ``[T, 1, n, d]`` of the queries.
+
+        Args:
+            query: ``[T, 1, n, d]``.
+            key, value: ``[T, 1, g, d]``.
+            attend: attends within one sequence, or a batch of them, as
+                `DotProductAttention._attend` does.
+            window: the window of the layer, where it has one.
+        """
+        tokens = self._cache.tokens
+        if self._cache.num_slots:
+            self._store(tokens, key, value)
+        outputs, first = [], 0
+        singles = tokens.singles if self._cache.num_slots else 0
+        if singles:
+            slots = tokens.kept("slots", tokens.slots)
+            mask = tokens.kept(("mask", window), lambda: tokens.mask(window))
+            keys, values = (
+                x[slots, :, : mask.size(-1)].permute(2, 0, 1, 3) for x in (self.keys, self.values)
+            )
+            queries = query[:singles].transpose(0, 1)
+            attended = attend(queries, keys, values, mask, first_query=None)
+            outputs, first = [attended.transpose(0, 1)], singles
+        for segment in tokens.segments[singles:]:
+            own = slice(first, first + segment.length)
+            keys, values = key[own], value[own]
+            if segment.start:
+                keys, values = (
+                    x[segment.slot, :, : segment.end].transpose(0, 1).unsqueeze(1)
+                    for x in (self.keys, self.values)
+                )
+            outputs.append(attend(query[own], keys, values, None, first_query=segment.start))
+            first += segment.length
+        if first < tokens.length:
+            padding = tokens.length - first
+            outputs.append(query.new_zeros(padding, 1, query.size(2), value.size(3)))
+        return torch.cat(outputs)
+
+    def _store(self, tokens: PackedTokens, key: Tensor, value: Tensor) -> None:
+        if not self.keys.numel():
+            places = self._cache.num_slots, key.size(2), self._cache.max_length
+            self.keys = key.new_zeros(*places, key.size(3))
+            self.values = value.new_zeros(*places, value.size(3))
+        singles = tokens.singles
+        for stored, new in ((self.keys, key), (self.values, value)):
+            if singles:
+                slots = tokens.kept("slot numbers", lambda: _numbers(tokens))
+                stored[slots, :, tokens.positions[:singles]] = new[:singles, 0]
+            first = singles
+            for segment in tokens.segments[singles:]:
+                own = new[first : first + segment.length, 0].transpose(0, 1)
+                stored[segment.slot, :, segment.start : segment.end] = own
+                first += segment.length
+
+
+def _numbers(tokens: PackedTokens) -> Tensor:
+    slots = [segment.slot for segment in tokens.segments[: tokens.singles]]
+    return torch.tensor(slots, device=tokens.device)
+
+
+class KeyValueCache:
+    """The caches of all attention layers of a rank, for sequences of at most ``max_length`` tokens.
+
+    Args:
+        num_slots: number of sequences that the cache holds; with 0 nothing is stored, and each
+            sequence is given whole.
+
+    Attributes:
+        tokens: the layout of the next forward pass; to be set before it.
+    """
+
+    tokens: PackedTokens
+
+    def __init__(self, num_slots: int, max_length: int) -> None:
+        self.num_slots, self.max_length = num_slots, max_length
+
+    def all_positions(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace a rotary embedding's first argument, the length of the sequence.
+
+        This is a hook before the forward pass of a rotary embedding, `of_the_tokens` one after it.
+        """
+        return self.max_length, *arguments[1:]
+
+    def of_the_tokens(self, module: Any, _arguments: Any, output: Any) -> Any:
+        """Return the angles ``[T, 1, 1, d]`` of the tokens, from those of all positions."""
+        angles, *rest = output if isinstance(output, tuple) else (output,)
+        # All layers of a pass share the tensor, and the tables that are computed of it.
+        own = self.tokens.kept(id(module), lambda: angles[self.tokens.positions])
+        return (own, *rest) if isinstance(output, tuple) else own

@@ -1,0 +1,68 @@
+"""Forward passes through the pipeline outside of training steps, to sample from a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.schedules.runtime import PipelineEngine
+
+
+def forward_engine(
+    chunks: Sequence[torch.nn.Module],
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+) -> PipelineEngine:
+    """Build an engine for forward passes, for runs whose steps use megatron-core's schedules."""
+    placement = context.placement
+    schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
+    schedule = "zb-v" if placement.v_shape else schedule
+    return PipelineEngine(schedule, chunks, transformer_config, context)
+
+
+def collect_outputs(
+    engine: PipelineEngine,
+    inputs: Sequence[Mapping[str, Any]],
+    shape: Sequence[int],
+    before: Callable[[int], None] = lambda microbatch: None,
+) -> list[Tensor]:
+    """Run forward passes; return each micro-batch's output on the last stage, elsewhere [].
+
+    Args:
+        inputs: the keyword arguments of each micro-batch, which every chunk gets.
+        shape: shape of the tensor passed between stages.
+        before: called with the index of a micro-batch before each of its chunks runs.
+    """
+
+    def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        def unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
+            assert non_loss_data
+            return output
+
+        index, arguments = next(batches)
+        before(index)
+        return chunk(**arguments), unchanged
+
+    iterators = [enumerate(inputs) for _ in engine.chunks]
+    return engine.run(
+        forward_step, iterators, len(inputs), shape, forward_only=True, collect_non_loss_data=True
+    )
+
+
+@contextmanager
+def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Set evaluation mode inside of the ``with`` block, and restore all modes after it."""
+    before = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -1,0 +1,102 @@
+"""Flags of tools/generate_text.py, with the names that transformers' `generate` has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import COUNT, SIZE, Changeable, Range, changed_fields, flag
+from megatron_ext.text.generation.sampling import Sampling
+
+_DRAWN = ("temperature", "top_k", "top_p")
+_PLAIN = "give `--prompt`, `--prompt-file` or `--interactive`"
+
+
+@dataclass(frozen=True)
+class GenerationConfig(Changeable):
+    """The flags of writing texts with a model."""
+
+    prompt: list[str] | None = flag(None, "texts to continue", nargs="+")
+    prompt_file: str | None = flag(
+        None, "jsonl whose rows hold prompt, or messages with --chat; - is standard input"
+    )
+    interactive: bool = flag(False, "read prompts from the terminal, one a line, until its end")
+    output_file: str | None = flag(
+        None, "jsonl to write: each row of --prompt-file with completion and finish_reason added"
+    )
+    stream: bool = flag(True, "show a text while it is written, where one replica writes")
+    chat: bool = flag(False, "put prompts into the tokenizer's chat template, as a user's messages")
+    chat_template: str | None = flag(
+        None, "a Jinja file for --chat; default: the chat template of the tokenizer"
+    )
+    max_new_tokens: int = flag(128, "longest text", COUNT, "tokens")
+    do_sample: bool = flag(False, "draw tokens; without it the likeliest token is taken")
+    temperature: float = flag(
+        1.0,
+        "divide logits by this before a token is drawn",
+        Range(0, 1000, above=True),
+        advice="leave out --do-sample to take the likeliest token",
+    )
+    top_k: int | None = flag(None, "draw from so many of the likeliest tokens", COUNT)
+    top_p: float | None = flag(
+        None,
+        "draw from the fewest likeliest tokens with this probability",
+        Range(0, 1, above=True),
+        advice="use 0.9, or leave it out for all tokens",
+    )
+    repetition_penalty: float = flag(
+        1.0,
+        "divide positive and multiply negative logits of tokens in the text by this; 1 is none",
+        Range(0, 1000, above=True),
+        advice="use 1.1, or leave it out for none",
+    )
+    stop_strings: list[str] | None = flag(
+        None, "end a text at the first of these, which is left out", nargs="+"
+    )
+    generation_batch_size: int = flag(16, "texts that a replica writes at once", SIZE, "texts")
+
+    def sampling(self, seed: int) -> Sampling:
+        """Return the options of every request."""
+        return Sampling(
+            max_new_tokens=self.max_new_tokens,
+            do_sample=self.do_sample,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            repetition_penalty=self.repetition_penalty,
+            stop_strings=tuple(self.stop_strings or ()),
+            seed=seed,
+        )
+
+    def own_errors(self) -> list[str]:
+        """Return a sentence for each flag that is missing, contradicts another or has no effect."""
+        sources = {
+            "--prompt": self.prompt,
+            "--prompt-file": self.prompt_file,
+            "--interactive": self.interactive,
+        }
+        given = [f"`{name}`" for name, value in sources.items() if value]
+        found = []
+        if not given:
+            found.append(f"There is nothing to continue; {_PLAIN}.")
+        elif len(given) > 1:
+            found.append(f"{' and '.join(given)} exclude each other; give one source of prompts.")
+        changed = changed_fields(self)
+        found += [
+            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) has an effect only with "
+            "`--do-sample`; add it, or leave this out."
+            for name in _DRAWN
+            if name in changed and not self.do_sample
+        ]
+        if self.chat_template is not None and not self.chat:
+            found.append(
+                f"`--chat-template` ({self.chat_template}) has an effect only with `--chat`; add "
+                "it, or leave this out."
+            )
+        if self.interactive and self.output_file is not None:
+            found.append(
+                f"`--output-file` ({self.output_file}) does not go with `--interactive`, which "
+                "shows texts on the terminal; leave it out, or give `--prompt-file`."
+            )
+        if "" in (self.stop_strings or ()):
+            found.append("`--stop-strings` must hold no empty text, which would end every text.")
+        return found

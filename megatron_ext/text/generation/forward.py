@@ -1,0 +1,226 @@
+"""Forward passes over the new tokens of several texts, in the parallel layout of the model.
+
+All ranks of a replica know the same texts and call these functions together. Each pipeline rank
+gets its share of the texts as a micro-batch, so that all stages work at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache, PackedTokens, Segment
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
+from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.text.model.language import TextModel
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The ids of new tokens of one text, and their place in the cache."""
+
+    segment: Segment
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """New tokens of some texts, and the arguments by which a model chunk takes them."""
+
+    tokens: PackedTokens
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Hidden states before the output head of a micro-batch's tokens, ``[T, 1, h]``."""
+
+    tokens: PackedTokens
+    states: Tensor
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise a ConfigError if flags ask for a model or a layout that cannot use the cache."""
+    found = []
+    if config.parallel.context_parallel_size > 1:
+        found.append(
+            f"`--context-parallel-size` ({config.parallel.context_parallel_size}) must be 1 where "
+            "text is generated or scored; give these ranks to `--tensor-model-parallel-size`."
+        )
+    if config.model.transformer_impl == "transformer_engine":
+        found.append(
+            "`--transformer-impl` (transformer_engine) has no cache of keys and values here; give "
+            "`--transformer-impl torch` where text is generated or scored."
+        )
+    if found:
+        raise ConfigError(found)
+
+
+class PackedForward:
+    """Runs model chunks over the new tokens of several texts, with one cache for all of them.
+
+    Use it inside of `ready`. With experts on several replicas, the replicas call it in step, with
+    no texts where they have none left.
+
+    Args:
+        engine: the engine of a training run; None makes one for forward passes.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        transformer_config: Any,
+        config: RunConfig,
+        context: ParallelContext,
+        device: torch.device,
+        engine: PipelineEngine | None = None,
+    ) -> None:
+        self.chunks, self.context, self.device = list(chunks), context, device
+        self._engine = engine or forward_engine(chunks, transformer_config, context)
+        self._config, self._model = transformer_config, config.model
+        self._halves = config.precision.bf16 or config.precision.fp16
+        self._multiple = context.pgs.tp.size() if config.parallel.sequence_parallel else 1
+        layout = context.layout
+        expert_ranks = layout.expert_model_parallel_size * layout.expert_tp
+        self._in_step = expert_ranks > layout.tensor_model_parallel_size
+        self._cache = KeyValueCache(0, 0)
+
+    @property
+    def max_length(self) -> int:
+        """Return the greatest number of tokens of a text."""
+        assert self._model.max_position_embeddings is not None
+        return self._model.max_position_embeddings
+
+    @property
+    def decides(self) -> bool:
+        """Return whether this rank chooses the tokens of its replica, and knows its results."""
+        return self.context.rank == self.deciding_rank
+
+    @functools.cached_property
+    def deciding_rank(self) -> int:
+        """Return the global rank that chooses the tokens of this replica."""
+        layout, own = self.context.layout, self.context.layout.position(self.context.rank)
+        wanted = {**own, "pp": self.context.last_stage_rank, "tp": self.context.pgs.tp.size() - 1}
+        ranks = range(layout.world_size)
+        return next(rank for rank in ranks if layout.position(rank) == wanted)
+
+    @contextmanager
+    def ready(self, num_slots: int, max_length: int) -> Iterator[None]:
+        """Prepare the chunks for a cache of this size in a ``with`` block; see `KeyValueCache`."""
+        self._cache = cache = KeyValueCache(num_slots, max_length)
+        with ExitStack() as undo:
+            undo.enter_context(torch.no_grad())
+            undo.enter_context(evaluating(self.chunks))
+            for module in (module for chunk in self.chunks for module in chunk.modules()):
+                if isinstance(module, DotProductAttention):
+                    module.cache = LayerCache(cache)
+                    undo.callback(setattr, module, "cache", None)
+                elif isinstance(module, RotaryEmbedding):
+                    before = module.register_forward_pre_hook(cache.all_positions)
+                    after = module.register_forward_hook(cache.of_the_tokens)
+                    undo.callback(before.remove)
+                    undo.callback(after.remove)
+            yield
+
+    def any_left(self, has_texts: bool) -> bool:
+        """Return whether this replica, or one that it works in step with, has texts left."""
+        if not self._in_step:
+            return has_texts
+        left = torch.tensor(int(has_texts), device=self.device)
+        torch.distributed.all_reduce(left, op=ReduceOp.MAX, group=self.context.pgs.dp)
+        return bool(left)
+
+    def run(self, texts: Sequence[NewTokens]) -> list[Hidden]:
+        """Run all chunks; return each micro-batch's hidden states on the last stage, else []."""
+        batches = self._micro_batches(texts)
+        length = batches[0].tokens.length // self._multiple
+        shape = length, 1, self._config.hidden_size
+
+        def before(index: int) -> None:
+            self._cache.tokens = batches[index].tokens
+
+        inputs = [batch.arguments for batch in batches]
+        outputs = collect_outputs(self._engine, inputs, shape, before)
+        return [
+            Hidden(batch.tokens, self._gathered(output))
+            for batch, output in zip(batches, outputs, strict=False)
+        ]
+
+    def _gathered(self, output: Tensor) -> Tensor:
+        """Return the hidden states of all tokens, where sequence parallelism has split them."""
+        if self._multiple == 1:
+            return output
+        whole: Tensor = gather_from_sequence_parallel_region(output, group=self.context.pgs.tp)
+        return whole
+
+    def _micro_batches(self, texts: Sequence[NewTokens]) -> list[MicroBatch]:
+        """Split texts into micro-batches of one length; they differ by at most one text."""
+        wanted = min(self.context.layout.pipeline_model_parallel_size, max(1, len(texts)))
+        bounds = [len(texts) * i // wanted for i in range(wanted + 1)]
+        groups = [texts[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        longest = max(sum(len(text.ids) for text in group) for group in groups)
+        if self._in_step:
+            sizes = torch.tensor([wanted, longest], device=self.device)
+            torch.distributed.all_reduce(sizes, op=ReduceOp.MAX, group=self.context.pgs.dp)
+            wanted, longest = sizes.tolist()
+            groups += [[] for _ in range(wanted - len(groups))]
+        longest = -(-max(longest, 1) // self._multiple) * self._multiple
+        return [self._micro_batch(group, longest) for group in groups]
+
+    def _micro_batch(self, texts: Sequence[NewTokens], length: int) -> MicroBatch:
+        tokens = PackedTokens([text.segment for text in texts], length, self.device)
+        ids_of = {text.segment.slot: text.ids for text in texts}
+        ids = [i for segment in tokens.segments for i in ids_of[segment.slot]]
+        ids += [0] * (length - len(ids))
+        arguments: dict[str, Any] = {
+            "input_ids": torch.tensor([ids], device=self.device),
+            "position_ids": tokens.positions.unsqueeze(0),
+            "attention_mask": None,
+            "hidden_states_only": True,
+        }
+        if self._halves:
+            # The wrapper of 16-bit models would cast hidden states to float32.
+            arguments["fp32_output"] = False
+        return MicroBatch(tokens, arguments)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the float32 logits ``[N, v]`` of N hidden states ``[N, 1, h]``, on the last stage.
+
+        The padding of the vocabulary is left out.
+        """
+        model: TextModel = unwrap_model(self.chunks[-1])
+        number, tp = states.size(0), self.context.pgs.tp
+        if self._multiple > 1:
+            # The output layer gathers the parts of its input.
+            padded = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, -number % tp.size()))
+            states = padded.chunk(tp.size())[tp.rank()]
+        own = model.logits(states)[:number, 0].float().contiguous()
+        parts = [own]
+        if tp.size() > 1:
+            parts = [torch.empty_like(own) for _ in range(tp.size())]
+            torch.distributed.all_gather(parts, own, group=tp)
+        return torch.cat(parts, dim=-1)[:, : self._model.unpadded_vocab_size]
+
+    def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, Tensor]:
+        """Return the logits ``[v]`` of the token after each text, by slot, on the last stage."""
+        found: dict[int, Tensor] = {}
+        for hidden in self.run(texts):
+            if hidden.tokens.segments:
+                logits = self.logits(hidden.states[hidden.tokens.last_tokens])
+                slots = [segment.slot for segment in hidden.tokens.segments]
+                found |= dict(zip(slots, logits, strict=True))
+        return found

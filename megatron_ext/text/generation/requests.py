@@ -1,0 +1,175 @@
+"""Requests for texts: prompts from flags and files, chat templates, and the rows of results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.generation.config import GenerationConfig
+from megatron_ext.text.generation.decode import Request
+from megatron_ext.text.generation.sampling import Sampling
+from megatron_ext.text.sft.chat import load_chat_tokenizer
+from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
+from megatron_ext.text.tokenizers.huggingface import tokenizer_folder
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text or messages to continue.
+
+    Attributes:
+        place: where it was given, for errors.
+        row: the row of a file that holds it.
+    """
+
+    content: str | Messages
+    place: str
+    row: Mapping[str, Any]
+
+
+def read_prompts(generation: GenerationConfig) -> list[Prompt]:
+    """Return the prompts that the flags give; raise a DataError for a file that holds none."""
+    if generation.prompt is not None:
+        return [
+            Prompt(text, f"`--prompt` ({text[:40]})", {"prompt": text})
+            for text in generation.prompt
+        ]
+    name = generation.prompt_file
+    assert name is not None
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"`--prompt-file` ({name}) cannot be read ({error}); give a jsonl file."
+        ) from None
+    lines = [(i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise DataError(f"`--prompt-file` ({name}) holds no row; give at least one prompt.")
+    return [_prompt(line, f"`--prompt-file` ({name}), line {i}", generation) for i, line in lines]
+
+
+def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place} is not JSON ({error}); give an object on each line.") from None
+    content = None
+    if isinstance(row, dict):
+        content = row.get("messages") if generation.chat else None
+        content = row.get("prompt") if content is None else content
+    is_messages = isinstance(content, list) and all(isinstance(each, dict) for each in content)
+    if not isinstance(content, str) and not (is_messages and content):
+        wanted = '"messages", a list of objects, or "prompt"' if generation.chat else '"prompt"'
+        hint = "" if generation.chat else "; for messages give `--chat`"
+        raise DataError(f"{place} must be an object with {wanted}, a text{hint}.")
+    assert content is not None
+    return Prompt(content, place, row)
+
+
+class Encoder:
+    """Turns prompts into tokens, with ``--chat`` by the chat template.
+
+    Raises:
+        ConfigError: ``--chat`` is given, but there is no template.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        self._generation = config.section(GenerationConfig)
+        self._tokenizer, self._chat = tokenizer, None
+        if self._generation.chat:
+            self._chat = load_chat_tokenizer(
+                tokenizer,
+                config.section(TokenizerConfig),
+                self._generation.chat_template,
+                asked="--chat",
+                template_flag="--chat-template",
+            )
+
+    def __call__(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt; raise a DataError if there are none."""
+        if self._chat is not None:
+            content = prompt.content
+            messages = content
+            if isinstance(content, str):
+                messages = [{"role": "user", "content": content}]
+            try:
+                encoded = self._chat.apply_chat_template(
+                    messages, tokenize=True, return_dict=True, add_generation_prompt=True
+                )
+            except Exception as error:  # a template can raise anything
+                reason = " ".join(str(error).split())[:200]
+                raise DataError(
+                    f"{prompt.place}: the chat template refuses the messages ({reason}); correct "
+                    "them."
+                ) from None
+            return list(encoded["input_ids"])
+        assert isinstance(prompt.content, str)
+        try:
+            ids = self._tokenizer.tokenize(prompt.content)
+        except ValueError as error:
+            raise DataError(f"{prompt.place}: {error}; correct the prompt.") from None
+        if not ids and self._tokenizer.bos != NO_TOKEN:
+            ids = [self._tokenizer.bos]
+        if not ids:
+            raise DataError(f"{prompt.place} is empty, and no token begins a text; give a word.")
+        return ids
+
+
+def check_length(ids: Sequence[int], place: str, positions: int) -> None:
+    """Raise a DataError if a prompt leaves no position for a further token."""
+    if len(ids) >= positions:
+        raise DataError(
+            f"{place} has {len(ids)} tokens, but must have fewer than the model has positions "
+            f"(`--max-position-embeddings` {positions}); shorten it."
+        )
+
+
+def encoded_requests(
+    prompts: Iterable[Prompt],
+    encode: Callable[[Prompt], list[int]],
+    sampling: Sampling,
+    positions: int,
+) -> list[Request]:
+    """Return a request for each prompt, numbered from 0."""
+    requests = []
+    for number, prompt in enumerate(prompts):
+        ids = encode(prompt)
+        check_length(ids, prompt.place, positions)
+        requests.append(Request(number, tuple(ids), sampling))
+    return requests
+
+
+def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
+    """Return the tokens that end a text: the tokenizer's, and those of a generation_config.json.
+
+    Such a file lies in the folder of a Hugging Face tokenizer whose model ends turns otherwise.
+    """
+    found = {tokenizer.eod} - {NO_TOKEN}
+    name = config.section(TokenizerConfig).tokenizer_model
+    if tokenizer.kind == "HuggingFaceTokenizer" and name is not None:
+        path = tokenizer_folder(name) / "generation_config.json"
+        if path.is_file():
+            try:
+                given = json.loads(path.read_bytes()).get("eos_token_id")
+            except (ValueError, AttributeError):
+                raise DataError(f"{path} is not a JSON object; copy the model again.") from None
+            found |= set(given if isinstance(given, list) else [] if given is None else [given])
+    return found
+
+
+def check_vocabulary(trained: int | None, tokenizer: Tokenizer) -> None:
+    """Raise a ConfigError if a model was trained with more tokens than the tokenizer has."""
+    if trained is not None and trained > tokenizer.vocab_size:
+        raise ConfigError(
+            f"The model's vocabulary has {trained} tokens, but the tokenizer ({tokenizer.kind}) "
+            f"has only {tokenizer.vocab_size}; give the tokenizer that the model was trained with."
+        )

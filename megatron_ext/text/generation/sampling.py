@@ -1,0 +1,106 @@
+"""The choice of the next token: greedy, or drawn after temperature, top-k and top-p.
+
+Options have the names and meanings that they have in `generate` of transformers, and are applied in
+its order. A draw depends on the seed and the number of the request only, so that no layout, batch
+or neighbour changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose the tokens of one text, and when to stop.
+
+    Attributes:
+        do_sample: draw tokens; else take the likeliest.
+        temperature: divides the logits.
+        top_k: draw from so many of the likeliest tokens; None is all.
+        top_p: draw from the fewest likeliest tokens whose probabilities sum to this or more.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that the text
+            holds already (Keskar et al., CTRL, arXiv:1909.05858, section 4.1).
+        stop_strings: end at the first of these, which is left out of the text.
+    """
+
+    max_new_tokens: int = 128
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 1234
+
+
+class Chooser:
+    """Chooses the tokens of one text, one after the other.
+
+    Args:
+        number: number of the request; with the seed it decides all draws.
+    """
+
+    def __init__(self, sampling: Sampling, number: int) -> None:
+        self.sampling = sampling
+        digest = hashlib.sha256(f"{sampling.seed} {number}".encode()).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def choose(self, logits: Tensor, ids: Sequence[int]) -> int:
+        """Return the next token of a text of the tokens ``ids``, given its logits ``[v]``."""
+        options = self.sampling
+        if options.repetition_penalty != 1.0:
+            logits = penalized(logits, ids, options.repetition_penalty)
+        if not options.do_sample:
+            return int(logits.argmax())
+        logits = logits / options.temperature
+        if options.top_k is not None:
+            logits = top_k_only(logits, options.top_k)
+        if options.top_p is not None:
+            logits = top_p_only(logits, options.top_p)
+        return self._draw(logits)
+
+    def _draw(self, logits: Tensor) -> int:
+        """Draw a token by one uniform number: the token at that share of the summed probability.
+
+        The sum runs from the likeliest token down. So rounding, which differs by layout, changes a
+        draw only if the number lies within the rounding error of a bound.
+        """
+        uniform = torch.rand((), generator=self._generator, dtype=torch.float64)
+        likeliest, order = logits.double().softmax(-1).sort(descending=True, stable=True)
+        sums = likeliest.cumsum(-1)
+        at = torch.searchsorted(sums, (uniform.to(sums.device) * sums[-1]).unsqueeze(0), right=True)
+        return int(order[at.clamp(max=len(order) - 1)])
+
+
+def penalized(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
+    """Return logits ``[v]`` with the repetition penalty for the tokens ``ids``."""
+    # An id past the vocabulary is one of its padding.
+    seen = torch.tensor(sorted({i for i in ids if i < len(logits)}), device=logits.device)
+    if not len(seen):
+        return logits
+    before = logits[seen]
+    after = torch.where(before < 0, before * penalty, before / penalty)
+    return logits.scatter(0, seen, after)
+
+
+def top_k_only(logits: Tensor, k: int) -> Tensor:
+    """Return logits ``[v]`` that are -inf below the k-th largest."""
+    least = logits.topk(min(k, len(logits))).values[-1]
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+def top_p_only(logits: Tensor, p: float) -> Tensor:
+    """Return logits ``[v]`` that are -inf outside of the nucleus (arXiv:1904.09751, section 3.1).
+
+    The nucleus is the fewest likeliest tokens whose probabilities sum to p or more.
+    """
+    ascending, order = logits.sort(stable=True)
+    outside = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    outside[-1] = False
+    return logits.masked_fill(torch.zeros_like(outside).scatter(0, order, outside), -torch.inf)

@@ -1,0 +1,291 @@
+"""The program tools/generate_text.py: write texts with a checkpoint's model, in any layout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.flags import if_changed
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.parser import read_words
+from megatron_ext.data.indexed import why_not_writable
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.text.config import text_rules
+from megatron_ext.text.generation.config import GenerationConfig
+from megatron_ext.text.generation.decode import Completion, Decoder, OnText, Request
+from megatron_ext.text.generation.forward import PackedForward, check_model
+from megatron_ext.text.generation.requests import (
+    Encoder,
+    Prompt,
+    check_vocabulary,
+    encoded_requests,
+    end_tokens,
+    read_prompts,
+)
+from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.text.task import GPT, with_tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.launch import refuse
+from megatron_ext.train.main import main
+from megatron_ext.train.task import Task, no_datasets
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.train.run import Run
+
+NOT_STORED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
+"""Flags of training that are not taken from a checkpoint: no token is dropped here."""
+PATIENCE = 24 * 60.0
+"""Minutes for which ranks wait for what is typed."""
+
+
+def build_frozen_chunk(*args: Any, **kwargs: Any) -> Any:
+    """Build a model chunk that is not trained, so that no memory is taken for gradients."""
+    return build_gpt_chunk(*args, **kwargs).requires_grad_(False)
+
+
+def inference_task(*sections: type) -> Task:
+    """Return the task of pretrain_gpt.py without data and training, with further flags."""
+    return GPT.replace(
+        rules=text_rules,
+        datasets=no_datasets,
+        callbacks=(),
+        model_chunk=build_frozen_chunk,
+        chunk_sections={},
+    ).with_sections(*sections)
+
+
+def stored_defaults(argv: Sequence[str], program: Task, tool: str) -> dict[str, Any]:
+    """Return the defaults of flags, by name, that follow from the checkpoint in ``--load``.
+
+    Raises:
+        ConfigError: ``--load`` is missing, or the checkpoint is not of a text model.
+        CheckpointError: the checkpoint or its configuration is missing.
+    """
+    given = read_words(argv, program).values.get("checkpoint", {})
+    if not given.get("load"):
+        raise ConfigError(
+            f"`--load` is missing; give {tool} the --save folder of a run of pretrain_gpt.py."
+        )
+    stored = read_run_config(Path(given["load"]), given.get("ckpt_step"))
+    if "tokenizer" not in stored:
+        raise ConfigError(
+            f"`--load` ({given['load']}) must be a checkpoint of pretrain_gpt.py, but holds "
+            "another kind of model; give another."
+        )
+    decisive = {name for name, answer in if_changed(ModelConfig).items() if "refuse" in answer}
+    computing = {k: v for k, v in stored["model"].items() if k in decisive}
+    others = {**stored["tokenizer"], **stored.get("moe", {}), **stored.get("lora", {})}
+    return {
+        **{k: v for k, v in others.items() if k not in NOT_STORED},
+        **computing,
+        **program.stored_model(stored, None)["model"],  # type: ignore[arg-type]
+        **{name: stored["precision"].get(name) for name in ("bf16", "fp16")},
+        "unpadded_vocab_size": stored["model"].get("unpadded_vocab_size"),
+        "transformer_impl": "torch",
+        "finetune": True,
+        "skip_train": True,
+        "micro_batch_size": 1,
+        "eval_iters": 0,
+    }
+
+
+def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Check model and tokenizer; return the completed configuration and the tokenizer."""
+    check_model(config)
+    trained = config.model.unpadded_vocab_size
+    config, tokenizer = with_tokenizer(config)
+    check_vocabulary(trained, tokenizer)
+    return config, tokenizer
+
+
+def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Check the prompts too; return the completed configuration and the tokenizer."""
+    config, tokenizer = prepare(config)
+    generation = config.section(GenerationConfig)
+    if generation.output_file is not None:
+        reason = why_not_writable(Path(generation.output_file).parent)
+        if reason is not None:
+            raise ConfigError(
+                f"`--output-file` ({generation.output_file}) cannot be written ({reason}); give a "
+                "file that can."
+            )
+    encode = Encoder(config, tokenizer)
+    if not generation.interactive and generation.prompt_file != "-":
+        _requests(config, encode, read_prompts(generation))
+    return config, tokenizer
+
+
+def _requests(config: RunConfig, encode: Encoder, prompts: Sequence[Prompt]) -> list[Request]:
+    sampling = config.section(GenerationConfig).sampling(config.training.seed)
+    positions = config.model.max_position_embeddings
+    assert positions is not None
+    return encoded_requests(prompts, encode, sampling, positions)
+
+
+def generation_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return the errors of all flags of tools/generate_text.py."""
+    return [*text_rules(given, run), *run.section(GenerationConfig).own_errors()]
+
+
+GENERATION = replace(
+    inference_task(GenerationConfig), rules=generation_rules, preflight=prepare_generation
+)
+
+
+def generate_text(argv: Sequence[str]) -> int:
+    """Write texts as the command-line arguments ask; return the program's exit code."""
+    try:
+        defaults = {}
+        if not {"-h", "--help"} & {*argv}:
+            defaults = stored_defaults(argv, GENERATION, "tools/generate_text.py")
+        if "--interactive" in argv:
+            defaults["distributed_timeout_minutes"] = PATIENCE
+    except MegatronExtError as error:
+        return refuse(error)
+    return main(GENERATION, argv, defaults=defaults, work=write_texts)
+
+
+class Writer:
+    """Completes requests with all ranks of a run, which call it together."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, *, batch_size: int) -> None:
+        self.context = run.context
+        self.forward = PackedForward(
+            run.chunks,
+            run.runner.transformer_config,
+            run.config,
+            run.context,
+            run.device,
+            run.runner.engine,
+        )
+        ends = end_tokens(run.config, tokenizer)
+        self._decoder = Decoder(self.forward, tokenizer, ends, batch_size=batch_size)
+
+    def __call__(
+        self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
+    ) -> list[Completion]:
+        """Return all completions in the order of requests, on the reporting rank; elsewhere [].
+
+        The replicas take requests in turn; the first goes to the one with the reporting rank.
+        """
+        replicas = self.context.layout.data_parallel_size
+        turn = replicas - 1 - self.context.dp_rank
+        found = self._decoder.complete(requests[turn::replicas], on_text)
+        return self.gathered(found)
+
+    def gathered(self, found: list[Completion]) -> list[Completion]:
+        """Return the completions of all replicas in order, on the reporting rank; elsewhere []."""
+        if self.forward.decides and self.context.pgs.dp.size() > 1:
+            parts: list[Any] = [None] * self.context.pgs.dp.size()
+            torch.distributed.all_gather_object(parts, found, group=self.context.pgs.dp)
+            found = [completion for part in parts for completion in part]
+        if not self.context.is_reporting_rank:
+            return []
+        return sorted(found, key=lambda completion: completion.number)
+
+
+def write_texts(run: Run) -> None:
+    """Write the texts that the flags ask for, on all ranks together."""
+    config, context = run.config, run.context
+    generation = config.section(GenerationConfig)
+    config, tokenizer = with_tokenizer(config)
+    encode = Encoder(config, tokenizer)
+    writer = Writer(run, tokenizer, batch_size=generation.generation_batch_size)
+    if generation.interactive:
+        _converse(config, encode, writer)
+        return
+    prompts: Any = [read_prompts(generation) if context.is_reporting_rank else None]
+    torch.distributed.broadcast_object_list(prompts, src=context.reporting_rank)
+    requests = _requests(config, encode, prompts[0])
+    streams = generation.stream and context.layout.data_parallel_size == 1
+    to_terminal = generation.output_file is None
+    shown = Terminal(prompts[0], streams=streams) if to_terminal else None
+    completions = writer(requests, shown.show if shown and streams else lambda *_: None)
+    if not context.is_reporting_rank:
+        return
+    if shown is not None:
+        shown.finish(completions)
+        return
+    assert generation.output_file is not None
+    rows = [
+        {**prompt.row, "completion": found.text, "finish_reason": found.finish_reason}
+        for prompt, found in zip(prompts[0], completions, strict=True)
+    ]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    Path(generation.output_file).write_text(text, encoding="utf-8")
+
+
+class Terminal:
+    """Shows texts one after the other; the first that is not complete is shown as it is written."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, streams: bool) -> None:
+        self._prompts, self._streams = prompts, streams
+        self._pieces: dict[int, list[str]] = {}
+        self._at = -1
+
+    def show(self, number: int, piece: str) -> None:
+        """Show a piece of a text, now or when the texts before it are complete."""
+        if self._at < 0:
+            self._begin(0)
+        if number == self._at:
+            print(piece, end="", flush=True)
+        else:
+            self._pieces.setdefault(number, []).append(piece)
+
+    def finish(self, completions: Sequence[Completion]) -> None:
+        """Show what is left of all texts."""
+        for found in completions:
+            if found.number > self._at:
+                if self._at >= 0:
+                    print()
+                self._begin(found.number)
+                print(found.text, end="")
+        print(flush=True)
+
+    def _begin(self, number: int) -> None:
+        self._at = number
+        content = self._prompts[number].content
+        head = content if isinstance(content, str) else f"{content[-1].get('content', '')}\n"
+        print(f"\n[{number + 1}] {head}", end="", flush=True)
+
+
+def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
+    """Continue what is typed, line by line, until the input ends; with --chat remember it."""
+    context, chat = writer.context, config.section(GenerationConfig).chat
+    messages: list[dict[str, str]] = []
+    if context.is_reporting_rank:
+        print("Type a prompt and Enter; end with Ctrl-D.", flush=True)
+    while (line := _typed(context.is_reporting_rank, context.reporting_rank)) is not None:
+        said = [*messages, {"role": "user", "content": line}]
+        prompt = Prompt(said if chat else line, "The prompt", {})
+        try:
+            (request,) = _requests(config, encode, [prompt])
+        except MegatronExtError as error:
+            if context.is_reporting_rank:
+                print(error, flush=True)
+            continue
+        written = writer([request], lambda _, piece: print(piece, end="", flush=True))
+        if context.is_reporting_rank:
+            print(flush=True)
+        answer: list[Any] = [written[0].text if written else None]
+        torch.distributed.broadcast_object_list(answer, src=context.reporting_rank)
+        if chat:
+            messages = [*said, {"role": "assistant", "content": answer[0]}]
+
+
+def _typed(reads: bool, source: int) -> str | None:
+    """Return the next line that is not empty, on every rank; None at the end of the input."""
+    line: list[Any] = [None]
+    if reads:
+        print("> ", end="", flush=True)
+        line = [next((text.rstrip("\n") for text in sys.stdin if text.strip()), None)]
+    torch.distributed.broadcast_object_list(line, src=source)
+    return line[0]  # type: ignore[no-any-return]

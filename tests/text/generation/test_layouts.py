@@ -1,0 +1,69 @@
+"""Texts equal those of transformers' `generate`, and are the same in every layout."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.text.generation.sampling import Sampling
+from tests.text.convert.models import imported, make
+from tests.text.generation.tiny import NEW_TOKENS, ours, plainly, theirs
+from tests.training_runs import train
+
+GREEDY = Sampling(max_new_tokens=NEW_TOKENS)
+PENALIZED = Sampling(max_new_tokens=NEW_TOKENS, repetition_penalty=1.3)
+DRAWN = Sampling(
+    max_new_tokens=NEW_TOKENS, do_sample=True, temperature=1.5, top_k=50, top_p=0.9
+)  # fmt: skip
+OPTIONS = [GREEDY, PENALIZED, DRAWN]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3", tmp_path_factory.mktemp("qwen3") / "hf")
+
+
+def test_texts_are_those_of_transformers_in_every_layout(source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "ours"
+    imported(source, root)
+    one = ours(root, OPTIONS, tmp_path / "one")
+    assert one[0] == theirs(source)
+    assert one[1] == theirs(source, repetition_penalty=1.3)
+    layouts = [{"tp": 2, "pp": 2}, {"dp": 2}]
+    for index, sizes in enumerate(layouts):
+        assert ours(root, OPTIONS, tmp_path / str(index), **sizes) == one, sizes
+    parallel = ["--sequence-parallel"]
+    assert ours(root, OPTIONS, tmp_path / "sp", parallel, tp=2) == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen2 tied", "llama 3.1 tied"])
+def test_families_in_all_layouts(name: str, tmp_path: Path) -> None:
+    source, root = make(name, tmp_path / "hf"), tmp_path / "ours"
+    imported(source, root)
+    one = ours(root, OPTIONS, tmp_path / "one")
+    assert one[0] == theirs(source)
+    layouts = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2}, {"pp": 2, "dp": 2}]
+    for index, sizes in enumerate(layouts):
+        assert ours(root, OPTIONS, tmp_path / str(index), **sizes) == one, sizes
+
+
+EXPERTS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --num-experts 4 --moe-ffn-hidden-size 24 --swiglu "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.3 "
+    "--window-size 6 0 --window-attn-skip-freq 2 --mtp-num-layers 1 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 299 --micro-batch-size 2 "
+    "--global-batch-size 2 --train-iters 1 --lr 1e-3 --num-workers 0 --eval-iters 0"
+).split()
+
+
+def test_experts_windows_and_learned_positions(tmp_path: Path) -> None:
+    """A model with experts, windows in every second layer, learned positions and an MTP depth."""
+    root = tmp_path / "run"
+    train(EXPERTS, root)
+    one = ours(root, OPTIONS, tmp_path / "one")
+    assert one[0] == plainly(root, tmp_path / "plain")
+    for index, sizes in enumerate([{"ep": 2, "dp": 2}, {"pp": 2, "ep": 2, "dp": 2}]):
+        assert ours(root, OPTIONS, tmp_path / str(index), **sizes) == one, sizes
+    virtual = {"pp": 2, "vpp": 2}
+    assert ours(root, OPTIONS, tmp_path / "vpp", **virtual) == one

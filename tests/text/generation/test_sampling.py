@@ -1,0 +1,64 @@
+"""Sampling equals transformers' own processors of logits, and draws what it should."""
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from megatron_ext.text.generation import sampling
+from megatron_ext.text.generation.sampling import Chooser, Sampling
+
+IDS = [3, 17, 3, 40, 9]
+
+
+def logits(seed: int = 0, size: int = 64) -> torch.Tensor:
+    return 3 * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_processors_are_those_of_transformers() -> None:
+    for seed in range(20):
+        own = sampling.penalized(logits(seed), IDS, 1.4) / 0.7
+        own = sampling.top_p_only(sampling.top_k_only(own, 12), 0.8)
+        theirs = LogitsProcessorList(
+            [
+                RepetitionPenaltyLogitsProcessor(1.4),
+                TemperatureLogitsWarper(0.7),
+                TopKLogitsWarper(12),
+                TopPLogitsWarper(0.8),
+            ]
+        )
+        expected = theirs(torch.tensor([IDS]), logits(seed)[None])[0]
+        torch.testing.assert_close(own, expected, rtol=0, atol=0)
+        assert 1 <= own.isfinite().sum() <= 12
+
+
+def test_draws_have_the_probabilities_of_the_softmax() -> None:
+    scores, number = logits(1, 8), 4000
+    options = Sampling(do_sample=True, temperature=2.0)
+    draws = [Chooser(options, i).choose(scores, []) for i in range(number)]
+    shares = torch.bincount(torch.tensor(draws), minlength=8) / number
+    # Four standard deviations of a share of 0.5.
+    assert (shares - (scores / 2).softmax(-1)).abs().max() < 4 * (0.25 / number) ** 0.5
+
+
+def test_rounding_of_the_logits_does_not_change_draws() -> None:
+    options, noise = Sampling(do_sample=True), torch.Generator().manual_seed(2)
+    for number in range(200):
+        scores = logits(number)
+        near = scores + 1e-6 * torch.randn(len(scores), generator=noise)
+        assert Chooser(options, number).choose(scores, []) == Chooser(options, number).choose(
+            near, []
+        )
+
+
+def test_seed_and_number_decide_the_draws() -> None:
+    def drawn(seed: int, number: int) -> list[int]:
+        chooser = Chooser(Sampling(do_sample=True, temperature=3.0, seed=seed), number)
+        return [chooser.choose(logits(i), []) for i in range(12)]
+
+    assert drawn(1, 0) == drawn(1, 0)
+    assert len({tuple(drawn(seed, number)) for seed in (1, 2) for number in (0, 1)}) == 4
