@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-Window = tuple[int, int] | None
+Window = Sequence[int] | None
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ class LayerCache:
         singles = tokens.singles if self._cache.num_slots else 0
         if singles:
             slots = tokens.kept("slots", tokens.slots)
-            mask = tokens.kept(("mask", window), lambda: tokens.mask(window))
+            which = "mask", None if window is None else tuple(window)
+            mask = tokens.kept(which, lambda: tokens.mask(window))
             keys, values = (
                 x[slots, :, : mask.size(-1)].permute(2, 0, 1, 3) for x in (self.keys, self.values)
             )

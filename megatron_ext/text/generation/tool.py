@@ -15,6 +15,7 @@ from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import if_changed
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parser import read_words
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import why_not_writable
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import text_rules
@@ -37,11 +38,10 @@ from megatron_ext.train.main import main
 from megatron_ext.train.task import Task, no_datasets
 
 if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
     from megatron_ext.train.run import Run
 
-NOT_STORED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
-"""Flags of training that are not taken from a checkpoint: no token is dropped here."""
+NOT_STORED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "mtp_num_layers")
+"""Flags that are not taken from a checkpoint: no token is dropped, and no MTP head is used."""
 PATIENCE = 24 * 60.0
 """Minutes for which ranks wait for what is typed."""
 
@@ -81,12 +81,12 @@ def stored_defaults(argv: Sequence[str], program: Task, tool: str) -> dict[str, 
             "another kind of model; give another."
         )
     decisive = {name for name, answer in if_changed(ModelConfig).items() if "refuse" in answer}
-    computing = {k: v for k, v in stored["model"].items() if k in decisive}
-    others = {**stored["tokenizer"], **stored.get("moe", {}), **stored.get("lora", {})}
+    found = {k: v for k, v in stored["model"].items() if k in decisive}
+    for section in program.stored_model(stored, RunConfig()).values():
+        found.update(section)
+    found.update(stored["tokenizer"])
     return {
-        **{k: v for k, v in others.items() if k not in NOT_STORED},
-        **computing,
-        **program.stored_model(stored, None)["model"],  # type: ignore[arg-type]
+        **{k: v for k, v in found.items() if k not in NOT_STORED},
         **{name: stored["precision"].get(name) for name in ("bf16", "fp16")},
         "unpadded_vocab_size": stored["model"].get("unpadded_vocab_size"),
         "transformer_impl": "torch",
