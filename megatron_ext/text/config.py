@@ -23,6 +23,7 @@ from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -309,7 +310,7 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
     return found
 
 
-SECTIONS = (DataConfig, SftConfig, TokenizerConfig, HybridConfig)
+SECTIONS = (DataConfig, SftConfig, TokenizerConfig, HybridConfig, TaskEvaluationConfig)
 """The sections that pretrain_gpt.py adds to the engine's flags."""
 
 NEEDS = {"--dataloader-type cyclic": "data_sharding"}

@@ -19,6 +19,8 @@ from megatron_ext.text.config import (
 from megatron_ext.text.cost.network import GPT_COST
 from megatron_ext.text.data.blend import text_source
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
+from megatron_ext.text.evaluation.config import TaskEvaluationConfig
+from megatron_ext.text.evaluation.scores import TaskScores, check_training
 from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
@@ -28,9 +30,14 @@ from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.task import Task, TaskChoice
 
 
+def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return the errors of the text tenant's flags in training."""
+    return [*text_rules(given, run), *run.section(TaskEvaluationConfig).training_errors()]
+
+
 def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return the errors of pretraining flags, including one for ``--sft``, which has no effect."""
-    found = text_rules(given, run)
+    found = training_rules(given, run)
     if run.section(SftConfig).sft:
         found.append(
             "`--sft` is left out of account by the datasets of this task (`build_gpt_datasets`); "
@@ -50,6 +57,7 @@ def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Check the indexed datasets; return the completed configuration and the tokenizer."""
     config, tokenizer = with_tokenizer(config)
     check_gpt_data(config, tokenizer)
+    check_training(config)
     return config, tokenizer
 
 
@@ -79,6 +87,7 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     ``--eval-iters 0`` switches validation off.
     """
     config, tokenizer = with_tokenizer(config)
+    check_training(config)
     train = build_splits(config, tokenizer).train
     training = config.training
     training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
@@ -106,11 +115,12 @@ GPT = Task(
     chunk_sections={build_gpt_chunk: (HybridConfig,)},
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
+    callbacks=(TaskScores,),
     cost=GPT_COST,
     perplexity=True,
 )
 
-SFT = dataclasses.replace(GPT, rules=text_rules, preflight=prepare_sft, datasets=build_splits)
+SFT = dataclasses.replace(GPT, rules=training_rules, preflight=prepare_sft, datasets=build_splits)
 
 
 def task_of(config: RunConfig) -> Task:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -27,6 +27,9 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.text.model.language import TextModel
+
+if TYPE_CHECKING:
+    from megatron_ext.train.run import Run
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,13 @@ class PackedForward:
         expert_ranks = layout.expert_model_parallel_size * layout.expert_tp
         self._in_step = expert_ranks > layout.tensor_model_parallel_size
         self._cache = KeyValueCache(0, 0)
+
+    @classmethod
+    def of_run(cls, run: Run) -> PackedForward:
+        """Return the forward passes of a run's model."""
+        runner = run.runner
+        config = runner.transformer_config
+        return cls(run.chunks, config, run.config, run.context, run.device, runner.engine)
 
     @property
     def max_length(self) -> int:

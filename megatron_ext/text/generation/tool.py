@@ -19,6 +19,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import why_not_writable
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import text_rules
+from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Completion, Decoder, OnText, Request
 from megatron_ext.text.generation.forward import PackedForward, check_model
@@ -53,7 +54,9 @@ def build_frozen_chunk(*args: Any, **kwargs: Any) -> Any:
 
 def inference_task(*sections: type) -> Task:
     """Return the task of pretrain_gpt.py without data and training, with further flags."""
+    without = tuple(kind for kind in GPT.sections if kind is not TaskEvaluationConfig)
     return GPT.replace(
+        sections=without,
         rules=text_rules,
         datasets=no_datasets,
         callbacks=(),
@@ -157,15 +160,7 @@ class Writer:
     """Completes requests with all ranks of a run, which call it together."""
 
     def __init__(self, run: Run, tokenizer: Tokenizer, *, batch_size: int) -> None:
-        self.context = run.context
-        self.forward = PackedForward(
-            run.chunks,
-            run.runner.transformer_config,
-            run.config,
-            run.context,
-            run.device,
-            run.runner.engine,
-        )
+        self.context, self.forward = run.context, PackedForward.of_run(run)
         ends = end_tokens(run.config, tokenizer)
         self._decoder = Decoder(self.forward, tokenizer, ends, batch_size=batch_size)
 

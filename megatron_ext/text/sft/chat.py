@@ -160,13 +160,14 @@ def load_chat_tokenizer(
     template: str | None,
     *,
     asked: str = "--sft",
-    template_flag: str = "--sft-chat-template",
+    template_flag: str | None = "--sft-chat-template",
 ) -> Any:
     """Load by transformers the tokenizer of ``tokenizer``, with a chat template.
 
     Args:
         template: a Jinja file that replaces the tokenizer's own template; None keeps that.
-        asked: the flag that needs a template, and ``template_flag`` the one that gives it.
+        asked: the flag that needs a template.
+        template_flag: the flag that gives one; None if there is none.
 
     Raises:
         ConfigError: there is no chat template.
@@ -196,9 +197,10 @@ def load_chat_tokenizer(
                 "Jinja template."
             ) from None
     if not loaded.chat_template:
+        how = f"give one with `{template_flag}`" if template_flag else f"leave out `{asked}`"
         raise ConfigError(
             f"`--tokenizer-model` ({folder}) has no chat template, so conversations cannot be "
-            f"tokenized; give one with `{template_flag}`."
+            f"tokenized; {how}."
         )
     return loaded
 

@@ -57,7 +57,7 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
     where = f"iteration {record.iteration}"
     if record.final or record.split.endswith(AVERAGED):
         where += f" on {record.split} set" if record.final else " with averaged weights"
-    text = f" validation loss at {where} | "
+    text = f" {record.title} at {where} | "
     for name, value in record.losses.items():
         text += f"{name} value: {value:.6E} | "
         perplexity = record.perplexity_of(name)
@@ -225,6 +225,8 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
     for split in dict.fromkeys(row["split"] for row in evaluations):
         steps, values = _series([row for row in evaluations if row["split"] == split], first)
         label = f"{first}, {split}"
+        if not steps:
+            continue
         axes.plot(steps, values, linestyle="--", marker="o", markersize=4, label=label)
     for step in resumed:
         axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1)

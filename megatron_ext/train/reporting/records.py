@@ -97,10 +97,11 @@ class EvaluationRecord:
 
     Attributes:
         split: ``validation`` or ``test``; followed by `` set`` and a number if there are several
-            sets, and by `AVERAGED` for averaged weights.
+            sets, and by `AVERAGED` for averaged weights. A task may have names of its own.
         consumed_samples: training samples used so far.
         final: whether the evaluation follows the last step.
         perplexity: whether `LANGUAGE_LOSS` is a cross-entropy, which has a perplexity.
+        title: what the values are, at the beginning of the line.
     """
 
     split: str
@@ -109,6 +110,7 @@ class EvaluationRecord:
     consumed_samples: int = 0
     final: bool = False
     perplexity: bool = True
+    title: str = "validation loss"
 
     def perplexity_of(self, name: str) -> float | None:
         """Return ``exp(min(20, loss))`` as Megatron-LM does; None for a loss without perplexity."""

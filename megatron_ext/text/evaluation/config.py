@@ -1,0 +1,68 @@
+"""Flags of scoring a model on tasks of lm-eval, in training and by tools/evaluate.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag
+
+
+@dataclass(frozen=True)
+class TaskEvaluationConfig(Changeable):
+    """The flags of scoring a model on tasks."""
+
+    eval_tasks: list[str] | None = flag(
+        None, "tasks of lm-eval to score the model on: names, or YAML files", nargs="+"
+    )
+    eval_tasks_path: list[str] | None = flag(
+        None, "folders with YAML files of further tasks, which --eval-tasks may name", nargs="+"
+    )
+    eval_tasks_interval: int | None = flag(
+        None,
+        "score on --eval-tasks after each multiple of this many steps, and at the end",
+        COUNT,
+        "steps",
+    )
+    eval_tasks_limit: float | None = flag(
+        None, "documents of each task; below 1, their share", Range(0, 1e9, above=True)
+    )
+    eval_num_fewshot: int | None = flag(
+        None, "examples before each question; default: as the task says", NATURAL
+    )
+    eval_batch_size: int = flag(
+        16, "texts that a replica writes at once for --eval-tasks", SIZE, "texts"
+    )
+
+    def training_errors(self) -> list[str]:
+        """Return a sentence for each flag that has no effect in training."""
+        interval, found = self.eval_tasks_interval, []
+        if self.eval_tasks and interval is None:
+            found.append(
+                f"`--eval-tasks` ({' '.join(self.eval_tasks)}) needs `--eval-tasks-interval` in "
+                "training, the steps between two scores; add it, or use tools/evaluate.py."
+            )
+        others = {
+            "--eval-tasks-interval": interval,
+            "--eval-tasks-path": self.eval_tasks_path,
+            "--eval-tasks-limit": self.eval_tasks_limit,
+            "--eval-num-fewshot": self.eval_num_fewshot,
+        }
+        found += [
+            f"`{name}` has an effect only with `--eval-tasks`; add it, or leave this out."
+            for name, value in others.items()
+            if value is not None and not self.eval_tasks
+        ]
+        return found
+
+
+@dataclass(frozen=True)
+class ResultsConfig(Changeable):
+    """The flags that only tools/evaluate.py has."""
+
+    results_file: str | None = flag(None, "JSON file for lm-eval's results")
+    apply_chat_template: bool = flag(
+        False, "put questions into the tokenizer's chat template, as a user's messages"
+    )
+    bootstrap_iters: int = flag(
+        100, "samples of which standard errors are computed; 0 for none", NATURAL
+    )

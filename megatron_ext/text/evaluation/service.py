@@ -1,0 +1,177 @@
+"""Scores and writes texts with all ranks of a run, for a program that runs on rank 0 alone.
+
+The program (lm-eval) runs on rank 0 and calls `ModelService.score` and `write`; the other ranks
+wait for these calls and take part in them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import DataError, MegatronExtError
+from megatron_ext.layers.kv_cache import Segment
+from megatron_ext.text.generation.decode import PROMPT_TOKENS, Completion, Decoder, Request
+from megatron_ext.text.generation.forward import Hidden, NewTokens, PackedForward
+
+T = TypeVar("T")
+
+BLOCK = 512
+"""Tokens whose logits are computed at once."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A text to score: the log-probability of its tokens from index ``first`` on, at least 1."""
+
+    ids: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """The sum of the log-probabilities of a row's tokens; whether each is the likeliest."""
+
+    number: int
+    log_prob: float
+    is_greedy: bool
+
+
+class ModelService:
+    """Lets rank 0 score and write texts with the ranks of all replicas."""
+
+    def __init__(self, forward: PackedForward, decoder: Decoder) -> None:
+        self.forward, self._decoder = forward, decoder
+        self.rank = forward.context.rank
+
+    def lead(self, work: Callable[[], T], what: str) -> T | None:
+        """Run ``work`` on rank 0, which may call the other methods, and return its result there.
+
+        All ranks call this together; the other ranks return None.
+
+        Raises:
+            MegatronExtError: on every rank, if the work fails on rank 0. Any other error is printed
+                there with its traceback and becomes a DataError that begins with ``what``.
+        """
+        if self.rank != 0:
+            while (order := _from_rank_0(None)) is not None:
+                if isinstance(order, MegatronExtError):
+                    raise order
+                getattr(self, order[0])(order[1])
+            return None
+        try:
+            result = work()
+        except Exception as error:
+            fault = error
+            if not isinstance(error, MegatronExtError):
+                traceback.print_exc()
+                fault = DataError(f"{what} failed ({error!r}); see the traceback of rank 0.")
+            _from_rank_0(fault)
+            raise fault from None
+        _from_rank_0(None)
+        return result
+
+    def score(self, rows: Sequence[Row]) -> list[Score]:
+        """Return the score of each row, on rank 0; elsewhere []."""
+        _from_rank_0(("_score", rows))
+        return self._score(rows)
+
+    def write(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return the completion of each request, on rank 0; elsewhere []."""
+        _from_rank_0(("_write", requests))
+        return self._write(requests)
+
+    def _write(self, requests: Sequence[Request]) -> list[Completion]:
+        return self._on_rank_0(self._decoder.complete(self._share(requests)))
+
+    def _score(self, rows: Sequence[Row]) -> list[Score]:
+        numbered = sorted(enumerate(rows), key=lambda entry: -len(entry[1].ids))
+        batches = _batches(self._share(numbered))
+        found: list[Score] = []
+        longest = max((len(row.ids) for row in rows), default=1)
+        with self.forward.ready(0, longest):
+            while self.forward.any_left(bool(batches)):
+                found += self._score_batch(batches.pop(0) if batches else [])
+        return self._on_rank_0(found)
+
+    def _score_batch(self, batch: Sequence[tuple[int, Row]]) -> list[Score]:
+        """Score the rows of one forward pass; return scores on the rank that decides, else []."""
+        texts = [
+            NewTokens(Segment(number, 0, len(row.ids) - 1), row.ids[:-1]) for number, row in batch
+        ]
+        rows, found = dict(batch), []
+        for hidden in self.forward.run(texts):
+            if hidden.tokens.segments:
+                found += self._scores(hidden, rows)
+        return found if self.forward.decides else []
+
+    def _scores(self, hidden: Hidden, rows: dict[int, Row]) -> list[Score]:
+        """Return the scores of a micro-batch's rows, by the index that is their slot."""
+        places, targets, counts, begin = list[int](), list[int](), list[int](), 0
+        for segment in hidden.tokens.segments:
+            row = rows[segment.slot]
+            places += range(begin + row.first - 1, begin + segment.length)
+            targets += row.ids[row.first :]
+            counts.append(len(row.ids) - row.first)
+            begin += segment.length
+        wanted = torch.tensor(targets, device=hidden.states.device)
+        states = hidden.states[torch.tensor(places, device=wanted.device)]
+        parts = [
+            self._token_scores(*part)
+            for part in zip(torch.split(states, BLOCK), torch.split(wanted, BLOCK), strict=True)
+        ]
+        log_probs, likeliest = (
+            torch.split(torch.cat(values).cpu(), counts) for values in zip(*parts, strict=True)
+        )
+        return [
+            Score(segment.slot, float(own.double().sum()), bool(greedy.all()))
+            for segment, own, greedy in zip(
+                hidden.tokens.segments, log_probs, likeliest, strict=True
+            )
+        ]
+
+    def _token_scores(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of C targets ``[C]``, and whether each is the likeliest."""
+        logits = self.forward.logits(states)
+        at_target = logits.gather(1, targets[:, None])[:, 0]
+        return at_target - logits.logsumexp(-1), logits.argmax(-1) == targets
+
+    def _share(self, entries: Sequence[T]) -> list[T]:
+        """Return this replica's share of a list."""
+        context = self.forward.context
+        return list(entries[context.dp_rank :: context.layout.data_parallel_size])
+
+    def _on_rank_0(self, found: list[Any]) -> list[Any]:
+        """Return what all ranks have found, by number, on rank 0; elsewhere []."""
+        parts: list[Any] = [found]
+        if self.forward.context.layout.world_size > 1:
+            parts = [None] * self.forward.context.layout.world_size
+            torch.distributed.all_gather_object(parts, found)
+        if self.rank != 0:
+            return []
+        return sorted((each for part in parts for each in part), key=lambda each: each.number)
+
+
+def _batches(rows: Sequence[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
+    """Group numbered rows, in their order, so that no group but of one row has too many tokens."""
+    batches, total = list[list[tuple[int, Row]]](), 0
+    for entry in rows:
+        length = len(entry[1].ids)
+        if not batches or total + length > PROMPT_TOKENS:
+            batches.append([])
+            total = 0
+        batches[-1].append(entry)
+        total += length
+    return batches
+
+
+def _from_rank_0(order: Any) -> Any:
+    """Return on every rank what rank 0 gives."""
+    given = [order]
+    torch.distributed.broadcast_object_list(given, src=0)
+    return given[0]

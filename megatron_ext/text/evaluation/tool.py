@@ -1,0 +1,98 @@
+"""The program tools/evaluate.py: score a checkpoint on tasks of lm-eval, in any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.data.indexed import why_not_writable
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.text.config import TokenizerConfig, text_rules
+from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
+from megatron_ext.text.evaluation.scores import check_tasks, scored, table
+from megatron_ext.text.generation.tool import inference_task, prepare, stored_defaults
+from megatron_ext.text.sft.chat import load_chat_tokenizer
+from megatron_ext.text.task import with_tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.launch import refuse
+from megatron_ext.train.main import main
+
+if TYPE_CHECKING:
+    from megatron_ext.train.run import Run
+
+
+def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return the errors of all flags of tools/evaluate.py."""
+    found = text_rules(given, run)
+    if not run.section(TaskEvaluationConfig).eval_tasks:
+        found.append("`--eval-tasks` is missing; give names of tasks, or YAML files.")
+    if run.section(TaskEvaluationConfig).eval_tasks_interval is not None:
+        found.append("`--eval-tasks-interval` is a flag of training; leave it out.")
+    return found
+
+
+def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Check model, tasks and results file; return the completed configuration and the tokenizer."""
+    config, tokenizer = prepare(config)
+    results = config.section(ResultsConfig)
+    if results.results_file is not None:
+        reason = why_not_writable(Path(results.results_file).parent)
+        if reason is not None:
+            raise ConfigError(
+                f"`--results-file` ({results.results_file}) cannot be written ({reason}); give a "
+                "file that can."
+            )
+    check_tasks(config.section(TaskEvaluationConfig))
+    _chat_tokenizer(config, tokenizer)
+    return config, tokenizer
+
+
+def _chat_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    if not config.section(ResultsConfig).apply_chat_template:
+        return None
+    settings, asked = config.section(TokenizerConfig), "--apply-chat-template"
+    return load_chat_tokenizer(tokenizer, settings, None, asked=asked, template_flag=None)
+
+
+EVALUATION = replace(
+    inference_task(TaskEvaluationConfig, ResultsConfig),
+    rules=evaluation_rules,
+    preflight=prepare_evaluation,
+)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Score a model as the command-line arguments ask; return the program's exit code."""
+    try:
+        defaults = {}
+        if not {"-h", "--help"} & {*argv}:
+            defaults = stored_defaults(argv, EVALUATION, "tools/evaluate.py")
+    except MegatronExtError as error:
+        return refuse(error)
+    return main(EVALUATION, argv, defaults=defaults, work=evaluate_model)
+
+
+def evaluate_model(run: Run) -> None:
+    """Score the model on the tasks; write lm-eval's results, and print its table, on rank 0."""
+    config, tokenizer = with_tokenizer(run.config)
+    own, flags = config.section(ResultsConfig), config.section(TaskEvaluationConfig)
+    chat_tokenizer = _chat_tokenizer(config, tokenizer) if run.context.rank == 0 else None
+    results = scored(
+        run,
+        tokenizer,
+        flags,
+        bootstrap_iters=own.bootstrap_iters,
+        chat_tokenizer=chat_tokenizer,
+    )
+    if results is None:
+        return
+    from lm_eval.utils import handle_non_serializable
+
+    print("\n".join(table(results)), flush=True)
+    if own.results_file is not None:
+        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        Path(own.results_file).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,118 @@
+"""Scores of lm-eval are those of its own `hf` model, in every layout, and are logged in training."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra `eval`)")
+
+from megatron_ext.text.evaluation.tool import evaluate
+from megatron_ext.train.launch import fork_ranks
+from tests.text.convert.models import SIZES, imported, in_child
+from tests.text.evaluation.tasks import TASKS, prompts, write_tasks
+from tests.text.tiny import hf_folder
+
+LAYOUTS = {
+    "one rank": [],
+    "tp2": ["--tensor-model-parallel-size", "2"],
+    "pp2": ["--pipeline-model-parallel-size", "2"],
+    "tp2 pp2": ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+    "dp2": [],
+    "pp2 dp2": ["--pipeline-model-parallel-size", "2"],
+}
+RANKS = {"one rank": 1, "tp2": 2, "pp2": 2, "tp2 pp2": 4, "dp2": 2, "pp2 dp2": 4}
+IN_CI = ("one rank", "tp2 pp2", "dp2")
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # Libraries of lm-eval warn of each other.
+    warnings.simplefilter("ignore")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a random model with a tokenizer, whose texts are not all alike."""
+    folder = tmp_path_factory.mktemp("scores") / "hf"
+    torch.manual_seed(11)
+    sizes = {**SIZES, "vocab_size": 600, "model_type": "qwen3", "head_dim": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter) + (1 if "norm" in key else 0))
+    model.save_pretrained(folder)
+    for path in hf_folder().iterdir():
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(source: Path) -> Path:
+    """Write tasks; every second answer is what the model writes."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    answers = []
+    for index, prompt in enumerate(prompts()):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.size(1) :]
+        answers.append(tokenizer.decode(out).split(".")[0] if index % 2 else "none")
+    return write_tasks(source.parent / "tasks", answers)
+
+
+def theirs(source: Path, tasks: Path) -> dict[str, dict[str, float]]:
+    """Return the results of lm-eval's own model class."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = HFLM(pretrained=str(source), device="cpu", batch_size=4, dtype="float32")
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    options: dict[str, Any] = {"bootstrap_iters": 0, "log_samples": False}
+    return dict(
+        lm_eval.simple_evaluate(model, tasks=list(TASKS), task_manager=manager, **options)[
+            "results"
+        ]
+    )
+
+
+def ours(root: Path, tasks: Path, layout: str, file: Path) -> dict[str, dict[str, float]]:
+    words = ["--load", str(root), "--eval-tasks", *TASKS, "--eval-tasks-path", str(tasks)]
+    words += ["--results-file", str(file), "--bootstrap-iters", "0", *LAYOUTS[layout]]
+    ranks = RANKS[layout]
+    if ranks == 1:
+        assert fork_ranks(lambda: evaluate(words), 1) == 0
+    else:
+        assert evaluate([*words, "--nproc-per-node", str(ranks)]) == 0
+    return dict(json.loads(file.read_text())["results"])
+
+
+def check_scores(source: Path, tasks: Path, tmp_path: Path, layouts: list[str]) -> None:
+    root = tmp_path / "ours"
+    imported(source, root)
+    expected = in_child(lambda: theirs(source, tasks), tmp_path / "theirs")
+    assert expected["tiny_writing"]["exact_match,none"] == pytest.approx(0.5, abs=0.2)
+    for layout in layouts:
+        found = ours(root, tasks, layout, tmp_path / f"{layout}.json")
+        for task in TASKS:
+            numbers = {k: v for k, v in expected[task].items() if isinstance(v, float)}
+            assert numbers
+            for name, value in numbers.items():
+                assert found[task][name] == pytest.approx(value, rel=1e-4), (layout, name)
+
+
+def test_scores_are_those_of_lm_evals_own_model(
+    source: Path, tasks: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    check_scores(source, tasks, tmp_path, list(IN_CI))
+
+
+@pytest.mark.slow
+def test_scores_in_further_layouts(source: Path, tasks: Path, tmp_path: Path) -> None:
+    check_scores(source, tasks, tmp_path, [name for name in LAYOUTS if name not in IN_CI])
