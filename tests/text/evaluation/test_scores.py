@@ -1,6 +1,7 @@
-"""Scores of lm-eval are those of its own `hf` model, in every layout, and are logged in training."""
+"""Scores of lm-eval are those of its own `hf` model in every layout, and training logs them."""
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -72,6 +73,9 @@ def theirs(source: Path, tasks: Path) -> dict[str, dict[str, float]]:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    # In this process of one rank the library would look for others.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
     model = HFLM(pretrained=str(source), device="cpu", batch_size=4, dtype="float32")
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     options: dict[str, Any] = {"bootstrap_iters": 0, "log_samples": False}
