@@ -3,7 +3,8 @@
 Each run has the flags of examples/quickstart.sh on one rank. Both optimizers are given every
 learning rate of ``--lr``; Muon has ``--muon-extra-scale-factor 0.2``, which makes its updates as
 large as AdamW's. The mark is the best of AdamW's final losses on held-out batches; Muon's steps are
-those after which its loss is first at most the mark. It prints a table as Markdown:
+those after which its loss is first at most the mark. Then Muon trains at its best learning rate
+with whole schedules of fewer steps. It prints tables as Markdown:
 
     python benchmarks/muon.py --out /tmp/muon > benchmarks/results/muon_DATE.md
 """
@@ -67,7 +68,7 @@ def losses(out: Path, data: str, rule: str, rate: float, steps: int) -> dict[int
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     key = "lm loss"
-    return {x["iteration"]: x[key] for x in rows if x["kind"] == "validation" and key in x}
+    return {x["iteration"]: x[key] for x in rows if x["kind"] == "evaluation" and not x["final"]}
 
 
 def main() -> None:
@@ -75,7 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of corpus and runs")
     parser.add_argument("--steps", type=int, default=100, help="steps of each run")
-    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
+    parser.add_argument("--lr", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2])
+    parser.add_argument("--fewer", type=int, nargs="*", default=[40, 50, 60, 70], help="schedules")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     data = prepare(given.out)
@@ -93,6 +95,13 @@ def main() -> None:
             reached = [step for step, loss in sorted(curve.items()) if loss <= mark]
             steps = str(reached[0]) if reached else "not reached"
             print(f"| {rule} | {rate:g} | {curve[given.steps]:.4f} | {steps} |")
+    best = min(given.lr, key=lambda rate: found["Muon"][rate][given.steps])
+    print(f"\nMuon at {best:g} with a whole schedule of fewer steps:\n")
+    print("| steps | final loss | at most the mark |")
+    print("|---|---|---|")
+    for steps in given.fewer:
+        final = losses(given.out, data, "Muon", best, steps)[steps]
+        print(f"| {steps} | {final:.4f} | {'yes' if final <= mark else 'no'} |")
 
 
 if __name__ == "__main__":

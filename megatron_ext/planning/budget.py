@@ -10,7 +10,7 @@ from rich.table import Table
 from megatron_ext.device.gpus import GB, TFLOPS
 from megatron_ext.planning.hardware import FLASH_3, GAP
 from megatron_ext.planning.kernels import KINDS, Work
-from megatron_ext.planning.step_time import Clock, Estimate, estimate, rank_volume
+from megatron_ext.planning.step_time import Clock, Estimate, estimate, rank_volume, step_volume
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ def budget(found: Estimate) -> list[Line]:
     lines = [_line(kind, found, own) for kind, own in kinds if own]
     kernels = sum(work.kernels for work in works)
     lines.append(Line("gaps", kernels * GAP, f"{1e6 * GAP:.0f} µs a kernel", kernels=kernels))
-    volume = rank_volume(network, rank, count)
-    sent = clock.exchange(volume) + clock.replicas(volume)
+    volume, total = step_volume(network, rank, count), rank_volume(network, rank, count).total
+    sent = clock.exchange(volume) + clock.replicas(volume) + clock.update_exchange(rank)
     if sent:
-        lines.append(Line("communication", sent, "links", num_bytes=volume.total))
+        lines.append(Line("communication", sent, "links", num_bytes=total))
     waiting = found.seconds - sum(line.seconds for line in lines)
     if waiting > 1e-6 * found.seconds:
         lines.append(Line("waiting", waiting, "for other pipeline stages"))

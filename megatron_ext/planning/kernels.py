@@ -103,7 +103,7 @@ def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[
     of layers' weights need not be set to zero. An average of the weights is read and written, and
     the weights read.
     """
-    on_host = optimizer.optimizer != "adam"
+    on_host = optimizer.optimizer == "sgd"
     per_weight = 2 * FP32 + (ranks.width if ranks.half else 2 * FP32)
     if on_host:
         per_weight += FP32 + (FP32 if ranks.half else 0)

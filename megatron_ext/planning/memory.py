@@ -39,6 +39,11 @@ class RankMemory:
     fp8_weights: int
 
     @property
+    def all_weights(self) -> list[Weight]:
+        """Return the parameters of all stages."""
+        return [weight for weights in self.weights for weight in weights]
+
+    @property
     def total(self) -> int:
         """Return the bytes of all kinds at the peak."""
         return self.state.total + self.fp8_weights + self.activations + self.transient

@@ -38,6 +38,8 @@ class Weight:
         shared: whether it is a word embedding of which other stages hold copies.
         frozen: whether it is not trained. Then it has no gradient, optimizer state or average.
         fp8: whether it is stored, and gathered, in 8 bits.
+        matrix: rows and columns, on all ranks together, if ``--optimizer muon`` updates the weight
+            (`optim.matrices`); else None.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Weight:
     shared: bool = False
     frozen: bool = False
     fp8: bool = False
+    matrix: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class Linear:
         return found
 
     def _weight(self, name: str, numel: int, parts: int) -> Weight:
-        return Weight(f"{self.name}.{name}", numel, parts * self.copies, self.expert)
+        full = f"{self.name}.{name}"
+        matrix = (self.outputs, self.inputs) if name == "weight" else None
+        return Weight(full, numel, parts * self.copies, self.expert, matrix=matrix)
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
@@ -129,11 +134,15 @@ class State(Summed):
 
 @dataclass
 class Bucket:
-    """A range of a buffer, and the ranges of the parameters in it, in elements."""
+    """A range of a buffer, and the ranges of the parameters in it, in elements.
+
+    ``matrices`` tells for each parameter whether ``--optimizer muon`` updates it.
+    """
 
     start: int
     end: int
     spans: list[tuple[int, int]]
+    matrices: list[bool]
 
 
 def buckets(
@@ -148,13 +157,13 @@ def buckets(
     """
     alignment, ending = (64, math.lcm(replicas, 128)) if distributed else (1, 1)
     found: list[Bucket] = []
-    start, at, spans = 0, 0, list[tuple[int, int]]()
+    start, at, spans, matrices = 0, 0, list[tuple[int, int]](), list[bool]()
 
     def close(end: int) -> int:
-        nonlocal start, spans
+        nonlocal start, spans, matrices
         end = _round_up(end, ending)
-        found.append(Bucket(start, end, spans))
-        start, spans = end, []
+        found.append(Bucket(start, end, spans, matrices))
+        start, spans, matrices = end, [], []
         return end
 
     for weight in reversed(weights):
@@ -163,6 +172,7 @@ def buckets(
         if alone and spans:
             at = close(at)
         spans.append((at, at + weight.numel))
+        matrices.append(weight.matrix is not None)
         at += weight.numel
         if alone or (bucket_size is not None and at - start >= bucket_size):
             at = close(at)
@@ -212,12 +222,14 @@ def rank_state(
             laid = buckets(weights, distributed=distributed, replicas=replicas, bucket_size=size)
             parts = replicas if distributed else 1
             updated = [_share(x, expert_replica if expert else replica, parts) for x in laid]
-            elements, touched = sum(x for x, _ in updated), sum(x for _, x in updated)
+            elements, touched, of_matrices = map(sum, zip(*updated, strict=True))
             total += State(
                 count=sum(weight.numel for weight in weights),
                 parameters=laid[-1].end * (1 if fp8 else ranks.width),
                 gradients=laid[-1].end * (FP32 if in_fp32 else ranks.width),
-                optimizer=_optimizer_bytes(optimizer, elements, touched, half=ranks.half),
+                optimizer=_optimizer_bytes(
+                    optimizer, elements, touched, of_matrices, half=ranks.half
+                ),
                 average=elements * FP32 if config.ema.ema_decay else 0,
                 updated=elements,
             )
@@ -225,24 +237,29 @@ def rank_state(
     return total
 
 
-def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
-    """Return how many elements, and how many parameters, of a bucket a replica updates."""
+def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:
+    """Return how many elements, parameters, and elements of matrices a replica updates."""
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share
     parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]
     mine = [part for part in parts if part > 0]
-    return sum(mine), len(mine)
+    own = zip(parts, bucket.matrices, strict=True)
+    return sum(mine), len(mine), sum(part for part, matrix in own if matrix and part > 0)
 
 
-def _optimizer_bytes(optimizer: OptimizerConfig, elements: int, touched: int, *, half: bool) -> int:
+def _optimizer_bytes(
+    optimizer: OptimizerConfig, elements: int, touched: int, of_matrices: int, *, half: bool
+) -> int:
     """Return the bytes of the optimizer state for the ``elements`` that a rank updates.
 
     The state is the moments and, with 16-bit parameters (``half``), the fp32 parameters. torch's
-    Adam also keeps a float32 step count for each of the ``touched`` parameters.
+    Adam also keeps a float32 step count for each of the ``touched`` parameters. Muon keeps no
+    second moment of the elements ``of_matrices``.
     """
     main = FP32 if half else 0
     if optimizer.optimizer == "sgd":
         return elements * (main + (FP32 if optimizer.sgd_momentum else 0))
     names = optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype
-    moments = sum(FP32 if name == "fp32" else FP32 // 2 for name in names)
-    return elements * (main + moments) + touched * FP32
+    first, second = (FP32 if name == "fp32" else FP32 // 2 for name in names)
+    squared = elements - (of_matrices if optimizer.optimizer == "muon" else 0)
+    return elements * (main + first) + squared * second + touched * FP32

@@ -11,12 +11,14 @@ from dataclasses import astuple, dataclass, replace
 from itertools import product
 
 from megatron_ext.config.finalize import finalize
+from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig, TaskFlags
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_on
 from megatron_ext.planning.kernels import Phase, Work, update_work
 from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
+from megatron_ext.planning.muon import muon_volume, muon_work
 from megatron_ext.planning.network import Network, TaskCost, Volume, ring
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.schedules.plan import Durations, Price, price
@@ -128,12 +130,20 @@ class Clock:
 
     def update_work(self, rank: RankMemory) -> list[Work]:
         """Return the kernels of the optimizer."""
-        return update_work(self.network.config.optimizer, self.network.sizes, rank.state)
+        flags, sizes = self.network.config.optimizer, self.network.sizes
+        work = update_work(flags, sizes, rank.state)
+        return work + (muon_work(flags, sizes, rank.all_weights) if _uses_muon(flags) else [])
 
     def after(self, rank: RankMemory) -> float:
         """Return the time after the last backward pass: update, and what replicas exchange."""
-        volume = rank_volume(self.network, rank, self.network.num_microbatches)
-        return sum(map(self.rates.seconds, self.update_work(rank))) + self.replicas(volume)
+        volume = step_volume(self.network, rank, self.network.num_microbatches)
+        work = sum(map(self.rates.seconds, self.update_work(rank)))
+        return work + self.update_exchange(rank) + self.replicas(volume)
+
+    def update_exchange(self, rank: RankMemory) -> float:
+        """Return the time of what the optimizer sends within its update."""
+        sent, x = update_volume(self.network, rank), self.network.sizes
+        return self.exchange(sent) + sent.data / self.rates.link(x.tp * x.dp * x.cp)
 
     def replicas(self, volume: Volume) -> float:
         """Return the time of communication between replicas that computation does not hide.
@@ -175,13 +185,30 @@ def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Es
     return Estimate(network, rates, ranks, cost, seconds, network.step_flops())
 
 
+def _uses_muon(flags: OptimizerConfig) -> bool:
+    return flags.optimizer == "muon"
+
+
 def rank_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:
     """Return the bytes that a pipeline rank sends in a step."""
+    return step_volume(network, rank, num_microbatches) + update_volume(network, rank)
+
+
+def update_volume(network: Network, rank: RankMemory) -> Volume:
+    """Return the bytes that a pipeline rank sends within the optimizer's update."""
+    flags = network.config.optimizer
+    if not _uses_muon(flags):
+        return Volume()
+    return muon_volume(flags, network.sizes, rank.all_weights)
+
+
+def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:
+    """Return the bytes that a pipeline rank sends in a step, without those of the update."""
     total = Volume()
     for stage in rank.stages:
         total += network.traffic(stage) * num_microbatches
     config, x, state = network.config, network.sizes, rank.state
-    trained = [weight for chunk in rank.weights for weight in chunk if not weight.frozen]
+    trained = [weight for weight in rank.all_weights if not weight.frozen]
     count = max(1, sum(weight.numel for weight in trained))
     experts = sum(weight.numel for weight in trained if weight.expert) / count
     share = ring(x.dp * x.cp) * (1 - experts) + ring(x.expert_dp) * experts
@@ -230,12 +257,12 @@ class Candidate:
             decoder_last_pipeline_num_layers=None,
             sequence_parallel=self.tp > 1,
         )
-        adam = config.optimizer.optimizer == "adam"
+        shares = config.optimizer.optimizer != "sgd"
         run = replace(
             config,
             parallel=parallel,
             training=replace(config.training, micro_batch_size=self.micro_batch),
-            optimizer=replace(config.optimizer, use_distributed_optimizer=adam),
+            optimizer=replace(config.optimizer, use_distributed_optimizer=shares),
         )
         return finalize(cost.recompute(run, self.recompute), task, world_size, config.device)
 
@@ -293,8 +320,8 @@ def search(
     Each layout uses the first mode of recomputation of `TaskCost.modes` that fits.
 
     Args:
-        config: the run in any layout. Other flags are kept, except that Adam is distributed, and
-            that sequence parallelism is used with tensor parallelism.
+        config: the run in any layout. Other flags are kept, except that Adam and Muon are
+            distributed, and that sequence parallelism is used with tensor parallelism.
         cost: cost of the task, which must have ``from_flags``.
         count: the most layouts to return.
 

@@ -149,7 +149,8 @@ class Parameters:
         shared = moe.moe_shared_expert_intermediate_size
         if shared:
             if moe.moe_shared_expert_gate:
-                found.append(Weight(f"{name}.shared_experts.gate_weight", x.h))
+                gate = Weight(f"{name}.shared_experts.gate_weight", x.h, matrix=(1, x.h))
+                found.append(gate)
             found += self._mlp_weights(f"{name}.shared_experts", shared, x.tp)
         return found
 

@@ -31,6 +31,7 @@ MORE = {
     "bf16 dp2": "--bf16 --use-distributed-optimizer --ema-decay 0.9 --nproc-per-node 2",
     "moments in bf16": "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer "
     "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --nproc-per-node 2",
+    "muon dp2": "--optimizer muon --bf16 --use-distributed-optimizer --nproc-per-node 2",
     "bf16 dp1": "--bf16 --ema-decay 0.9",
     "gpt2": "--no-swiglu --add-bias-linear --normalization LayerNorm --position-embedding-type "
     "learned_absolute --no-untie-embeddings-and-output-weights --num-query-groups 4 "
