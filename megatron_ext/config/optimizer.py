@@ -35,8 +35,8 @@ class OptimizerConfig(Changeable):
     optimizer: str = flag(
         "adam",
         "rule that updates the weights; muon updates embeddings, output layers, norms and biases "
-        "by adam",
-        choices="adam muon sgd",
+        "by adam; dist_muon is muon with --use-distributed-optimizer",
+        choices="adam muon dist_muon sgd",
     )
     lr: float | None = flag(None, "largest learning rate", RATE)
     min_lr: float = flag(0.0, "smallest learning rate after the warm-up", RATE)

@@ -147,3 +147,8 @@ def test_a_run_with_muon_is_told_how_large_its_updates_are() -> None:
     assert note.endswith("use `--muon-extra-scale-factor 0.2`.")
     for flags in ("--muon-extra-scale-factor 1", "--muon-scale-mode unit_rms_norm"):
         assert not parsed(f"{SMALL} --optimizer muon {flags}").notes
+
+
+def test_the_older_name_of_sharded_muon() -> None:
+    optimizer = config_of(f"{SMALL} --optimizer dist_muon").optimizer
+    assert optimizer.optimizer == "muon" and optimizer.use_distributed_optimizer

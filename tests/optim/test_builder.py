@@ -113,7 +113,7 @@ def installed() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-@pytest.mark.parametrize(("name", "rule"), [("adam", "AdamW"), ("sgd", "SGD")])
+@pytest.mark.parametrize(("name", "rule"), [("adam", "AdamW"), ("muon", "Muon"), ("sgd", "SGD")])
 def test_the_flag_names_the_rule(name: str, rule: str, tmp_path: Path) -> None:
     def look(run: Run) -> None:
         assert [type(part.optimizer).__name__ for part in parts_of(run.optimizer)] == [rule]

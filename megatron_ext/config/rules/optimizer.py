@@ -34,13 +34,18 @@ def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> Optimiz
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, device: str
 ) -> OptimizerConfig:
-    """Fill in warm-up and weight decay; on a CPU switch off communication that gloo cannot do."""
+    """Fill in warm-up, weight decay and what dist_muon means.
+
+    On a CPU, switch off communication that gloo cannot do.
+    """
     changes: dict[str, object] = {}
     if optimizer.weight_decay_incr_style == "constant":  # others are refused
         ends = [
             x for x in ("start_weight_decay", "end_weight_decay") if getattr(optimizer, x) is None
         ]
         changes.update(dict.fromkeys(ends, optimizer.weight_decay))
+    if optimizer.optimizer == "dist_muon":
+        changes |= {"optimizer": "muon", "use_distributed_optimizer": True}
     if device == "cpu":
         on_gpu = ("overlap_grad_reduce", "overlap_param_gather", "ddp_average_in_collective")
         changes.update(dict.fromkeys(on_gpu, False))

@@ -18,6 +18,7 @@ from megatron_ext.config.precision import TE_IMPL, Fp8Config
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.sdpa import flash_3_in_use
+from megatron_ext.optim.muon import Muon
 
 CONFIGURATION_FILE = "config.yaml"
 STARTED = "> starting"
@@ -130,6 +131,8 @@ def parameters_line(total: int, trained: int, largest: int) -> str:
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
     """Return the package and class of the optimizer, such as "torch AdamW" or "Triton AdamW".
 
+    Muon, which has another rule for the weights that are no matrices, is named beside that.
+
     If this package defines the class, its first base class from another package is named.
     """
     if optimizer is None:
@@ -138,9 +141,10 @@ def _optimizer(optimizer: MegatronOptimizer | None) -> str:
     inner = next((part.optimizer for part in parts if part.optimizer is not None), None)
     if inner is None:
         return "none on this rank"
+    muon = "Muon and " if isinstance(inner, Muon) else ""
     if getattr(inner, "make_kernel", None) is not None:
-        return "Triton AdamW"
+        return f"{muon}Triton AdamW"
     roots = {kind: kind.__module__.split(".")[0] for kind in type(inner).__mro__}
     kind, root = next((kind, root) for kind, root in roots.items() if root != _PACKAGE)
     fused = " fused" if any(group.get("fused") for group in inner.param_groups) else ""
-    return f"{root} {kind.__name__}{fused}"
+    return f"{muon}{root} {kind.__name__}{fused}"
