@@ -6,7 +6,7 @@ large as AdamW's. The mark is the best of AdamW's final losses on held-out batch
 those after which its loss is first at most the mark. Then Muon trains at its best learning rate
 with whole schedules of fewer steps. It prints tables as Markdown:
 
-    python benchmarks/muon.py --out /tmp/muon > benchmarks/results/muon_DATE.md
+    python benchmarks/muon.py --out /tmp/muon
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Muon's update costs a rank: operations of Newton–Schulz steps, and matrices that it sends.
+"""Counts the operations of Muon's update, and the bytes of matrices that a rank sends for it.
 
 Fused matrices are counted as one, so that the operations are an upper bound. Ranks that share the
 optimizer's state share the work too; else each replica orthogonalizes all of its matrices.
