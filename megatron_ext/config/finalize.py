@@ -17,6 +17,7 @@ from megatron_ext.config.output import PlanningConfig
 from megatron_ext.config.rules import optimizer as optimizer_rules
 from megatron_ext.config.rules import parallel as parallel_rules
 from megatron_ext.config.rules import transformer_engine as engine_rules
+from megatron_ext.config.rules.model import model_errors
 from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
@@ -108,7 +109,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     has_te = _has_transformer_engine(run.model, run.device, run.planning)
     if not run.parallel.allow_untested_core:
         yield from _core_errors()
-    yield from run.model.errors()
+    yield from model_errors(run.model)
     yield from parallel_rules.parallel_errors(run.parallel, run.model)
     yield from run.moe.errors(max(1, run.parallel.expert_model_parallel_size))
     yield from optimizer_rules.lora_errors(run.lora, run.model, run.moe, run.optimizer)

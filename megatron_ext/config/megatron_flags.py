@@ -121,8 +121,9 @@ OF_ENGINE = {
 NEEDS = {
     "--position-embedding-type rope": (
         "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
-        "use_rope_scaling"
+        "use_rope_scaling rope_scaling rope_local_base_freq no_rope_freq"
     ),
+    "--window-size": "window_attn_skip_freq",
     "--use-rope-scaling": "rope_scaling_factor",
     "--multi-latent-attention": (
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
@@ -215,17 +216,17 @@ the expert option is not supported; use `--moe-token-dispatcher-type alltoall` w
     moe-token-dropping moe-router-topk-limited-devices moe-enable-routing-replay
     moe-per-layer-logging
 the layer option is not supported; use the standard transformer layer:
-    attention-output-gate no-rope-freq qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold
+    attention-output-gate qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold
     log-max-attention-logit experimental-attention-variant linear-attention-freq
     linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim linear-num-key-heads
     linear-num-value-heads dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk
-    dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss glu-linear-offset activation-func-clamp-value
-    openai-gelu use-fused-weighted-squared-relu fused-single-qkv-rope memory-efficient-layer-norm
-    mrope-section relative-attention-num-buckets relative-attention-max-distance softmax-scale
+    dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss
+    use-fused-weighted-squared-relu fused-single-qkv-rope memory-efficient-layer-norm
+    mrope-section relative-attention-num-buckets relative-attention-max-distance
     disable-bf16-reduced-precision-matmul batch-invariant-mode use-te-activation-func use-kitchen
     use-kitchen-attention kitchen-attention-backend kitchen-config-file kitchen-recipe-number
     quant-recipe clone-scatter-output-in-embedding enable-autocast autocast-dtype
-    yarn-rotary-scaling-factor mla-down-proj-fusion
+    mla-down-proj-fusion
 layers of your own are given by a model provider; see examples/custom_model:
     spec heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
     heterogeneous-block-specs hetereogenous-dist-checkpoint use-legacy-models

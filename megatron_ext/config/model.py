@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ext.config.flags import (
     BELOW_ONE,
     COUNT,
     FACTOR,
+    FINITE,
     RATE,
     SIZE,
     WEIGHT,
     Changeable,
     Range,
+    default_of,
     fixed_flag,
     flag,
     resumed_flag,
     said_flag,
 )
+from megatron_ext.config.layers import windowed_layers
+from megatron_ext.config.rotary import written, yarn_scaling
 
-REQUIRED = (
-    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
-)  # fmt: skip
+ACTIVATIONS = {
+    "swiglu": "silu",
+    "squared_relu": "squared_relu",
+    "quick_geglu": "quick_gelu",
+    "geglu": "gelu_tanh",
+    "openai_gelu": "gelu_tanh",
+}
+"""Flags of the MLP's activation -> the name of its function; without them it is gelu."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,20 @@ class ModelConfig(Changeable):
         None, "longest position that the model may see", COUNT, "tokens"
     )
     position_embedding_type: str = fixed_flag(
-        "learned_absolute", "kind of position embedding", choices="learned_absolute rope none"
+        "learned_absolute",
+        "kind of position embedding; yarn is rope scaled by the --yarn flags",
+        choices="learned_absolute rope yarn none",
     )
-    rotary_base: int = resumed_flag(10000, "base of the rotary frequencies", Range(1, 10**12))
+    rotary_base: float = resumed_flag(10000.0, "base of the rotary frequencies", Range(1, 10**12))
+    rope_local_base_freq: float | None = resumed_flag(
+        None,
+        "base of the rotary frequencies in layers with a window, which are then not scaled, as in "
+        "Gemma 3; default: --rotary-base, scaled as in other layers",
+        Range(1, 10**12),
+    )
+    no_rope_freq: str | None = resumed_flag(
+        None, "no rotary positions in every n-th layer, or where a list such as [0,0,1] has a 1"
+    )
     rotary_percent: float = fixed_flag(1.0, "share of each head to rotate", Range(0, 1, above=True))
     rotary_interleaved: bool = fixed_flag(False, "rotate neighbouring channels instead of halves")
     rotary_seq_len_interpolation_factor: int | None = resumed_flag(
@@ -60,6 +80,32 @@ class ModelConfig(Changeable):
     )
     use_rope_scaling: bool = resumed_flag(False, "scale rotary frequencies as Llama 3.1 does")
     rope_scaling_factor: float = resumed_flag(8.0, "factor of --use-rope-scaling", FACTOR)
+    rope_scaling: str | None = resumed_flag(
+        None,
+        "scaling of the rotary frequencies as a JSON object, like rope_parameters of transformers: "
+        "rope_type linear, llama3, yarn, longrope or proportional, with its entries",
+    )
+    yarn_rotary_scaling_factor: float | None = resumed_flag(
+        None, "new context length over the original one, for --position-embedding-type yarn", FACTOR
+    )
+    yarn_original_max_position_embeddings: int | None = resumed_flag(
+        None, "context length before YaRN lengthened it", COUNT, "tokens"
+    )
+    yarn_beta_fast: float = resumed_flag(
+        32.0, "rotations in the original context above which YaRN keeps a frequency", FACTOR
+    )
+    yarn_beta_slow: float = resumed_flag(
+        1.0, "rotations in the original context below which YaRN divides a frequency", FACTOR
+    )
+    yarn_mscale: float | None = resumed_flag(
+        None, "numerator's weight in YaRN's factor of cosines and sines", Range(0, 1e6)
+    )
+    yarn_mscale_all_dim: float | None = resumed_flag(
+        None, "denominator's weight in YaRN's factor of cosines and sines", Range(0, 1e6)
+    )
+    yarn_correction_range_round_to_int: bool = resumed_flag(
+        True, "round the bounds of YaRN's ramp to whole channels"
+    )
     make_vocab_size_divisible_by: int = flag(
         128, "round the vocabulary up to a multiple of this times the tensor-parallel size", SIZE
     )
@@ -79,9 +125,29 @@ class ModelConfig(Changeable):
     swiglu: bool = fixed_flag(False, "gated SiLU in the MLP")
     squared_relu: bool = fixed_flag(False, "squared ReLU in the MLP")
     quick_geglu: bool = fixed_flag(False, "gated quick GELU in the MLP")
+    geglu: bool = fixed_flag(False, "gated GELU, tanh approximation, in the MLP, as in Gemma")
+    openai_gelu: bool = fixed_flag(False, "GELU in its tanh approximation in the MLP, as in GPT-2")
+    activation_func_clamp_value: float | None = resumed_flag(
+        None,
+        "largest gate, and largest magnitude of what the gate multiplies, in a gated MLP",
+        FACTOR,
+    )
+    glu_linear_offset: float = resumed_flag(
+        0.0, "number added to what the gate of a gated MLP multiplies; 1 in gpt-oss", FINITE
+    )
     add_bias_linear: bool = flag(True, "biases in linear layers", negative="--disable-bias-linear")
-    add_qkv_bias: bool = flag(False, "a bias in the QKV projection alone")
+    add_qkv_bias: bool = flag(False, "a bias in the QKV projection, whatever other layers have")
+    add_proj_bias: bool = flag(
+        False, "a bias in the output projection of attention, whatever other layers have"
+    )
+    add_mlp_bias: bool = flag(False, "biases in dense MLPs, whatever other layers have")
     qk_layernorm: bool = flag(False, "normalize queries and keys")
+    sandwich_norm: bool = flag(
+        False, "normalize the outputs of attention and MLP too, before they are added, as in Gemma"
+    )
+    embedding_multiplier: float = resumed_flag(
+        1.0, "factor of the token embeddings; the square root of h in Gemma", FACTOR
+    )
     untie_embeddings_and_output_weights: bool = flag(
         False, "give the output layer a weight of its own instead of the embedding's"
     )
@@ -98,8 +164,17 @@ class ModelConfig(Changeable):
     window_size: tuple[int, int] | None = resumed_flag(
         None, "sliding window: tokens to the left and right, -1 unlimited", Range(-1), nargs=2
     )
-    window_attn_skip_freq: int | None = resumed_flag(
-        None, "full attention in every n-th layer", SIZE
+    window_attn_skip_freq: str | None = resumed_flag(
+        None, "full attention in every n-th layer, or where a list such as [1,0] has a 0"
+    )
+    softmax_scale: float | None = resumed_flag(
+        None, "factor of the scores of attention; default: 1 over the square root of d", FACTOR
+    )
+    attn_logit_softcapping: float | None = resumed_flag(
+        None, "limit c of the scores x of attention, which become c tanh(x / c)", FACTOR
+    )
+    final_logit_softcapping: float | None = resumed_flag(
+        None, "limit c of the logits z of the output layer, which become c tanh(z / c)", FACTOR
     )
     multi_latent_attention: bool = fixed_flag(
         False, "compute keys and values of all heads from one small vector per token (DeepSeek)"
@@ -129,7 +204,10 @@ class ModelConfig(Changeable):
         0.0, "weight of the growth of attention's scores by scaling", WEIGHT
     )
     softmax_type: str = fixed_flag(
-        "vanilla", "kind of softmax in attention", choices="vanilla off-by-one learnable"
+        "vanilla",
+        "learnable gives each head a logit that takes a share of the attention (a sink, as in "
+        "gpt-oss); off-by-one fixes it at 0",
+        choices="vanilla off-by-one learnable",
     )
     transformer_impl: str = flag(
         "auto",
@@ -218,7 +296,24 @@ class ModelConfig(Changeable):
     @property
     def gated(self) -> bool:
         """Return whether the MLP multiplies two projections of its input, as SwiGLU does."""
-        return self.swiglu or self.quick_geglu
+        return self.swiglu or self.quick_geglu or self.geglu
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Return whether the linear layers of MLPs have biases."""
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
+    def changes_scores(self) -> bool:
+        """Return whether attention has sinks or a soft cap, which plain kernels do not compute."""
+        return self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
+
+    def windowed_layers(self) -> list[bool]:
+        """Return for each layer of the decoder whether a window limits its attention."""
+        num_layers = self.num_layers or 0
+        if self.window_size is None:
+            return [False] * num_layers
+        return windowed_layers(self.window_attn_skip_freq, num_layers)
 
     def resolved(self, *, has_te: bool) -> ModelConfig:
         """Return a copy with derived sizes; "auto" layers use Transformer Engine if ``has_te``."""
@@ -233,87 +328,40 @@ class ModelConfig(Changeable):
         if impl in ("auto", "local", "torch"):
             impl = "transformer_engine" if impl == "auto" and has_te else "torch"
         return dataclasses.replace(
-            self,
+            self.without_yarn(),
             ffn_hidden_size=ffn,
             kv_channels=channels or (h // n if n else None),
             num_query_groups=(self.num_query_groups or 1) if grouped else None,
             add_qkv_bias=(self.add_qkv_bias or self.add_bias_linear) and not latent,
+            add_proj_bias=self.add_proj_bias or self.add_bias_linear,
             transformer_impl=impl,
             mtp_num_layers=self.mtp_num_layers or None,
         )
 
-    def errors(self) -> Iterator[str]:
-        """Yield a sentence for each fault in the flags of the model."""
-        if self.blocks_dealt_by_cost:
-            yield from self._recompute_errors()
-            return
-        missing = [name for name in REQUIRED if getattr(self, name) is None]
-        for name in missing:
-            yield f"`--{name.replace('_', '-')}` is missing; give the size of the model."
-        if missing:
-            return
-        h, n = self.hidden_size or 1, self.num_attention_heads or 1
-        latent = self.multi_latent_attention
-        if h % n and self.kv_channels == h // n and not latent:
-            yield (
-                f"`--hidden-size` ({h}) must be divisible by `--num-attention-heads` ({n}); use "
-                f"{-(-h // n) * n}, or give `--kv-channels`."
-            )
-        if (self.max_position_embeddings or 0) < (self.seq_length or 0):
-            yield (
-                f"`--max-position-embeddings` ({self.max_position_embeddings}) must be at least "
-                f"`--seq-length` ({self.seq_length}); use {self.seq_length}."
-            )
-        if self.position_embedding_type == "rope" and self.kv_channels and not latent:
-            yield from self._rotary_errors(self.kv_channels)
-        yield from self._layer_errors(n)
-        yield from self._recompute_errors()
+    def without_yarn(self) -> ModelConfig:
+        """Return a copy in which ``--rope-scaling`` says what the flags of YaRN say.
 
-    def _rotary_errors(self, size: int) -> Iterator[str]:
-        """Yield a sentence if rotary embeddings cannot pair the ``size`` channels of a head."""
-        if self.rotary_percent == 1 and size % 2:
-            yield (
-                f"`--kv-channels` ({size}) must be even with `--position-embedding-type rope`, "
-                f"which rotates channels in pairs; use {size + 1}."
-            )
-        elif int(size * self.rotary_percent) < 1:
-            yield (
-                f"`--rotary-percent` ({self.rotary_percent}) leaves no channel of a head of "
-                f"{size} to rotate; use {2 / size:g} or more."
-            )
-
-    def _layer_errors(self, heads: int) -> Iterator[str]:
-        if self.num_query_groups and heads % self.num_query_groups:
-            yield (
-                f"`--num-attention-heads` ({heads}) must be divisible by `--num-query-groups` "
-                f"({self.num_query_groups}); use {heads // max(1, heads // self.num_query_groups)}"
-                " groups."
-            )
-        activations = [x for x in ("swiglu", "squared_relu", "quick_geglu") if getattr(self, x)]
-        if len(activations) > 1:
-            flags = " and ".join(f"`--{x.replace('_', '-')}`" for x in activations)
-            yield f"{flags} exclude each other; give one."
-        if self.deterministic_dropout and self.transformer_impl == "transformer_engine":
-            yield (
-                "`--deterministic-dropout` needs our own layers, which `--transformer-impl "
-                "transformer_engine` replaces; use `--transformer-impl torch`."
-            )
-        if self.softmax_type != "vanilla" and self.transformer_impl == "torch":
-            yield (
-                f"`--softmax-type` ({self.softmax_type}) needs Transformer Engine; use vanilla, "
-                "or `--transformer-impl transformer_engine`."
-            )
-
-    def _recompute_errors(self) -> Iterator[str]:
-        if self.recompute_granularity == "full" and self.recompute_method is None:
-            yield (
-                "`--recompute-granularity full` needs `--recompute-method`; use uniform with "
-                "`--recompute-num-layers 1`."
-            )
-        if self.recompute_granularity == "full" and self.recompute_num_layers is None:
-            yield "`--recompute-granularity full` needs `--recompute-num-layers`; use 1."
-        if self.recompute_granularity == "selective" and self.recompute_method is not None:
-            yield (
-                f"`--recompute-method` ({self.recompute_method}) goes with "
-                "`--recompute-granularity full`; leave it out."
-            )
+        If these lack something or contradict it, they stay as they are, to be refused.
+        """
+        factor, original = (
+            self.yarn_rotary_scaling_factor, self.yarn_original_max_position_embeddings
+        )  # fmt: skip
+        if self.position_embedding_type != "yarn" or self.rope_scaling is not None:
+            return self
+        if factor is None or original is None:
+            return self
+        scaling = yarn_scaling(
+            factor,
+            original,
+            mscale=self.yarn_mscale,
+            mscale_all_dim=self.yarn_mscale_all_dim,
+            beta_fast=self.yarn_beta_fast,
+            beta_slow=self.yarn_beta_slow,
+            truncate=self.yarn_correction_range_round_to_int,
+        )
+        usual: dict[str, Any] = {
+            name: default_of(self, name) for name in vars(self) if name.startswith("yarn_")
+        }
+        return dataclasses.replace(
+            self, **usual, position_embedding_type="rope", rope_scaling=written(scaling)
+        )

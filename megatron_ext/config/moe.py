@@ -17,6 +17,7 @@ from megatron_ext.config.flags import (
     resumed_flag,
     said_flag,
 )
+from megatron_ext.config.layers import read_pattern
 
 
 def layers_with_experts(frequency: int | Sequence[int], num_layers: int) -> list[bool]:
@@ -107,21 +108,8 @@ class MoEConfig(Changeable):
     moe_apply_probs_on_input: bool = resumed_flag(False, "weight an expert's input, not its output")
 
     def layer_pattern(self) -> int | list[int]:
-        """Return --moe-layer-freq as a number or a list; raise a ValueError if it is neither.
-
-        ``[1,0]``, ``[1,0]*2`` and ``([0]*1+[1]*26)`` are lists, read without evaluating code.
-        """
-        text = self.moe_layer_freq
-        if "[" not in text:
-            return int(text)
-        pattern: list[int] = []
-        for term in text.strip("() ").split("+"):
-            body, _, times = term.strip().partition("*")
-            numbers = [int(part) for part in body.strip("[] ").split(",")]
-            if not 0 < int(times or 1) <= SIZE.high:
-                raise ValueError(text)
-            pattern += numbers * int(times or 1)
-        return pattern
+        """Return --moe-layer-freq as a number or a list; raise a ValueError if it is neither."""
+        return read_pattern(self.moe_layer_freq)
 
     def expert_layers(self, num_layers: int) -> list[bool]:
         """Return for each layer of the decoder whether it holds experts."""

@@ -295,7 +295,7 @@ class _Reading:
         if not self.no_position_embedding:
             return
         kind = values.get("model", {}).get("position_embedding_type", "learned_absolute")
-        if kind in ("rope", "none"):
+        if kind in ("rope", "yarn", "none"):
             self.notes.append(
                 f"`--no-position-embedding` has no effect: `--position-embedding-type {kind}` has "
                 "no learned table."

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import yaml
 
-from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.layers import layers_without_rope
+from megatron_ext.config.model import ACTIVATIONS, ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import EmaConfig, LoraConfig, OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig, PlanningConfig
@@ -182,7 +183,8 @@ SAME_NAME = {
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
         "normalization add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout "
         "init_method_std embedding_init_method_std rotary_interleaved window_size "
-        "window_attn_skip_freq softmax_type attention_softmax_in_fp32 "
+        "softmax_type softmax_scale activation_func_clamp_value glu_linear_offset "
+        "attention_softmax_in_fp32 "
         "apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
         "fp32_residual_connection mtp_num_layers mtp_loss_scaling_factor use_cpu_initialization "
         "perform_initialization recompute_granularity recompute_method recompute_num_layers "
@@ -218,9 +220,7 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
         for name in names.split()
     }
     model, parallel, kinds = run.model, run.parallel, run.parallel.cp_comm_type
-    named = {"silu": model.swiglu, "squared_relu": model.squared_relu}
-    named["quick_gelu"] = model.quick_geglu
-    activation = next((name for name, given in named.items() if given), "gelu")
+    activation = next((ACTIVATIONS[name] for name in ACTIVATIONS if getattr(model, name)), "gelu")
     fields.update(
         layernorm_epsilon=model.norm_epsilon,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
@@ -230,6 +230,8 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         cp_comm_type=kinds[0] if len(kinds) == 1 else kinds,
         attention_backend=model.attention_backend,
+        window_attn_skip_freq=_window_pattern(model),
+        no_rope_freq=_without_rope(model),
         **_fusions(run),
     )
     if parallel.microbatch_group_size_per_vp_stage is not None:
@@ -245,6 +247,21 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
     if run.moe.num_experts is not None:
         fields |= _moe_fields(run.moe, te=_with_engine(model, run.planning))
     return fields
+
+
+def _window_pattern(model: ModelConfig) -> list[int] | None:
+    """Return 1 for each layer with a window, else 0; a depth of MTP is like the last layer."""
+    if model.window_attn_skip_freq is None or model.window_size is None:
+        return None
+    layers = [int(has) for has in model.windowed_layers()]
+    return layers + layers[-1:] * (model.mtp_num_layers or 0)
+
+
+def _without_rope(model: ModelConfig) -> list[int] | None:
+    """Return 1 for each layer of the decoder without rotary positions, else 0."""
+    if model.no_rope_freq is None:
+        return None
+    return [int(lacks) for lacks in layers_without_rope(model.no_rope_freq, model.num_layers or 0)]
 
 
 def _moe_fields(moe: MoEConfig, *, te: bool) -> dict[str, object]:
@@ -285,5 +302,5 @@ def _fuses_activation(model: ModelConfig, moe: MoEConfig) -> bool:
     has_experts = moe.num_experts is not None
     if model.swiglu:
         return model.bias_swiglu_fusion and not (has_experts and model.add_bias_linear)
-    is_gelu = not (model.squared_relu or model.quick_geglu)
+    is_gelu = not any(getattr(model, name) for name in ACTIVATIONS)
     return model.bias_gelu_fusion and is_gelu and model.add_bias_linear and not has_experts

@@ -13,7 +13,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -41,6 +44,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
     Under context parallelism ``--cp-comm-type`` selects the method: ``all_gather`` and ``p2p``
     gather all keys and values; ``a2a`` gives each rank some heads of the whole sequence.
+
+    Sinks (``--softmax-type``) and a soft cap of the scores are computed by FlexAttention on GPUs,
+    and elsewhere step by step, with the full matrix of probabilities.
 
     Attributes:
         cache: the cache that keeps keys and values for later tokens, in generation only.
@@ -76,17 +82,61 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.deterministic = bool(getattr(config, "deterministic_dropout", False))
         self.site = f"scores {layer_number}"
+        self.tp_group = groups.tp
         self.tp_rank = groups.tp.rank()
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window_size: tuple[int, int] | None = config.window_size if windowed else None
         self.backend = AttnBackend(config.attention_backend)
+        self.softcap: float | None = getattr(config, "attn_logit_softcapping", None)
+        self.has_sinks = config.softmax_type != "vanilla"
+        if config.softmax_type == "learnable":
+            self._add_sinks(config)
         if self.cp_group.size() > 1 and self.cp_comm_type not in (*GATHER, "a2a"):
             raise ConfigError(
                 f"`--cp-comm-type` ({self.cp_comm_type}) must be p2p, all_gather or a2a with the "
                 "torch layers."
             )
+
+    def _add_sinks(self, config: TransformerConfig) -> None:
+        """Register the sinks as megatron-core does: a logit for each head of this rank, ``[n]``."""
+        heads = config.num_attention_heads // self.tp_group.size()
+        device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.softmax_offset = torch.nn.Parameter(
+            torch.empty(heads, dtype=config.params_dtype, device=device)
+        )
+        tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the sharded state: the sinks, split over the tensor-parallel ranks."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return state
+
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        """Return the sink of each head of a query ``[q, b, n, d]``, ``[n]``; None without sinks."""
+        if not self.has_sinks:
+            return None
+        heads = query.size(2)
+        if self.config.softmax_type != "learnable":
+            return query.new_zeros(heads)
+        # Ranks that trade heads hold parts of this rank's, in their order.
+        first = self.cp_group.rank() * heads if heads < len(self.softmax_offset) else 0
+        return self.softmax_offset[first : first + heads]
 
     def forward(
         self,
@@ -186,25 +236,28 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        follows_core = self._follows_core(query)
+        follows_core, own_scores = self._follows_core(query), self.has_sinks or bool(self.softcap)
         window = None if first_query is None else self.window_size
-        masked = mask is not None or window is not None
-        auto = self.backend == AttnBackend.auto and not follows_core
+        hides = mask is not None or window is not None
+        auto = self.backend == AttnBackend.auto and not follows_core and first_query is not None
         of_documents = mask is not None and not is_dense(mask)
-        if masked and auto and first_query is not None and masks.flex_fits(q, dropout):
+        if (hides or own_scores) and auto and masks.flex_fits(q, dropout):
             # Blocks of keys that a mask or window hides are left out.
             # A dense mask says what is causal itself.
             causal = self.causal and (mask is None or window is not None)
-            span = Span(first_query, causal or of_documents, window)
+            span = Span(first_query or 0, causal or of_documents, window)
             blocks = masks.block_mask(q, k, span, mask)
-            context = masks.flex_attend(q, k, v, blocks, self.softmax_scale)
+            changes: dict[str, Any] = {}
+            if own_scores:
+                changes = {"softcap": self.softcap, "sinks": self._sinks(query)}
+            context = masks.flex_attend(q, k, v, blocks, self.softmax_scale, **changes)
             return context.permute(2, 0, 1, 3)
         at = first_query or 0
         if mask is not None and of_documents:
             mask = masks.document_mask(mask, at, query.size(0))
         if window is not None:
             mask = self._with_window(mask, query, key, at)
-        if follows_core:
+        if follows_core or own_scores:
             return self._attend_eagerly(query, key, value, mask, at)
         bias: Any = None if mask is None else ~mask
         if bias is None and self.causal and q.size(2) != k.size(2):
@@ -271,9 +324,17 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         if mask is None and self.causal:
             q_at = torch.arange(q_len, device=query.device)[:, None] + first_query
             mask = torch.arange(k.size(1), device=query.device)[None, :] > q_at
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         if mask is not None:
             scores = scores.masked_fill(mask, -10000.0)
+        sinks = self._sinks(query)
+        if sinks is not None:
+            column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(batch, -1, q_len, 1)
+            scores = torch.cat([scores, column], dim=-1)
         probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
+        if sinks is not None:
+            probabilities = probabilities[..., :-1]
         if self.dropout > 0 and self.training:
             probabilities = self._drop(probabilities, first_query)
         context = torch.bmm(probabilities.flatten(0, 1), v)

@@ -127,7 +127,7 @@ class OutputHead:
 
     The weight is ``[v/tp, h]``; its first row belongs to the token id ``rank * v/tp``. The bias is
     ``[v/tp]``, in the weight's dtype. With ``sequence_parallel`` the hidden states are split along
-    the sequence.
+    the sequence. With ``softcap`` c, logits z become ``c tanh(z / c)``.
     """
 
     weight: Tensor
@@ -135,3 +135,4 @@ class OutputHead:
     sequence_parallel: bool
     config: Any
     bias: Tensor | None = None
+    softcap: float | None = None

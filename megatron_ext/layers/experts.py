@@ -156,8 +156,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             activate = pointwise.activated.eager
         wide = self._product(x, ends, "linear_fc1")
         bias = self._biases(ends, "linear_fc1", wide)
-        name = pointwise.NAMES[config.activation_func]
-        narrow = activate(wide, bias, scale, name, config.gated_linear_unit)
+        name, limits = pointwise.NAMES[config.activation_func], pointwise.limits_of(config)
+        narrow = activate(wide, bias, scale, name, config.gated_linear_unit, *limits)
         output = self._product(narrow, ends, "linear_fc2")
         bias = self._biases(ends, "linear_fc2", output)
         return (output if bias is None else (output + bias * scale).to(output.dtype)), None

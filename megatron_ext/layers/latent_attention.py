@@ -30,10 +30,44 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers import pointwise
+from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.linear import enter
-from megatron_ext.layers.pointwise import fusions_of
+from megatron_ext.layers.pointwise import fusions_of, rotated
 from megatron_ext.layers.transformer_layer import Table, WithBias, table_of
+
+
+def split_latent_heads(
+    query: Tensor,
+    projected: Tensor,
+    shared: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    value_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the projections of multi-latent attention into heads, and rotate a part of each.
+
+    Args:
+        query: ``[s, b, n * dk]``; the last ``dr`` channels of each of the n heads are rotated.
+        projected: ``[s, b, n * (dk - dr + dv)]``: each head's key without rotation, and its value.
+        shared: ``[s, b, dr]``, the rotated part of all keys before rotation.
+        cos, sin: ``[s, 1, 1, d / 2]`` of `pointwise.rotary_table`; channels beyond d stay.
+        heads, value_dim: n and dv.
+
+    Returns:
+        queries ``[s, b, n, dk]``, keys ``[s, b, n, dk]`` and values ``[s, b, n, dv]``, copied.
+    """
+    query = torch.unflatten(query, -1, (heads, -1))
+    of_heads = torch.unflatten(projected, -1, (heads, -1))
+    key, value = of_heads[..., :-value_dim], of_heads[..., -value_dim:]
+    width = key.size(-1)
+    turned = rotated(query[..., width:], cos, sin, True)
+    query = torch.cat((query[..., :width], turned), -1)
+    turned = rotated(shared.unsqueeze(2), cos, sin, True).expand(-1, -1, heads, -1)
+    return query, torch.cat((key, turned), -1), value.contiguous()
+
+
+latent_heads = compiled(split_latent_heads)
 
 
 class LatentAttention(Attention):  # type: ignore[misc]
@@ -147,7 +181,7 @@ class LatentAttention(Attention):  # type: ignore[misc]
         shared = enter(shared, self.tp_group, config.sequence_parallel)
         length = shared.size(0) * self.pg_collection.cp.size()
         fuses = fusions_of(config).rotary
-        function = pointwise.latent_heads if fuses else pointwise.split_latent_heads
+        function = latent_heads if fuses else split_latent_heads
         return function(
             query,
             keys_and_values,

@@ -258,6 +258,20 @@ class WholeLinear(_ParallelLinear, _WholeLinear):
     """
 
 
+class BiasedColumnParallelLinear(ColumnParallelLinear):
+    """A `ColumnParallelLinear` with a bias, whatever ``add_bias_linear`` says."""
+
+    def __init__(self, *args: Any, bias: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """A `RowParallelLinear` with a bias, whatever ``add_bias_linear`` says."""
+
+    def __init__(self, *args: Any, bias: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
 class _Rows(torch.autograd.Function):
     """Rows of an embedding, whose gradients are added to the buffer without one of its size."""
 
@@ -283,7 +297,8 @@ class _Rows(torch.autograd.Function):
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[misc]
     """megatron-core's embedding, whose gradients may be added to the gradient buffer directly.
 
-    Its ``config``, a TransformerConfig, says so by ``adds_in_place``.
+    Its ``config``, a TransformerConfig, says so by ``adds_in_place``. The embeddings are multiplied
+    by its ``embedding_multiplier``.
     """
 
     config: Any = None
@@ -293,6 +308,12 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
 
         With ``reduce_scatter_embeddings`` they are ``[s/tp, b, h]``.
         """
+        multiplier = getattr(self.config, "embedding_multiplier", 1.0)
+        found = self._looked_up(input_)
+        return found if multiplier == 1.0 else found * multiplier
+
+    def _looked_up(self, input_: Tensor) -> Tensor:
+        """Return the embeddings, as `forward` does, without their factor."""
         adds = getattr(self.config, "adds_in_place", False) and hasattr(self.weight, "main_grad")
         if not (adds and self.weight.requires_grad and torch.is_grad_enabled()):
             return super().forward(input_)  # type: ignore[no-any-return]

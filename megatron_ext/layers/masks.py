@@ -18,9 +18,10 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from megatron_ext.layers.compiled import compiles
+from megatron_ext.layers.compiled import compiled, compiles
 
 T = TypeVar("T")
 Lengths = tuple[int, int]
@@ -66,12 +67,64 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
     return query.is_cuda and half and is_power and dropout == 0 and compiles(query)
 
 
-def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Return the attention ``[b, n, q, d]`` of q queries over the keys that the mask allows."""
-    out: Tensor = compiled_flex_attention()(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
-    )
-    return out
+def flex_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention ``[b, n, q, d]`` of q queries over the keys that the mask allows.
+
+    Args:
+        softcap: limit c of the scores x, which become ``c tanh(x / c)``.
+        sinks: logit of each head's sink ``[n]``, which takes a share of each query's attention.
+    """
+    given: dict[str, Any] = {
+        "block_mask": mask, "scale": scale, "enable_gqa": query.size(1) != key.size(1),
+    }  # fmt: skip
+    if softcap is not None:
+        given["score_mod"] = _capped(softcap, query.device)
+    if sinks is None:
+        out: Tensor = compiled_flex_attention()(query, key, value, **given)
+        return out
+    out, found = compiled_flex_attention()(query, key, value, **given, **_WITH_LSE)
+    return besides_sinks(out, getattr(found, "lse", found), sinks)
+
+
+_WITH_LSE: dict[str, Any] = {"return_lse": True}
+if hasattr(flex, "AuxRequest"):  # torch 2.9; from then on the other name is deprecated.
+    _WITH_LSE = {"return_aux": flex.AuxRequest(lse=True)}
+
+
+@compiled
+def besides_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return attention in which a sink has taken its share from each query's keys.
+
+    With the log-sum-exp L of a query's scores, its keys keep exp(L) / (exp(L) + exp(sink)) of the
+    attention, which is sigmoid(L - sink).
+
+    Args:
+        out: attention without sinks, ``[b, n, q, d]``.
+        lse: log-sum-exp of the scores, ``[b, n, q]`` in float32.
+        sinks: logit of each head's sink, ``[n]``.
+    """
+    kept = torch.sigmoid(lse - sinks.float().view(1, -1, 1))
+    return (out * kept.unsqueeze(-1)).to(out.dtype)
+
+
+@lru_cache(maxsize=16)
+def _capped(softcap: float, device: torch.device) -> Callable[..., Tensor]:
+    """Return the function of (score, b, h, q, k) that limits a score."""
+    limit = torch.full((), softcap, device=device)
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return limit * torch.tanh(score / limit)
+
+    return capped
 
 
 @cache

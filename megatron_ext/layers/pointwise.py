@@ -193,36 +193,63 @@ def masked_bias_dropout_add(
     return residual + x * (drawn >= probability) / (1 - probability)
 
 
+Limits = tuple[float | None, float]
+"""The limit and the offset that `activated` takes."""
+NO_LIMITS: Limits = (None, 0.0)
+
+
+def limits_of(transformer_config: TransformerConfig) -> Limits:
+    """Return the limit and the offset of a configuration's gated activation."""
+    config = transformer_config
+    return config.activation_func_clamp_value, config.glu_linear_offset
+
+
 @compiled
 def activated(
-    x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str, gated: bool
+    x: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    activation: str,
+    gated: bool,
+    limit: float | None = None,
+    offset: float = 0.0,
 ) -> Tensor:
     """Apply bias, activation and gate between the two matrices of an MLP.
 
     Return ``[s, b, f]`` or ``[tokens, f]``, where f is the width of the second matrix's input. With
     ``gated`` the last dimension of ``x`` is ``2 f``: the activated first half is multiplied by the
     second half (arXiv:2002.05202). ``scale`` ``[tokens, 1]`` multiplies the result of an expert.
+    gpt-oss clamps the first half to at most ``limit`` and the second to at most ``limit`` in
+    magnitude, and adds ``offset`` to the second.
     """
     function: Any = ACTIVATIONS[activation]
     if bias is not None:
         x = x + bias
     if gated:
         gate, linear = x.chunk(2, dim=-1)
-        y: Tensor = function(gate) * linear
+        if limit is not None:
+            gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+        y: Tensor = function(gate) * (linear + offset if offset else linear)
     else:
         y = function(x)
     return y if scale is None else (y * scale).to(y.dtype)
 
 
 @compiled
-def rotary_table(angles: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    angles: Tensor, dtype: torch.dtype, interleaved: bool, magnitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines ``[s, 1, 1, d / 2]`` of megatron-core's rotary angles.
+
+    ``magnitude`` multiplies them in float32.
 
     The input ``[s, 1, 1, d]`` holds each angle twice: in both halves, or with ``interleaved`` in
     neighbouring elements.
     """
     once = angles[..., ::2] if interleaved else angles.chunk(2, dim=-1)[0]
-    return once.cos().to(dtype), once.sin().to(dtype)
+    if magnitude == 1.0:
+        return once.cos().to(dtype), once.sin().to(dtype)
+    return (once.cos() * magnitude).to(dtype), (once.sin() * magnitude).to(dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -287,40 +314,6 @@ def queries_keys_values(
         x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)
     )
     return query, key, value
-
-
-def split_latent_heads(
-    query: Tensor,
-    projected: Tensor,
-    shared: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    value_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the projections of multi-latent attention into heads, and rotate a part of each.
-
-    Args:
-        query: ``[s, b, n * dk]``; the last ``dr`` channels of each of the n heads are rotated.
-        projected: ``[s, b, n * (dk - dr + dv)]``: each head's key without rotation, and its value.
-        shared: ``[s, b, dr]``, the rotated part of all keys before rotation.
-        cos, sin: ``[s, 1, 1, d / 2]`` from `rotary_table`; channels beyond d are not rotated.
-        heads, value_dim: n and dv.
-
-    Returns:
-        queries ``[s, b, n, dk]``, keys ``[s, b, n, dk]`` and values ``[s, b, n, dv]``, copied.
-    """
-    query = torch.unflatten(query, -1, (heads, -1))
-    of_heads = torch.unflatten(projected, -1, (heads, -1))
-    key, value = of_heads[..., :-value_dim], of_heads[..., -value_dim:]
-    width = key.size(-1)
-    turned = rotated(query[..., width:], cos, sin, True)
-    query = torch.cat((query[..., :width], turned), -1)
-    turned = rotated(shared.unsqueeze(2), cos, sin, True).expand(-1, -1, heads, -1)
-    return query, torch.cat((key, turned), -1), value.contiguous()
-
-
-latent_heads = compiled(split_latent_heads)
 
 
 Weights = tuple[Tensor, Tensor | None]

@@ -36,7 +36,13 @@ from megatron_ext.config.rules.build import RECOMPUTED_WITH_TE
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.latent_attention import LatentAttention
-from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
+from megatron_ext.layers.linear import (
+    BiasedColumnParallelLinear,
+    BiasedRowParallelLinear,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    WholeLinear,
+)
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.pointwise import Norm
 from megatron_ext.layers.transformer_engine import accumulate_gradients
@@ -74,11 +80,26 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
         return core.experts_builder(SequentialMLP, linear)
 
 
+class BiasedSpecProvider(TorchSpecProvider):
+    """Our modules, whose linear layers all have biases."""
+
+    def column_parallel_linear(self) -> type:
+        return BiasedColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return BiasedRowParallelLinear
+
+
 def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     """Return the spec of one transformer layer, with experts if ``moe``, else with a dense MLP."""
     num_experts = transformer_config.num_moe_experts if moe else None
+    # Biases that some layers have and others have not.
+    partly = not transformer_config.add_bias_linear
+    biased = partly and not moe and getattr(transformer_config, "mlp_bias", False)
     mlp = gpt_specs.get_mlp_module_spec_for_backend(
-        TorchSpecProvider(), num_experts=num_experts, moe_grouped_gemm=False
+        BiasedSpecProvider() if biased else TorchSpecProvider(),
+        num_experts=num_experts,
+        moe_grouped_gemm=False,
     )
     if moe:
         core.moe_submodules(mlp).router = Router
@@ -106,6 +127,11 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
     """Return the spec of a layer's attention, and the names of its norms in checkpoints."""
     causal = {"attn_mask_type": AttnMaskType.causal}
     qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp
+    # Some layers may have biases that others lack.
+    biased = not transformer_config.add_bias_linear and getattr(
+        transformer_config, "proj_bias", False
+    )
+    proj = BiasedRowParallelLinear if biased else RowParallelLinear
     if transformer_config.multi_latent_attention:
         modules = MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
@@ -114,7 +140,7 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
             linear_kv_down_proj=WholeLinear,
             linear_kv_up_proj=ColumnParallelLinear,
             core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=proj,
             q_layernorm=qk_norm,
             kv_layernorm=qk_norm,
         )
@@ -126,7 +152,7 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
     modules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=DotProductAttention,
-        linear_proj=RowParallelLinear,
+        linear_proj=proj,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )

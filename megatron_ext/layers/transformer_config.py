@@ -13,6 +13,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, PrecisionConfig
 from megatron_ext.config.rules.latent_attention import softmax_scale
+from megatron_ext.config.rules.model import scaling_of
 from megatron_ext.config.run import RunConfig, transformer_fields
 from megatron_ext.core import RECOMPUTES_DEPTHS, kinds_by_layer
 from megatron_ext.errors import ConfigError
@@ -67,6 +68,14 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         te_gradient_accumulation_fusion: Transformer Engine's layers add weight gradients to the
             data-parallel buffer, without the apex that megatron-core's layers would need.
         fusions: the parts of a layer that may compile.
+        attn_logit_softcapping, final_logit_softcapping: limits c of the scores of attention and of
+            the logits, x of which becomes c tanh(x / c); None sets no limit.
+        sandwich_norm: normalize the outputs of attention and MLP too.
+        embedding_multiplier: factor of the token embeddings.
+        proj_bias, mlp_bias: the output projection of attention, and dense MLPs, have biases, also
+            without ``add_bias_linear``.
+        rotary_magnitude: factor of the cosines and sines of scaled rotary positions.
+        has_local_rotary: layers with a window have rotary angles of their own.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
@@ -76,6 +85,14 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     groups_experts: bool = False
     te_gradient_accumulation_fusion: bool = False
     fusions: Fusions = Fusions()
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    sandwich_norm: bool = False
+    embedding_multiplier: float = 1.0
+    proj_bias: bool = False
+    mlp_bias: bool = False
+    rotary_magnitude: float = 1.0
+    has_local_rotary: bool = False
 
 
 @dataclass
@@ -124,6 +141,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     model, parallel = config.model, config.parallel
     dtype, schedule = params_dtype(config.precision), parallel.pipeline_schedule
     core_interleaved = schedule == "core-interleaved"
+    scaling = scaling_of(model)
     in_te, fuses = model.transformer_impl == TE_IMPL, model.gradient_accumulation_fusion
     fields |= {
         "params_dtype": dtype,
@@ -135,6 +153,14 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "deallocate_pipeline_outputs": not core_interleaved,
         "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
         "deterministic_dropout": model.deterministic_dropout,
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
+        "sandwich_norm": model.sandwich_norm,
+        "embedding_multiplier": model.embedding_multiplier,
+        "proj_bias": model.add_proj_bias,
+        "mlp_bias": model.has_mlp_bias,
+        "rotary_magnitude": scaling.magnitude if scaling is not None else 1.0,
+        "has_local_rotary": model.rope_local_base_freq is not None,
         "adds_in_place": fuses and not in_te and config.device == "cuda",
         "groups_experts": config.moe.moe_grouped_gemm and not in_te and config.device == "cuda",
         "te_gradient_accumulation_fusion": fuses and in_te,
@@ -154,7 +180,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     if model.init_method_xavier_uniform:
         fields |= dict.fromkeys(("init_method", "output_layer_init_method"), xavier_uniform)
     kind = StepMLATransformerConfig if model.multi_latent_attention else StepTransformerConfig
-    transformer_config = kind(**fields, **_latent_fields(model))
+    transformer_config = kind(**{**fields, **_latent_fields(model)})
     kinds = transformer_config.cp_comm_type
     if isinstance(kinds, list):
         transformer_config.cp_comm_type = kinds_by_layer(kinds, transformer_config)

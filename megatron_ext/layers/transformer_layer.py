@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as core_bias_dropout_add
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer import mlp as core
 from megatron.core.transformer.attention import SelfAttention as CoreSelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP as CoreSharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer as CoreTransformerLayer
@@ -33,7 +35,15 @@ from megatron_ext.layers.experts import group_experts
 from megatron_ext.layers.fp8.activation import joined
 from megatron_ext.layers.graphs import LayerGraphs
 from megatron_ext.layers.moe import AlltoAllDispatcher
-from megatron_ext.layers.pointwise import LayerNorm, RMSNorm, fusions_of, spec_of, weights_of
+from megatron_ext.layers.pointwise import (
+    LayerNorm,
+    Norm,
+    RMSNorm,
+    fusions_of,
+    spec_of,
+    weights_of,
+)
+from megatron_ext.layers.rotary import LayerRotary
 
 WithBias = tuple[Tensor, Tensor | None]
 Table = tuple[Tensor, Tensor]
@@ -42,18 +52,38 @@ _tables: Any = WeakIdKeyDictionary()
 """Cosines and sines by tensor of angles, then dtype; all layers and steps get the same tensor."""
 
 
-def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
-    """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, 1, d]``, from a cache."""
-    tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
-    if dtype not in tables:
+def table_of(
+    angles: Tensor, dtype: torch.dtype, *, interleaved: bool, rotary: LayerRotary | None = None
+) -> Table:
+    """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, k, d]``, from a cache.
+
+    ``rotary`` says which of the k angles are a layer's, and how large its cosines are.
+    """
+    own = rotary or LayerRotary(0, 1.0)
+    assert own.index is not None
+    tables: dict[Any, Table] = _tables.setdefault(angles, {})
+    if (dtype, own) not in tables:
         # The cache also serves training, whose backward pass cannot save tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            tables[dtype] = pointwise.rotary_table(angles, dtype, interleaved)
-    return tables[dtype]
+            part = angles if angles.size(2) == 1 else angles[:, :, own.index : own.index + 1]
+            found = pointwise.rotary_table(part, dtype, interleaved, own.magnitude)
+            tables[dtype, own] = found
+    return tables[dtype, own]
 
 
 class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
-    """megatron-core's self-attention with fused norm and rotary embedding of queries and keys."""
+    """megatron-core's self-attention with fused norm and rotary embedding of queries and keys.
+
+    Attributes:
+        rotary: how this layer rotates queries and keys.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, layer_number: int, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, layer_number=layer_number, **kwargs)
+        windowed = getattr(self.core_attention, "window_size", None) is not None
+        self.rotary = LayerRotary.of(config, layer_number, windowed=windowed)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -65,12 +95,14 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         """
         rotary = kwargs.pop("rotary_pos_emb", None)
         asked = any(value is not None for value in kwargs.values())
-        if asked or isinstance(rotary, tuple) or not self._fuses(hidden_states):
+        if asked or isinstance(rotary, tuple):
             given: WithBias = super().forward(
                 hidden_states, attention_mask, rotary_pos_emb=rotary, **kwargs
             )
             return given
-        query, key, value = self._projected(hidden_states, rotary)
+        rotary = None if self.rotary.index is None else rotary
+        project = self._projected if self._fuses(hidden_states) else self._projected_by_core
+        query, key, value = project(hidden_states, rotary)
         checkpoints = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
         attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
@@ -88,6 +120,24 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             and not (config.attention_output_gate or config.test_mode)
         )
 
+    def _projected_by_core(
+        self, hidden: Tensor, rotary: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `_projected` returns, computed by megatron-core's functions one by one."""
+        query, key, value = self.get_query_key_value_tensors(hidden, None)
+        if rotary is None:
+            return query, key, value
+        index = self.rotary.index or 0
+        own = rotary if rotary.size(2) == 1 else rotary[:, :, index : index + 1]
+        turn = functools.partial(
+            apply_rotary_pos_emb,
+            freqs=own,
+            config=self.config,
+            mscale=self.rotary.magnitude,
+            cp_group=self.pg_collection.cp,
+        )
+        return turn(query), turn(key), value
+
     def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``[s, b, n, d]``, and keys and values ``[s, b, g, d]`` of g groups."""
         linear, interleaved = self.linear_qkv, self.config.rotary_interleaved
@@ -99,7 +149,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             linear.skip_bias_add = before
         table: tuple[Tensor | None, Tensor | None] = None, None
         if rotary is not None:
-            table = table_of(rotary, projected.dtype, interleaved=interleaved)
+            table = table_of(rotary, projected.dtype, interleaved=interleaved, rotary=self.rotary)
         norms: tuple[Any, ...] = (None,) * 5
         if isinstance(self.q_layernorm, (LayerNorm, RMSNorm)):
             of_query, of_key = weights_of(self.q_layernorm), weights_of(self.k_layernorm)
@@ -137,11 +187,12 @@ class MLP(core.MLP):  # type: ignore[misc]
         """Compute output and bias, like `forward`, with a compiled activation."""
         wide, bias = self.linear_fc1(hidden_states)
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
-        name = pointwise.NAMES[self.config.activation_func]
-        gated, plain = self.config.gated_linear_unit, bias is None and scale is None
+        name, gated = pointwise.NAMES[self.config.activation_func], self.config.gated_linear_unit
+        limits = pointwise.limits_of(self.config)
+        plain = bias is None and scale is None and limits == pointwise.NO_LIMITS
         layers = self.linear_fc1, self.linear_fc2
         with joined(*layers, wide, name, gated) if plain else nullcontext(False) as joins:
-            narrow = wide if joins else pointwise.activated(wide, bias, scale, name, gated)
+            narrow = wide if joins else pointwise.activated(wide, bias, scale, name, gated, *limits)
             output, output_bias = self.linear_fc2(narrow)
         if scale is not None and output_bias is not None:
             return output + output_bias * scale, None
@@ -184,6 +235,21 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     return function
 
 
+def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bias-dropout-add, like ``add``, of the norm of the branch's output with its bias."""
+
+    def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+        function: Callable[..., Tensor] = add(training, fused)
+
+        def of_norm(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
+            x, bias = x_with_bias
+            return function((norm(x if bias is None else x + bias), None), residual, probability)
+
+        return of_norm
+
+    return bias_dropout_add
+
+
 class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     """megatron-core's layer with fused parts, our all-to-all dispatcher and our dropout masks.
 
@@ -192,6 +258,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     """
 
     graphs: LayerGraphs | None = None
+    self_attn_bda: Any
+    mlp_bda: Any
 
     def __init__(
         self,
@@ -215,6 +283,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 )
                 for name in ("attention", "mlp")
             )
+        if getattr(self.config, "sandwich_norm", False):
+            self._normalize_outputs()
         mlp = self.mlp
         if self.is_moe_layer and getattr(self.config, "groups_experts", False):
             group_experts(mlp)
@@ -225,6 +295,16 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             )
             if mlp.shared_expert_overlap:
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
+
+    def _normalize_outputs(self) -> None:
+        """Give the layer norms of the outputs of attention and MLP, as far as it has them."""
+        size, epsilon = self.config.hidden_size, self.config.layernorm_epsilon
+        if not isinstance(self.self_attention, IdentityOp):
+            self.post_self_attn_layernorm = Norm(self.config, size, epsilon)
+            self.self_attn_bda = _after_norm(self.post_self_attn_layernorm, self.self_attn_bda)
+        if not isinstance(self.mlp, IdentityOp):
+            self.post_mlp_layernorm = Norm(self.config, size, epsilon)
+            self.mlp_bda = _after_norm(self.post_mlp_layernorm, self.mlp_bda)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output and context; replay a CUDA graph if one fits the call."""

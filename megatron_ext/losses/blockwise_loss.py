@@ -50,7 +50,7 @@ def _values(
         leaves = [x for x in (block, own, own_bias) if x is not None and x.requires_grad]
         with torch.set_grad_enabled(bool(leaves)):
             parts = {name: x if x.dim() == 0 else x[span] for name, x in inputs.items()}
-            found = loss(block, VocabularyHead(own, head.tp_group, own_bias), parts)
+            found = loss(block, VocabularyHead(own, head.tp_group, own_bias, head.softcap), parts)
             losses, extra = found if isinstance(found, tuple) else (found, {})
             _check_block(losses, extra, extra_names, weights)
             losses = torch.where(weights != 0, losses.float(), 0.0)
@@ -101,6 +101,7 @@ def blockwise_loss(
     sequence_parallel: bool,
     block_size: int | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     extra_names: Sequence[str] = (),
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the token losses, their weighted sum and extra values, computed in blocks of C tokens.
@@ -118,6 +119,7 @@ def blockwise_loss(
         tp_group: ranks over which the head is split; None means that this rank holds all of it.
         block_size: C; None chooses an eighth of the tokens, at most 1024.
         bias: this rank's part of the head's bias, ``[v/tp]``.
+        softcap: limit of the head's logits; see `VocabularyHead`.
         extra_names: names of the extra values; the loss must return all of them for every block.
 
     Returns:
@@ -129,7 +131,7 @@ def blockwise_loss(
         ConfigError: the loss returns wrong shapes or names, or options or types do not fit.
         DataError: weights or inputs whose shape does not fit.
     """
-    head = Head(block_size, tp_group, sequence_parallel)
+    head = Head(block_size, tp_group, sequence_parallel, softcap=softcap)
     head.check(hidden, weight, weights, bias)
     for name, value in inputs.items():
         if value.dim() > 0 and value.shape[:2] != weights.shape:

@@ -51,13 +51,14 @@ def weighted_linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss_coefficient: float = 0.0,
+    softcap: float | None = None,
     gradient_accumulation_fusion: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of the tokens and their weighted sum.
 
-    This takes as many matrix products with the head as a computation of all logits at once. The
-    gradients of the hidden states and, in float32, of the weight are kept until the backward pass,
-    which scales them in place and can run only once. ``torch.no_grad`` avoids all gradients.
+    This takes as many matrix products with the head as all logits at once would. The gradients of
+    the hidden states and, in float32, of the weight are kept until the backward pass, which scales
+    them in place and can run only once. ``torch.no_grad`` avoids all gradients.
 
     Args:
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
@@ -72,10 +73,11 @@ def weighted_linear_cross_entropy(
             again. If a GPU keeps the logits in 16 bits, they take C * v/tp * 2 bytes, and None
             chooses a larger C (`vocabulary.fused_rows`).
         ignore_index: label of tokens whose loss and gradient are exactly 0.
-        label_smoothing: share of the target probability that is spread over the whole vocabulary.
+        label_smoothing: share of the target probability spread over the whole vocabulary.
         z_loss_coefficient: c of the term ``c * lse^2`` in each token's loss.
-        gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, if that
-            exists, and pass none to autograd (see `weight_gradients.expect_additions`).
+        softcap: limit k of the logits z, which become ``k tanh(z / k)`` first.
+        gradient_accumulation_fusion: add the weight's gradient to its ``main_grad``, if there is
+            one, and pass none to autograd (see `weight_gradients.expect_additions`).
 
     Returns:
         losses: ``[b, s]`` float32 without gradient, equal on all tensor-parallel ranks.
@@ -85,10 +87,8 @@ def weighted_linear_cross_entropy(
         ConfigError: an option out of its range, or a dtype or bias that does not fit the weight.
         DataError: labels or token weights whose shape does not fit.
     """
-    head = Head(
-        block_size, tp_group, sequence_parallel, ignore_index, label_smoothing,
-        z_loss=z_loss_coefficient, main_grad=gradient_accumulation_fusion,
-    )  # fmt: skip
+    options = label_smoothing, z_loss_coefficient, gradient_accumulation_fusion, softcap
+    head = Head(block_size, tp_group, sequence_parallel, ignore_index, *options)
     head.check(hidden, weight, labels, bias)
     if token_weights.shape != labels.shape:
         raise DataError(
@@ -140,6 +140,7 @@ def hidden_states_loss(
         "sequence_parallel": head.sequence_parallel,
         "block_size": block_size,
         "bias": head.bias,
+        "softcap": head.softcap,
     }
     options = {**layout, **cross_entropy}
     cross: CrossEntropy = functools.partial(weighted_linear_cross_entropy, **options)

@@ -19,7 +19,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.weight_gradients import adds_in_float32, expect_additions
-from megatron_ext.losses.vocabulary import default_rows, fused_rows, statistics, to_gradient_
+from megatron_ext.losses.vocabulary import (
+    default_rows,
+    fused_rows,
+    limit_,
+    statistics,
+    to_gradient_,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Head:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     main_grad: bool = False
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         size = 1 if self.block_size is None else self.block_size
@@ -40,6 +47,7 @@ class Head:
             ("block_size", size, "at least 1 token", size >= 1),
             ("label_smoothing", self.label_smoothing, "in [0, 1)", 0 <= self.label_smoothing < 1),
             ("z_loss_coefficient", self.z_loss, "0 or more", self.z_loss >= 0),
+            ("softcap", self.softcap, "above 0", self.softcap is None or self.softcap > 0),
         ):
             if not fits:
                 raise ConfigError(
@@ -117,6 +125,8 @@ class Block:
         owned: ``[C, 1]`` float32, 1 where this rank owns the label of a token that counts.
         valid: ``[C]`` float32, 0 where the label is ``ignore_index``, else 1.
         fused: use the compiled functions of `vocabulary` for statistics and gradient.
+        slope: derivative ``[C, v/tp]`` of the limited logits by the plain ones, float32; None
+            without a limit, or if ``fused``, since the logits then stay to tell it.
     """
 
     span: slice
@@ -126,6 +136,7 @@ class Block:
     owned: Tensor
     valid: Tensor
     fused: bool = False
+    slope: Tensor | None = None
 
 
 def logit_blocks(
@@ -153,8 +164,14 @@ def logit_blocks(
             torch.mm(part, weight.t(), out=logits)
         else:
             torch.addmm(bias, part, weight.t(), out=logits)
-        mine = owned[span].unsqueeze(1).float()
-        yield Block(span, part, logits, column[span], mine, valid[span].float(), fused)
+        mine, slope = owned[span].unsqueeze(1).float(), None
+        if head.softcap is not None and fused:
+            limit_(logits, head.softcap)
+        elif head.softcap is not None:
+            shares = logits.div_(head.softcap).tanh_()
+            slope = 1 - shares.square()
+            logits.mul_(head.softcap)
+        yield Block(span, part, logits, column[span], mine, valid[span].float(), fused, slope)
 
 
 def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,12 +236,14 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
     at_label = (smoothing - 1) * incoming * block.owned
     everywhere = -smoothing / (logits.shape[1] * head.tp_size) * incoming
     if block.fused:
-        to_gradient_(logits, block.column, lse, scale, at_label, everywhere)
+        to_gradient_(logits, block.column, lse, scale, at_label, everywhere, head.softcap)
         return
     logits.mul_(scale / total.unsqueeze(1))
     logits.scatter_add_(1, block.column, at_label)
     if smoothing:
         logits.add_(everywhere)
+    if block.slope is not None:
+        logits.mul_(block.slope)
 
 
 class Gradients:

@@ -43,11 +43,13 @@ class VocabularyHead:
         weight: ``[v/tp, h]``, whose first row belongs to the token id ``rank * v/tp``.
         tp_group: None means that this rank holds the whole head.
         bias: ``[v/tp]`` in the weight's dtype, or None.
+        softcap: limit k of the logits z, which become ``k tanh(z / k)``; None sets no limit.
     """
 
     weight: Tensor
     tp_group: ProcessGroup | None
     bias: Tensor | None = None
+    softcap: float | None = None
 
     @property
     def first(self) -> int:
@@ -63,7 +65,9 @@ class VocabularyHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's float32 logits ``[C, v/tp]`` of C hidden states ``[C, h]``."""
         logits = torch.mm(hidden, self.weight.t()).float()
-        return logits if self.bias is None else logits + self.bias
+        if self.bias is not None:
+            logits = logits + self.bias
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum C tokens' values ``[C, v/tp]`` over the whole vocabulary; return ``[C]``."""
@@ -147,17 +151,34 @@ def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
 
 
 @compiled
+def limit_(logits: Tensor, softcap: float) -> None:
+    """Overwrite the logits z ``[C, v/tp]`` with ``softcap * tanh(z / softcap)``."""
+    logits.copy_(softcap * torch.tanh(logits.float() / softcap))
+
+
+@compiled
 def to_gradient_(
-    logits: Tensor, column: Tensor, lse: Tensor, scale: Tensor, at_label: Tensor, everywhere: Tensor
+    logits: Tensor,
+    column: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    at_label: Tensor,
+    everywhere: Tensor,
+    softcap: float | None = None,
 ) -> None:
     """Overwrite the logits with ``scale * exp(logits - lse) + at_label * onehot + everywhere``.
+
+    For logits that `limit_` has limited, that is multiplied by their derivative.
 
     ``logits`` is ``[C, v/tp]`` for C tokens; ``column``, the position of the 1 in ``onehot``, is
     ``[C, 1]`` int64; all other arguments are ``[C, 1]`` float32.
     """
     here = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == column
     gradient = scale * (logits.float() - lse).exp() + everywhere
-    logits.copy_(torch.where(here, gradient + at_label, gradient))
+    gradient = torch.where(here, gradient + at_label, gradient)
+    if softcap is not None:
+        gradient = gradient * (1 - (logits.float() / softcap).square())
+    logits.copy_(gradient)
 
 
 MAX_ROWS = 1024

@@ -85,7 +85,7 @@ def test_the_same_flags_are_not_mentioned_nor_new_adapters() -> None:
     ("flags", "before", "named"),
     [
         ("--num-attention-heads 8 --kv-channels 16", "", "`--num-attention-heads` (8, before 4)"),
-        ("--rotary-base 500", "", "`--rotary-base` (500, before 10000)"),
+        ("--rotary-base 500", "", "`--rotary-base` (500.0, before 10000.0)"),
         ("--rotary-interleaved", "", "`--rotary-interleaved`"),
         ("--no-swiglu --squared-relu", "", "`--squared-relu`, `--no-swiglu`"),
         ("--normalization LayerNorm", "", "`--normalization` (LayerNorm, before RMSNorm)"),
@@ -104,8 +104,8 @@ def test_another_model_is_refused(flags: str, before: str, named: str) -> None:
 def test_who_starts_from_weights_may_compute_with_other_settings() -> None:
     (note,) = notes("--rotary-base 500 --seed 9", weights_only=True, with_optimizer=False)
     assert note == (
-        f"Flags that differ from those of {PATH}, and count from here: `--rotary-base` (500, "
-        "before 10000)."
+        f"Flags that differ from those of {PATH}, and count from here: `--rotary-base` (500.0, "
+        "before 10000.0)."
     )
     with pytest.raises(CheckpointError, match="--num-attention-heads"):
         notes("--num-attention-heads 8", weights_only=True, with_optimizer=False)

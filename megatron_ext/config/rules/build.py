@@ -127,6 +127,11 @@ def _expert_errors(moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig)
     if model.add_bias_linear and (shared_width or etp > 1):
         what = "a shared expert" if shared_width else f"`--expert-tensor-parallel-size` ({etp})"
         yield f"Experts with biases do not go with {what}; give `--disable-bias-linear`."
+    if model.add_mlp_bias and not model.add_bias_linear:
+        yield (
+            "`--add-mlp-bias` gives biases to dense MLPs, not to experts; leave it out, or use "
+            "`--add-bias-linear`, which gives them to all layers."
+        )
     try:
         pattern = moe.layer_pattern()
     except ValueError:

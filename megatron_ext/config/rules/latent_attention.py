@@ -14,6 +14,10 @@ REPLACED = {
     "rotary_interleaved": "its channels are always rotated in neighbouring pairs",
     "rotary_seq_len_interpolation_factor": "its frequencies are scaled by `--rope-type yarn`",
     "use_rope_scaling": "its frequencies are scaled by `--rope-type yarn`",
+    "rope_scaling": "its frequencies are scaled by `--rope-type yarn`",
+    "rope_local_base_freq": "all its layers have one base",
+    "no_rope_freq": "all its layers rotate a part of each head",
+    "softmax_scale": "its factor follows from the channels of a key and `--mscale-all-dim`",
 }
 """Fields of flags that multi-latent attention does not use, each with the reason."""
 
@@ -35,7 +39,7 @@ def latent_attention_errors(given: ModelConfig, model: ModelConfig) -> Iterator[
             f"with {name}, whose keys have `--qk-head-dim` plus `--qk-pos-emb-head-dim` channels; "
             "leave it out."
         )
-    kind = model.position_embedding_type
+    kind = given.position_embedding_type
     if kind != "rope":
         yield (
             f"{name} rotates a part of each head, which does not go with "

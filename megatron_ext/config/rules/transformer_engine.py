@@ -22,6 +22,7 @@ from megatron_ext.config.flags import changed_fields
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import TE_IMPL, TORCH_RECIPES, TransformerEngineConfig
+from megatron_ext.config.rules.model import parts_of_torch_layers
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import ConfigError
@@ -113,6 +114,7 @@ def needs_torch_layers(run: RunConfig) -> bool:
         or run.model.deterministic_dropout
         or run.model.fp32_residual_connection
         or _recomputes_biases(run.model)
+        or bool(parts_of_torch_layers(run.model))
         or run.model.attention_backend == "local"
         or run.model.document_masks
         or (run.parallel.pipeline_schedule or "").startswith("zb-")
@@ -130,7 +132,7 @@ def _recomputes_biases(model: ModelConfig) -> bool:
     bias, a parameter, from that function, and the backward pass hangs.
     """
     selective = model.recompute_granularity == "selective"
-    return selective and "mlp" in (model.recompute_modules or ()) and model.add_bias_linear
+    return selective and "mlp" in (model.recompute_modules or ()) and model.has_mlp_bias
 
 
 def read_overlap_settings(path: str | None) -> dict[str, Any]:
@@ -188,6 +190,11 @@ def _layer_errors(model: ModelConfig) -> Iterator[str]:
         yield (
             "`--fp32-residual-connection` needs our torch layers, since Transformer Engine's take "
             "a residual stream in the dtype of their weights only; use `--transformer-impl torch`."
+        )
+    for flag in parts_of_torch_layers(model):
+        yield (
+            f"`{flag}` needs our torch layers, since Transformer Engine's lack this part; use "
+            "`--transformer-impl torch`."
         )
     if _recomputes_biases(model):
         yield (

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers.rotary import rotary_embedding
 from megatron_ext.layers.specs import layer_spec, mtp_block_spec
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.hybrid import HybridConfig
@@ -84,7 +85,7 @@ def build_gpt_chunk(
     impl, mtp_spec = model.transformer_impl, None
     if model.mtp_num_layers and core.mtp_on_this_chunk(transformer_config, vp_stage):
         mtp_spec = mtp_block_spec(transformer_config, impl=impl, vp_stage=vp_stage)
-    return _model_class(config, model_class)(
+    chunk = _model_class(config, model_class)(
         config=transformer_config,
         transformer_layer_spec=layer_spec(transformer_config, impl=impl, vp_stage=vp_stage),
         vocab_size=model.padded_vocab_size,
@@ -103,3 +104,7 @@ def build_gpt_chunk(
         vp_stage=vp_stage,
         pg_collection=context.pgs,
     )
+    scaled = rotary_embedding(model, transformer_config, context.pgs.cp)
+    if scaled is not None:
+        chunk.rotary_pos_emb = scaled
+    return chunk

@@ -127,11 +127,16 @@ class TextModel(LanguageModule):  # type: ignore[misc]
 
     def output_head(self) -> OutputHead:
         return OutputHead(
+            softcap=self._softcap,
             weight=self.output_layer(None, weight=self._head_weight(), weight_only=True),
             tp_group=self.output_layer.tp_group,
             sequence_parallel=self.config.sequence_parallel,
             config=self.config,
         )
+
+    @property
+    def _softcap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
 
     def _head_weight(self) -> Tensor | None:
         if self.share_embeddings_and_output_weights:
@@ -140,8 +145,10 @@ class TextModel(LanguageModule):  # type: ignore[misc]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return vocabulary-parallel logits ``[s, b, v/tp]``."""
+        logits: Tensor
         logits, _ = self.output_layer(hidden, weight=self._head_weight())
-        return logits  # type: ignore[no-any-return]
+        cap = self._softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
         """Return the main hidden states ``[s, b, h]``, which come first in ``states``.

@@ -1,0 +1,71 @@
+"""Patterns in flags that say which layers of the decoder have a part, such as a window."""
+
+from __future__ import annotations
+
+from megatron_ext.config.flags import SIZE
+
+
+def read_pattern(text: str) -> int | list[int]:
+    """Return a number or a list that ``text`` writes; raise a ValueError if it is neither.
+
+    ``[1,0]``, ``[1,0]*2`` and ``([0]*1+[1]*26)`` are lists, read without evaluating code.
+    """
+    if "[" not in text:
+        return int(text)
+    pattern: list[int] = []
+    for term in text.strip("() ").split("+"):
+        body, _, times = term.strip().partition("*")
+        numbers = [int(part) for part in body.strip("[] ").split(",")]
+        if not 0 < int(times or 1) <= SIZE.high:
+            raise ValueError(text)
+        pattern += numbers * int(times or 1)
+    return pattern
+
+
+def windowed_layers(skip_frequency: str | None, num_layers: int) -> list[bool]:
+    """Return for each layer whether its attention has the window of ``--window-size``.
+
+    Args:
+        skip_frequency: None for all; n for all but the layers n, 2 n and so on, counted from 1; or
+            a list with a truth value for each layer.
+    """
+    pattern = None if skip_frequency is None else read_pattern(skip_frequency)
+    if pattern is None:
+        return [True] * num_layers
+    if isinstance(pattern, int):
+        return [number % pattern != 0 for number in range(1, num_layers + 1)]
+    return [bool(has) for has in pattern]
+
+
+def layers_without_rope(frequency: str | None, num_layers: int) -> list[bool]:
+    """Return for each layer whether it leaves queries and keys unrotated.
+
+    Args:
+        frequency: None for no layer; n for the layers n, 2 n and so on, counted from 1; or a list
+            with a truth value for each layer.
+    """
+    pattern = None if frequency is None else read_pattern(frequency)
+    if pattern is None:
+        return [False] * num_layers
+    if isinstance(pattern, int):
+        return [number % pattern == 0 for number in range(1, num_layers + 1)]
+    return [bool(has) for has in pattern]
+
+
+def pattern_error(flag: str, text: str, num_layers: int) -> str | None:
+    """Return a sentence if a pattern is unreadable or has no entry for each layer, else None."""
+    try:
+        pattern = read_pattern(text)
+    except ValueError:
+        return (
+            f"`{flag}` ({text}) must be a number or a list of 0 and 1; write 2, or "
+            f"[1,0]*{max(1, num_layers // 2)}."
+        )
+    if isinstance(pattern, int):
+        return None if pattern >= 1 else f"`{flag}` ({text}) must be at least 1; use 2."
+    if len(pattern) != num_layers:
+        return (
+            f"`{flag}` has {len(pattern)} entries, but must have one for each of the "
+            f"{num_layers} layers."
+        )
+    return None

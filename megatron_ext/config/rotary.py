@@ -1,0 +1,189 @@
+"""The scaling of rotary frequencies, written like transformers' ``rope_parameters``.
+
+``--rope-scaling`` takes such a JSON object. The flags of ``--position-embedding-type yarn`` become
+one when a configuration is resolved, so that layers and checkpoints know one spelling.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+REQUIRED = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+    "yarn": ("original_max_position_embeddings",),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "proportional": (),
+}  # fmt: skip
+"""Kinds of scaling -> the entries that each needs; the names are transformers'."""
+
+OPTIONAL = {
+    "yarn": (
+        "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "truncate",
+    ),
+    "longrope": ("factor", "attention_factor"),
+    "proportional": ("factor",),
+}  # fmt: skip
+"""Kinds of scaling -> the entries that each may have besides."""
+
+
+LISTS = ("short_factor", "long_factor")
+"""Entries that hold a number for each pair of channels."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """A kind of scaling of rotary frequencies with its entries, all resolved.
+
+    Attributes:
+        rope_type: a key of `REQUIRED`.
+        factor: ratio of the new context length to the original one.
+        attention_factor: factor of cosines and sines; None takes the kind's formula.
+        truncate: round the bounds of YaRN's ramp to whole channels.
+        short_factor, long_factor: divisors of the frequencies, one for each pair of channels, for
+            sequences up to the original length and for longer ones.
+    """
+
+    rope_type: str
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def magnitude(self) -> float:
+        """Return the factor of cosines and sines; 1 for kinds that have none.
+
+        YaRN's is 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22), or a ratio of two such terms;
+        LongRoPE's is sqrt(1 + ln(factor) / ln(original length)) (arXiv:2402.13753, section 3).
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.rope_type == "yarn":
+            if self.mscale and self.mscale_all_dim:
+                whole = yarn_magnitude(self.factor, self.mscale_all_dim)
+                return yarn_magnitude(self.factor, self.mscale) / whole
+            return yarn_magnitude(self.factor)
+        if self.rope_type == "longrope" and self.factor > 1:
+            original = self.original_max_position_embeddings
+            return math.sqrt(1 + math.log(self.factor) / math.log(original))
+        return 1.0
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of cosines and sines for a context ``factor`` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def yarn_scaling(
+    factor: float,
+    original: int,
+    *,
+    mscale: float | None,
+    mscale_all_dim: float | None,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+) -> RopeScaling:
+    """Return YaRN's scaling with megatron-core's factor of cosines and sines.
+
+    That is a ratio if both weights are given. transformers takes the ratio only if both are not 0.
+    """
+    magnitude = None
+    if mscale is not None and mscale_all_dim is not None:
+        magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original,
+        attention_factor=magnitude,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        truncate=truncate,
+    )
+
+
+def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling | None:
+    """Return the scaling that a JSON object describes; None without one or for "default".
+
+    Without a ``factor``, YaRN and LongRoPE take ``max_position_embeddings`` over the original
+    length, as transformers does.
+
+    Raises:
+        ValueError: the text is no such object; the message is the rule that it breaks.
+    """
+    if text is None:
+        return None
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError("""must be a JSON object; write '{"rope_type": "linear", "factor": 2}'""")
+    values = {key: value for key, value in values.items() if value is not None}
+    kind = values.pop("rope_type", values.pop("type", "default"))
+    if kind == "default" and not values:
+        return None
+    if kind == "dynamic":
+        raise ValueError(
+            "is dynamic, which changes frequencies only beyond the positions that a model was "
+            "trained with, so that it has no effect here; leave it out"
+        )
+    if kind not in REQUIRED:
+        raise ValueError(f"has the rope_type {kind}, which must be one of {', '.join(REQUIRED)}")
+    required, known = REQUIRED[kind], {*REQUIRED[kind], *OPTIONAL.get(kind, ())}
+    missing = [name for name in required if name not in values]
+    unknown = [name for name in values if name not in known]
+    if missing or unknown:
+        wrong = f"lacks {missing[0]}" if missing else f"has {unknown[0]}"
+        raise ValueError(f"{wrong}, but {kind} takes {', '.join(sorted(known))}; mend it")
+    _check_values(values)
+    original = values.get("original_max_position_embeddings")
+    if original and kind in ("yarn", "longrope"):
+        values.setdefault("factor", max_position_embeddings / original)
+    lists = {name: tuple(values[name]) for name in LISTS if name in values}
+    return RopeScaling(kind, **{**values, **lists})
+
+
+def _check_values(values: dict[str, Any]) -> None:
+    """Raise a ValueError for an entry that is not of its type or not positive."""
+    for name, value in values.items():
+        if name == "truncate":
+            if not isinstance(value, bool):
+                raise ValueError(f"has {name} {value!r}, which must be true or false; mend it")
+            continue
+        numbers = value if name in LISTS else [value]
+        if not isinstance(numbers, list) or not numbers:
+            raise ValueError(f"has {name} {value!r}, which must be a list of numbers; mend it")
+        for number in numbers:
+            plain = isinstance(number, (int, float)) and not isinstance(number, bool)
+            # A weight of 0 is DeepSeek's way to leave a term of the magnitude out.
+            least = 0.0 if name.startswith("mscale") else 1e-9
+            if not plain or not least <= number < math.inf:
+                raise ValueError(f"has {name} {number!r}, which must be a positive number; mend it")
+    if "low_freq_factor" in values and values["low_freq_factor"] >= values["high_freq_factor"]:
+        raise ValueError(
+            "has a high_freq_factor that is not above its low_freq_factor; make it larger"
+        )
+
+
+def written(scaling: RopeScaling) -> str:
+    """Return a scaling as JSON, without the entries that have their defaults."""
+    usual = RopeScaling(scaling.rope_type)
+    values = {f.name: getattr(scaling, f.name) for f in fields(scaling)}
+    changed = {k: v for k, v in values.items() if v != getattr(usual, k) or k == "rope_type"}
+    return json.dumps(changed)

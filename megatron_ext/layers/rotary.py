@@ -1,0 +1,179 @@
+"""Rotary positions (RoFormer, arXiv:2104.09864): frequencies of every kind, and their angles.
+
+The kinds and their arithmetic are those of transformers' ``modeling_rope_utils``, bit for bit in
+float32. Layers with a window may have a base of their own, which is not scaled (Gemma 3). The
+angles of both kinds of layers travel in one tensor; each layer takes its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    RotaryEmbedding as CoreRotaryEmbedding,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.rotary import RopeScaling
+from megatron_ext.config.rules.model import scaling_of
+
+
+def inverse_frequencies(
+    head_dim: int,
+    percent: float,
+    base: float,
+    scaling: RopeScaling | None = None,
+    length: int | None = None,
+) -> Tensor:
+    """Return the angle per position of each pair of channels, float32 ``[rotated channels / 2]``.
+
+    Args:
+        percent: share of the ``head_dim`` channels to rotate.
+        length: length of the sequence, which chooses between LongRoPE's two lists of divisors.
+    """
+    kind = None if scaling is None else scaling.rope_type
+    if scaling is None or kind is None:
+        return 1.0 / _wavelengths(int(head_dim * percent), base)
+    if kind == "proportional":
+        # All channels count as rotated, but the rest of them by no angle.
+        rotated = int(percent * head_dim // 2)
+        found = torch.zeros(head_dim // 2)
+        found[:rotated] = 1.0 / _wavelengths(head_dim, base)[:rotated]
+        return found / scaling.factor
+    dim = int(head_dim * percent)
+    wavelengths = _wavelengths(dim, base)
+    if kind == "linear":
+        return (1.0 / wavelengths) / scaling.factor
+    if kind == "longrope":
+        is_long = length is not None and length > scaling.original_max_position_embeddings
+        divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
+        return 1.0 / (divisors * wavelengths)
+    if kind == "llama3":
+        return _llama3(1.0 / wavelengths, scaling)
+    assert kind == "yarn"
+    return _yarn(wavelengths, dim, base, scaling)
+
+
+def _wavelengths(dim: int, base: float) -> Tensor:
+    """Return ``base ** (2 i / dim)`` for each pair i of channels, float32 ``[dim / 2]``."""
+    found: Tensor = base ** (torch.arange(0, dim, 2).float() / dim)
+    return found
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide low frequencies, keep high ones, and blend in between, as Llama 3.1 does."""
+    original = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / frequencies
+    divided = torch.where(wavelength > original / low, frequencies / scaling.factor, frequencies)
+    share = (original / wavelength - low) / (high - low)
+    blended = (1 - share) * divided / scaling.factor + share * divided
+    is_between = ~(wavelength < original / high) * ~(wavelength > original / low)
+    return torch.where(is_between, blended, divided)
+
+
+def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> Tensor:
+    """Divide frequencies along a ramp over the channels (YaRN, arXiv:2309.00071, eq. 23)."""
+
+    def channel(rotations: float) -> float:
+        """Return the pair of channels that turns so often in the original context."""
+        turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return (dim * math.log(turns)) / (2 * math.log(base))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(dim // 2, dtype=torch.float32)
+    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
+    """megatron-core's rotary embedding with scaled frequencies, and a second base if asked for.
+
+    The angles are ``[s, 1, k, d]``, k = 1; with ``--rope-local-base-freq`` k = 2, of which the
+    second are those of layers with a window.
+    """
+
+    def __init__(self, model: ModelConfig, transformer_config: TransformerConfig, cp_group: Any):
+        super().__init__(
+            kv_channels=transformer_config.kv_channels,
+            rotary_percent=model.rotary_percent,
+            rotary_interleaved=transformer_config.rotary_interleaved,
+            rotary_base=model.rotary_base,
+            seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+            rope_scaling=model.use_rope_scaling,
+            rope_scaling_factor=model.rope_scaling_factor,
+            use_cpu_initialization=transformer_config.use_cpu_initialization,
+            cp_group=cp_group,
+        )
+        self.scaling = scaling_of(model)
+        self.sizes = transformer_config.kv_channels, model.rotary_percent
+        self.base, self.local_base = model.rotary_base, model.rope_local_base_freq
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angles ``[s, 1, k, d]`` of the s positions from ``offset`` on."""
+        self.inv_freq: Tensor = self.inv_freq.to(device=torch.cuda.current_device())
+        device = self.inv_freq.device
+        positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
+        if self.scaling is None:
+            found = [self.get_freqs_non_repeated(max_seq_len, offset)]
+        else:
+            length = offset + max_seq_len
+            scaled = inverse_frequencies(*self.sizes, self.base, self.scaling, length)
+            found = [torch.outer(positions, scaled.to(device))]
+        if self.local_base is not None:
+            plain = inverse_frequencies(*self.sizes, self.local_base)
+            found.append(torch.outer(positions, plain.to(device)))
+        once = torch.stack(found, dim=1)
+        if self.rotary_interleaved:
+            return once.repeat_interleave(2, dim=-1).unsqueeze(1)
+        return torch.cat((once, once), dim=-1).unsqueeze(1)
+
+
+def rotary_embedding(
+    model: ModelConfig, transformer_config: TransformerConfig, cp_group: Any
+) -> RotaryEmbedding | None:
+    """Return our rotary embedding; None where megatron-core's gives the same angles."""
+    if model.position_embedding_type != "rope":
+        return None
+    if model.rope_local_base_freq is None and scaling_of(model) is None:
+        return None
+    return RotaryEmbedding(model, transformer_config, cp_group)
+
+
+@dataclass(frozen=True)
+class LayerRotary:
+    """The way in which a layer rotates its queries and keys.
+
+    Attributes:
+        index: which of the angles ``[s, 1, k, d]`` are the layer's; None rotates nothing.
+        magnitude: factor of the cosines and sines.
+    """
+
+    index: int | None
+    magnitude: float
+
+    @classmethod
+    def of(
+        cls, transformer_config: TransformerConfig, layer_number: int, *, windowed: bool
+    ) -> LayerRotary:
+        """Return the rotation of the layer of this number, counted from 1.
+
+        Layers of multi-token prediction, which follow the decoder's, are like its last.
+        """
+        last = transformer_config.num_layers
+        lacking = transformer_config.no_rope_freq
+        if lacking and lacking[min(layer_number, last) - 1]:
+            return cls(None, 1.0)
+        if windowed and getattr(transformer_config, "has_local_rotary", False):
+            return cls(1, 1.0)
+        return cls(0, getattr(transformer_config, "rotary_magnitude", 1.0))
