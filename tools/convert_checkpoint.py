@@ -156,7 +156,10 @@ def _import(args: argparse.Namespace) -> None:
     given = _given(args, _LANGUAGE)
     if "target_tensor_parallel_size" in given:
         given["tensor_parallel_size"] = given.pop("target_tensor_parallel_size")
-    words = import_model(Import(source=args.hf, save=args.save, dtype=args.dtype, **given))
+    order = Import(source=args.hf, save=args.save, dtype=args.dtype, **given)
+    words, notes = import_model(order)
+    for note in notes:
+        print(f"> {note}")
     print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
     print(shlex.join(["--pretrained-checkpoint", str(args.save.resolve()), *words]))
 

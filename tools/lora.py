@@ -33,7 +33,7 @@ from megatron_ext.config.flags import NATURAL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.text.convert.names import llama_adapters
+from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import silence_known_warnings
@@ -110,7 +110,7 @@ def _export(args: argparse.Namespace) -> None:
         )
         layers = wan_adapters(sizes.head_dim)
     else:
-        layers = llama_adapters(run.model, args.load)
+        layers = peft_layers(run.model, run.moe, args.load)
     left_out = export_adapters(
         run.lora,
         args.load,

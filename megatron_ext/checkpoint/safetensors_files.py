@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
+from typing_extensions import Self
 
 from megatron_ext.checkpoint.files import is_plain_name, make_durable, sync_folder
 from megatron_ext.errors import CheckpointError
@@ -51,10 +52,12 @@ class TensorFolder:
     """The tensors of ``model.safetensors``, or of the files that its index lists.
 
     Files are mapped into memory, so that a tensor takes memory only while it is used.
+    ``bytes_read`` counts the bytes of the blocks and tensors that were asked for.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
         self.folder = folder
+        self.bytes_read = 0
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._file_of = _file_of_each(folder, stem)
@@ -64,10 +67,13 @@ class TensorFolder:
             self._stack.close()
             raise
 
-    def __enter__(self) -> TensorFolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._stack.close()
 
     def _open(self, stem: str) -> None:
@@ -104,13 +110,29 @@ class TensorFolder:
         slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
         return {name: tuple(part.get_shape()) for name, part in slices.items()}
 
+    def dtype(self, name: str) -> str:
+        """Return the dtype of one tensor by torch's name, or by safetensors' if not in `DTYPES`."""
+        kind = self._file(name).get_slice(name).get_dtype()
+        return str(DTYPES.get(kind, kind))
+
     def tensor(self, name: str) -> Tensor:
+        return self._counted(self._file(name).get_tensor(name))
+
+    def block(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
+        """Return a block of a tensor as a view of its file: only what is used of it is read."""
+        return self._counted(self._file(name).get_slice(name)[index])
+
+    def _counted(self, values: Tensor) -> Tensor:
+        self.bytes_read += values.numel() * values.element_size()
+        return values
+
+    def _file(self, name: str) -> Any:
         if name not in self._file_of:
             raise CheckpointError(
                 f"{self.folder} holds no `{name}`, which its config.json implies; copy the whole "
                 "model again."
             )
-        return self._files[self._file_of[name]].get_tensor(name)  # type: ignore[no-any-return]
+        return self._files[self._file_of[name]]
 
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
@@ -195,14 +217,18 @@ def write_folder(
     ``max_shard_size`` limits each file of weights, in bytes or as text like ``"5GB"``. The names of
     these files begin with ``stem``.
     """
-    with _aside(target) as folder:
+    check_target(target)
+    with written_aside(target) as folder:
         _write_weights(folder, tensors, max_shard_size, stem)
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
-        for path in copied:
-            shutil.copyfile(path, folder / path.name)
-        for path in folder.iterdir():
-            make_durable(path)
+        write_others(folder, config, copied)
+
+
+def write_others(folder: Path, config: Mapping[str, Any], copied: Sequence[Path]) -> None:
+    """Write config.json and copies of other files to a folder of weights."""
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    for path in copied:
+        shutil.copyfile(path, folder / path.name)
 
 
 def check_target(target: Path) -> None:
@@ -212,18 +238,22 @@ def check_target(target: Path) -> None:
 
 
 @contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside the target, and rename it to the target on success."""
-    check_target(target)
+def written_aside(target: Path, flag: str = "--hf") -> Iterator[Path]:
+    """Yield a temporary folder beside the target, and rename it to the target on success.
+
+    ``flag`` is the flag that gave the target, for the error if it cannot be written.
+    """
     folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
         try:
             yield folder
+            for path in folder.iterdir():
+                make_durable(path)
             sync_folder(folder)
             if target.is_dir():
-                target.rmdir()
+                shutil.rmtree(target)
             folder.rename(target)
             sync_folder(target.parent)
         finally:
@@ -231,23 +261,60 @@ def _aside(target: Path) -> Iterator[Path]:
                 shutil.rmtree(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"`--hf` ({target}) cannot be written ({error}); free some space or give another "
+            f"`{flag}` ({target}) cannot be written ({error}); free some space or give another "
             "folder."
         ) from error
 
 
 def _write_weights(folder: Path, tensors: Converted, max_shard_size: int | str, stem: str) -> None:
+    files = plan_files(folder, tensors.described, max_shard_size, stem).items()
+    for file, names in tqdm(files, "Exporting", unit="file", delay=1.0, leave=False, disable=None):
+        save_file(tensors.some(names), folder / file, metadata=MADE_BY_TORCH)
+
+
+MADE_BY_TORCH = {"format": "pt"}
+"""The metadata of a file of tensors, without which transformers refuses the file."""
+
+
+def plan_files(
+    folder: Path | None, described: dict[str, Tensor], max_shard_size: int | str, stem: str
+) -> dict[str, list[str]]:
+    """Return the names of the tensors to write to each file of a folder, and write the index.
+
+    Args:
+        folder: where to write the index of several files; None writes nothing.
+        described: all tensors, on the meta device.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     plan = split_torch_state_dict_into_shards(
-        tensors.described,
-        max_shard_size=max_shard_size,
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        described, max_shard_size=max_shard_size, filename_pattern=f"{stem}{{suffix}}.safetensors"
     )
-    files = plan.filename_to_tensors.items()
-    for file, names in tqdm(files, "Exporting", unit="file", delay=1.0, leave=False, disable=None):
-        # transformers refuses files that do not say which framework wrote them.
-        save_file(tensors.some(names), folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
+    if plan.is_sharded and folder is not None:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return dict(plan.filename_to_tensors)
+
+
+def write_tensors(path: Path, described: Mapping[str, Tensor], values: Iterable[Tensor]) -> None:
+    """Write a safetensors file tensor by tensor, so that memory holds one of them at a time.
+
+    safetensors' own `save_file` needs all tensors of a file at once. The format is the length of a
+    JSON header as a little-endian 64-bit integer, the header, and the values.
+
+    Args:
+        described: all tensors on the meta device, in the order of ``values``.
+    """
+    kinds = {name: kind for kind, name in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": MADE_BY_TORCH}
+    end = 0
+    for name, tensor in described.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        kind = kinds[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in values:
+            file.write(value.contiguous().view(torch.uint8).numpy().data)

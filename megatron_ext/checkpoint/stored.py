@@ -108,7 +108,7 @@ def check_weights(flag: str, folder: str | None) -> None:
 
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
     """Raise a CheckpointError if the run neither initializes nor loads its weights."""
-    if find(config) is None and not initializes:
+    if find(config) is None and not (initializes or config.starts_elsewhere):
         raise CheckpointError(
             "`--no-initialization` leaves the weights to a checkpoint, but there is none to load; "
             "give `--load` or `--pretrained-checkpoint` with a folder that holds one, or leave it "

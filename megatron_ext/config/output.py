@@ -66,6 +66,8 @@ class CheckpointConfig(Changeable):
     """Steps between checkpoints with ``--save`` but without ``--save-interval``."""
     starts_others: bool = False
     """Other networks than the run's model start from the weights of checkpoints."""
+    starts_elsewhere: bool = False
+    """The task has initial weights for the run's model that are no checkpoint."""
 
     def resolved(self) -> CheckpointConfig:
         """Return a copy with the task's usual interval if ``--save`` comes without an interval."""

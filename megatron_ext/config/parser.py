@@ -84,8 +84,9 @@ def parse_args(
         asked, replaced = _joined(given), _by_section(defaults or {}, program)
         task = program.choose(RunConfig.from_dict(_joined([replaced, asked]), program.sections))
         layers = [_by_section(task.defaults, program), replaced]
+        bare = RunConfig.from_dict(_joined([*layers, asked]), program.sections)
+        layers.append(_joined([task.described_model(bare)]))
         if checkpoint_config is not None:
-            bare = RunConfig.from_dict(_joined([*layers, asked]), program.sections)
             layers.append(dict(task.stored_model(checkpoint_config, bare)))
         values = _joined([*layers, *given])
         reading.settle_old_spellings(values)

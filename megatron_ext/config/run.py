@@ -147,6 +147,8 @@ class TaskFlags:
             configuration before anything was derived.
         stored_model: takes ``(stored, given)`` and returns, by name, the sections of a checkpoint's
             configuration that describe its weights (``--use-checkpoint-args``).
+        described_model: takes the configuration of the given flags and returns values of flags, by
+            section and field, that a file which they name gives; given flags override them.
     """
 
     sections: tuple[type, ...] = ()
@@ -158,6 +160,7 @@ class TaskFlags:
     stored_model: Callable[[Mapping[str, Any], RunConfig], Mapping[str, Any]] = (
         lambda stored, given: {"model": stored["model"]}
     )
+    described_model: Callable[[RunConfig], Mapping[str, Mapping[str, Any]]] = lambda given: {}
 
 
 class Program(Protocol):

@@ -52,15 +52,21 @@ class Shard:
 
 
 def shards_of(
-    chunk: Any, tensor_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
+    chunk: Any,
+    tensor_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter,
+    *,
+    buffers: bool = False,
 ) -> Iterator[Shard]:
     """Yield a shard for each parameter of a model chunk, several for gated and grouped weights.
 
     Args:
         tensor_of: maps a parameter to a tensor to yield in its place, such as its gradient, or to
             None to skip the parameter.
+        buffers: yield the buffers that are saved too, such as the bias of experts.
     """
     known = {_place(parameter): parameter for parameter in chunk.parameters()}
+    if buffers:
+        known |= {_place(buffer): buffer for buffer in chunk.buffers()}
     state: dict[str, Any] = {}
     kinds = mapping.ShardedTensor, mapping.ShardedTensorFactory
     for key, entry in chunk.sharded_state_dict(metadata=_METADATA).items():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -141,6 +141,20 @@ def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
     for module in chunk.modules():
         if isinstance(module, Layer) and module.lora is not None:
             yield module, module.lora
+
+
+def merged_weight_of(chunks: Sequence[torch.nn.Module]) -> dict[int, Callable[[], Tensor]]:
+    """Return functions that compute a weight with its adapter merged, by the weight's id."""
+
+    def merge(layer: Layer, adapter: Adapter) -> Tensor:
+        with torch.no_grad():
+            return (layer.weight.float() + adapter.delta()).to(layer.weight.dtype)  # type: ignore[no-any-return]
+
+    return {
+        id(layer.weight): partial(merge, layer, adapter)
+        for chunk in chunks
+        for layer, adapter in _adapted(chunk)
+    }
 
 
 @torch.no_grad()

@@ -376,12 +376,12 @@ def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, 
             "The checkpoint is of a model that this program does not train; give another "
             "checkpoint, or leave out `--use-checkpoint-args`."
         )
-    keep = _SHAPE.split()
+    keep = SHAPE.split()
     shape = {name: value for name, value in stored["model"].items() if name in keep}
     return {"model": shape, "moe": stored["moe"], "lora": stored.get("lora", {})}
 
 
-_SHAPE = (
+SHAPE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "group_query_attention max_position_embeddings position_embedding_type rotary_base "
     "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
@@ -393,6 +393,7 @@ _SHAPE = (
     "untie_embeddings_and_output_weights "
     "padded_vocab_size mtp_num_layers seq_length multi_latent_attention q_lora_rank kv_lora_rank "
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
-    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
+    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim window_size "
+    "window_attn_skip_freq softmax_type"
 )
 """Fields of the stored section ``model`` that are restored, since the weights depend on them."""

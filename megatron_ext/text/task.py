@@ -16,6 +16,15 @@ from megatron_ext.text.config import (
     stored_text_model,
     text_rules,
 )
+from megatron_ext.text.convert.training import (
+    HuggingFaceConfig,
+    HuggingFaceFolders,
+    check_vocabulary,
+    folder_errors,
+    load_initial_weights,
+    model_of_folder,
+    resolve_folder,
+)
 from megatron_ext.text.cost.network import GPT_COST
 from megatron_ext.text.data.blend import text_source
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
@@ -32,7 +41,8 @@ from megatron_ext.train.task import Task, TaskChoice
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return the errors of the text tenant's flags in training."""
-    return [*text_rules(given, run), *run.section(TaskEvaluationConfig).training_errors()]
+    own = [*run.section(TaskEvaluationConfig).training_errors(), *folder_errors(run)]
+    return [*text_rules(given, run), *own]
 
 
 def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -49,6 +59,7 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Return the configuration with the padded vocabulary size, and the tokenizer of its flags."""
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    check_vocabulary(config, tokenizer.vocab_size)
     model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
     return dataclasses.replace(config, model=model), tokenizer
 
@@ -101,11 +112,13 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 GPT = Task(
-    sections=SECTIONS,
+    sections=(*SECTIONS, HuggingFaceConfig),
     needs=NEEDS,
-    resolve=resolve_text,
+    resolve=lambda config: resolve_folder(resolve_text(config)),
     rules=gpt_rules,
     stored_model=stored_text_model,
+    described_model=model_of_folder,
+    initial_weights=load_initial_weights,
     preflight=prepare_gpt,
     datasets=build_gpt_datasets,
     source=text_source,
@@ -115,7 +128,7 @@ GPT = Task(
     chunk_sections={build_gpt_chunk: (HybridConfig,)},
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
-    callbacks=(TaskScores,),
+    callbacks=(TaskScores, HuggingFaceFolders),
     cost=GPT_COST,
     perplexity=True,
 )

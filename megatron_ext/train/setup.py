@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.manager import CheckpointManager
@@ -69,6 +70,9 @@ def build_run(
         extra_state=runner.extra_state,
         run_config=config,
     )
+    if loaded is None and task.initial_weights is not None:
+        notes = task.initial_weights(config, context, chunks)
+        _follow_new_weights(notes, optimizer, ema, context)
     overlap = config.optimizer.overlap_param_gather and trains
     parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)
     parameter_gather.switch_off(gather=False)
@@ -98,6 +102,26 @@ def build_run(
     with resumed:
         attach_data(run, task, assets)
     return run
+
+
+def _follow_new_weights(
+    notes: list[str] | None,
+    optimizer: MegatronOptimizer | None,
+    ema: ShardedEMA | None,
+    context: ParallelContext,
+) -> None:
+    """Let optimizer and averages start from weights that the task has set, and print its notes.
+
+    Without ``notes`` the task has left the model as it is.
+    """
+    if notes is None:
+        return
+    if optimizer is not None:
+        optimizer.reload_model_params()
+    if ema is not None:
+        ema.restart()
+    for note in notes if context.rank == 0 else ():
+        print(f"> {note}", flush=True)
 
 
 def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:

@@ -44,6 +44,9 @@ ForwardStep = Callable[
 ]
 PrepareBatches = Callable[[RunConfig, Sequence[Batch], ParallelContext], Sequence[Batch]]
 SourceProvider = Callable[[Any, Any, Any, int, bool], BatchSource]
+InitialWeights = Callable[
+    [RunConfig, ParallelContext, Sequence[torch.nn.Module]], "list[str] | None"
+]
 BoundaryShape = Callable[[Sequence[Any], torch.nn.Module], Sequence[int]]
 ProcessNonLossData = Callable[[Any, int, Any], None]
 
@@ -81,6 +84,8 @@ class Task(TaskFlags):
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
         perplexity: whether the loss named "lm loss" is a cross-entropy, whose exponential
             evaluation reports too.
+        initial_weights: ``(config, context, chunks)`` to notes on weights that it has put into the
+            model of a run that loads no checkpoint; None if it leaves the model as it is.
         step_runner: ``(config, task, context, transformer_config, chunks, optimizer, scheduler)``
             to the `step.StepRunner` that runs the steps; None for `step.StepRunner` itself.
         preflight: ``(config)`` to the configuration, completed from the data, and to the task's
@@ -110,6 +115,7 @@ class Task(TaskFlags):
     callbacks: Sequence[Callable[[Any], Any]] = ()
     sample_name: str | None = None
     perplexity: bool = False
+    initial_weights: InitialWeights | None = None
     step_runner: Callable[..., Any] | None = None
     cost: TaskCost | None = None
     takes_step_flags: bool | ForwardStep = False

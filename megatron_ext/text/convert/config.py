@@ -12,23 +12,19 @@ from typing import Any
 import torch
 
 from megatron_ext.checkpoint.conversion import read_settings
-from megatron_ext.config.flags import flags_of
 from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
 from megatron_ext.errors import CheckpointError
-
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""The values of `model_type` that can be converted, with their classes in transformers."""
-LLAMA3_CONSTANTS = {
-    "low_freq_factor": 1,
-    "high_freq_factor": 4,
-    "original_max_position_embeddings": 8192,
-}
-"""The fixed constants of megatron-core's ``--use-rope-scaling``; only its factor is a flag."""
+from megatron_ext.text.convert.families import FAMILIES
+from megatron_ext.text.convert.family import (
+    Family,
+    Fields,
+    Settings,
+    architecture_of,
+    differences,
+    sections_of,
+)
+from megatron_ext.text.convert.table import Table
 
 
 @dataclass(frozen=True)
@@ -36,15 +32,24 @@ class HuggingFaceModel:
     """The config.json of a Hugging Face model, as read and as our flags.
 
     Attributes:
-        family: a key of `FAMILIES`, such as "llama".
         raw: the content of the file.
-        fields: the corresponding values of `ModelConfig`, by field.
+        fields: the corresponding values of `ModelConfig` and `MoEConfig`, by field.
+        path: the file that was read, for messages.
     """
 
-    family: str
+    family: Family
     raw: dict[str, Any]
-    fields: dict[str, Any]
+    fields: Fields
     vocab_size: int
+    path: Path
+
+    def sections(self) -> tuple[ModelConfig, MoEConfig]:
+        """Return our sections of the model that the file describes."""
+        return sections_of(self.fields)
+
+    def table(self) -> Table:
+        """Return the table of the model's weights."""
+        return self.family.weights(*self.sections(), self.vocab_size)
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
@@ -58,16 +63,58 @@ def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 
     Raise a CheckpointError if our flags cannot describe it.
     """
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise CheckpointError(
-            f"{path} says `model_type` {family!r}, which cannot be converted; use one of "
-            f"{', '.join(FAMILIES)}."
-        )
-    values = _with_defaults(path, raw)
-    _refuse_what_is_not_here(path, raw, values)
-    fields = _fields(path, family, values)
-    return HuggingFaceModel(family, raw, fields, int(values["vocab_size"]))
+    kind = raw.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise CheckpointError(_unknown(raw, path))
+    settings = Settings(path, _with_defaults(path, raw))
+    _refuse_what_is_not_here(settings, raw, family)
+    fields = family.fields(settings)
+    return HuggingFaceModel(family, raw, fields, int(settings["vocab_size"]), path)
+
+
+def _unknown(raw: dict[str, Any], path: Path) -> str:
+    """Return the sentence about an unknown `model_type`, with the nearest family's differences."""
+    said = f"{path} says `model_type` {raw.get('model_type')!r}, which cannot be converted; use "
+    known = f"one of {', '.join(FAMILIES)}"
+    samples = {name: _sample(family) for name, family in FAMILIES.items()}
+    shared = {name: len(raw.keys() & keys) for name, keys in samples.items()}
+    nearest = max(shared, key=lambda name: (shared[name], -len(samples[name])))
+    if shared[nearest] < 4:
+        return f"{said}{known}."
+    own = sorted(raw.keys() - samples[nearest] - _UNIMPORTANT)
+    lacks = sorted(samples[nearest] - raw.keys() - _UNIMPORTANT)
+    parts = []
+    if own:
+        parts.append(f"has {', '.join(f'`{key}`' for key in own)} besides")
+    if lacks:
+        parts.append(f"lacks {', '.join(f'`{key}`' for key in lacks)}")
+    differs = " and ".join(parts) or "has another name for the same settings"
+    return f"{said}{known} (the nearest is {nearest}, from which it differs: it {differs})."
+
+
+_UNIMPORTANT = set(
+    "_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range "
+    "model_type pad_token_id torch_dtype transformers_version use_cache rope_scaling rope_theta "
+    "rope_parameters tie_word_embeddings attention_dropout max_position_embeddings vocab_size "
+    "pretraining_tp head_dim".split()
+)
+"""Entries of config.json that tell no family from another."""
+
+
+def _sample(family: Family) -> set[str]:
+    """Return the entries of a family's config.json, as written for a small model of it."""
+    written = family.settings(*sections_of(_SAMPLE | dict(family.fixed)))
+    return set(written) | set(family.same.values())
+
+
+_SAMPLE = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "num_experts": 1,
+    "moe_ffn_hidden_size": 8,
+}
 
 
 def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
@@ -78,8 +125,9 @@ def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             "Hugging Face models need transformers; install `megatron-ext[hf]`."
         ) from error
+    given = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
-        config = AutoConfig.for_model(**raw)
+        config = AutoConfig.for_model(**given)
     # Each version of transformers has its own kinds of error for a bad entry.
     except Exception as error:
         reason = str(error).strip().splitlines()[0].rstrip(".:")
@@ -87,178 +135,118 @@ def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     return dict(config.to_dict())
 
 
-def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, Any]) -> None:
+def _refuse_what_is_not_here(settings: Settings, raw: dict[str, Any], family: Family) -> None:
     """Raise a CheckpointError for a feature that conversion would lose, such as quantization."""
-    family = raw["model_type"]
-    architectures = raw.get("architectures") or [FAMILIES[family]]
-    unusual = {
-        "architectures": architectures if architectures != [FAMILIES[family]] else None,
-        "quantization_config": raw.get("quantization_config"),
-        "hidden_act": values["hidden_act"] if values["hidden_act"] != "silu" else None,
-        "attention_bias": values.get("attention_bias"),
-        "mlp_bias": values.get("mlp_bias"),
-        "sliding_window": _window(values),
-    }
-    for name, value in unusual.items():
-        if value:
-            raise CheckpointError(
-                f"{path} says `{name}` {value!r}, which the converted model would not have; use a "
-                "dense model without it."
-            )
-
-
-def _window(values: Mapping[str, Any]) -> int | None:
-    """Return the size of the attention window in tokens; None if no window hides a token."""
-    if not values.get("use_sliding_window", True):
-        return None
-    window = values.get("sliding_window")
-    return window if window and window < values["max_position_embeddings"] else None
-
-
-def _fields(path: Path, family: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    heads = int(values["num_attention_heads"])
-    groups = int(values.get("num_key_value_heads") or heads)
-    return {
-        "num_layers": int(values["num_hidden_layers"]),
-        "hidden_size": int(values["hidden_size"]),
-        "ffn_hidden_size": int(values["intermediate_size"]),
-        "num_attention_heads": heads,
-        "group_query_attention": groups != heads,
-        "num_query_groups": groups if groups != heads else None,
-        "kv_channels": int(values.get("head_dim") or values["hidden_size"] // heads),
-        "max_position_embeddings": int(values["max_position_embeddings"]),
-        "position_embedding_type": "rope",
-        **_rotary_fields(path, values),
-        "normalization": "RMSNorm",
-        "norm_epsilon": float(values["rms_norm_eps"]),
-        "swiglu": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": family == "qwen2",
-        "qk_layernorm": family == "qwen3",
-        "untie_embeddings_and_output_weights": not values["tie_word_embeddings"],
-        "attention_dropout": float(values.get("attention_dropout") or 0.0),
-        "hidden_dropout": 0.0,
-    }
-
-
-def _rotary_fields(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    # transformers 4 keeps the base beside the scaling, and transformers 5 keeps it within.
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    base = scaling.get("rope_theta", values.get("rope_theta"))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    partial = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor")) or 1.0
-    if base is None or int(base) != base or partial != 1:
-        raise CheckpointError(
-            f"{path} says `rope_theta` {base!r} with `partial_rotary_factor` {partial!r}, but "
-            "`--rotary-base` must be an integer and whole heads rotate; use another model."
+    architectures = raw.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        settings.refuse(
+            "architectures", architectures, f"use a model of class {family.architecture}"
         )
-    fields: dict[str, Any] = {"rotary_base": int(base)}
-    if kind == "default":
-        return fields
-    factor = float(scaling.get("factor") or 1.0)
-    same = all(scaling.get(name) == value for name, value in LLAMA3_CONSTANTS.items())
-    if kind == "llama3" and same:
-        return {**fields, "use_rope_scaling": True, "rope_scaling_factor": factor}
-    if kind == "linear" and factor.is_integer():
-        return {**fields, "rotary_seq_len_interpolation_factor": int(factor)}
-    known = ", ".join(f"{name} {value}" for name, value in LLAMA3_CONSTANTS.items())
-    shown = {name: value for name, value in scaling.items() if name != "rope_theta"}
-    raise CheckpointError(
-        f"{path} says `rope_scaling` {shown}, which our flags cannot describe; linear with an "
-        f"integer factor, and llama3 with {known}, can be converted."
-    )
+    quantized = raw.get("quantization_config")
+    if quantized and not is_block_scaled(quantized):
+        settings.refuse(
+            "quantization_config",
+            quantized,
+            "use the model before it was quantized, or one in fp8 with `weight_block_size`",
+        )
 
 
-def words_of(fields: Mapping[str, Any]) -> list[str]:
-    """Return `ModelConfig` values as command-line words, leaving out default values."""
-    words: list[str] = []
-    for flag in flags_of("model", ModelConfig):
-        value = fields.get(flag.field, flag.default)
-        if value != flag.default:
-            words += [flag.shown] if flag.type is bool else [flag.shown, str(value)]
-    return words
+def is_block_scaled(quantized: Mapping[str, Any]) -> bool:
+    """Return whether weights are stored in fp8 with a scale for each block, as DeepSeek's are."""
+    return quantized.get("quant_method") == "fp8" and bool(quantized.get("weight_block_size"))
+
+
+TOKENIZER_FILES = (
+    "tokenizer* *.model vocab* merges.txt added_tokens.json special_tokens_map.json "
+    "chat_template* generation_config.json"
+).split()
+"""Patterns of files that belong to the tokenizer or to generation, not to the weights."""
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that belong to its tokenizer or to generation."""
+    found = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}
+    return sorted(path for path in found if path.is_file())
 
 
 def config_json(
-    model: ModelConfig, *, vocab_size: int, dtype: torch.dtype, like: HuggingFaceModel | None
+    model: ModelConfig,
+    moe: MoEConfig,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    like: HuggingFaceModel | None,
 ) -> dict[str, Any]:
     """Return the config.json of our model, with further entries taken from ``like``.
 
     Raise a CheckpointError if the model fits none of `FAMILIES`, or differs from ``like``.
     """
-    family = _family(model, like)
-    rotary: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}
-    if model.use_rope_scaling:
-        factor = model.rope_scaling_factor
-        rotary["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3_CONSTANTS}
-    elif model.rotary_seq_len_interpolation_factor:
-        factor = float(model.rotary_seq_len_interpolation_factor)
-        rotary["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    # transformers' own defaults are token ids of the first Llama.
-    longest, base = 0, dict[str, Any](bos_token_id=None, eos_token_id=None)
+    own = {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     if like is not None:
-        longest, base = like.fields["max_position_embeddings"], dict(like.raw)
-        for name in ("rope_parameters", "dtype"):  # all versions of transformers read rope_theta
+        _check_like(model, moe, like)
+        base = dict(like.raw)
+        # All versions of transformers read rope_theta, and nothing is written in 8 bits.
+        for name in ("rope_parameters", "dtype", "quantization_config"):
             base.pop(name, None)
-    return {
-        **base,
-        **({"sliding_window": None} if family == "mistral" else {}),
-        "architectures": [FAMILIES[family]],
-        "model_type": family,
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
-        "head_dim": model.kv_channels,
-        "hidden_act": "silu",
-        "max_position_embeddings": max(model.max_position_embeddings or 0, longest),
-        "rms_norm_eps": model.norm_epsilon,
-        **rotary,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "vocab_size": vocab_size,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
+        content = {**base, **like.family.settings(model, moe), **own}
+        longest = like.fields["max_position_embeddings"]
+        key = like.family.same["max_position_embeddings"]
+        return {**content, key: max(model.max_position_embeddings or 0, longest)}
+    # transformers' own defaults are token ids of the first Llama.
+    own |= {"bos_token_id": None, "eos_token_id": None}
+    return {**own, **_fitting(model, moe)[1]}
 
 
-_ALIKE = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "add_qkv_bias qk_layernorm"
-).split()
+def fitting_family(model: ModelConfig, moe: MoEConfig) -> Family:
+    """Return the first of `FAMILIES` that a model is one of; raise a CheckpointError if none is."""
+    return _fitting(model, moe)[0]
 
 
-def _family(model: ModelConfig, like: HuggingFaceModel | None) -> str:
-    required = {
-        "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        "normalization": "RMSNorm",
-        "apply_layernorm_1p": False,
-        "swiglu": True,
-        "add_bias_linear": False,
-        "mtp_num_layers": None,
-    }
-    for name, value in required.items():
-        if getattr(model, name) != value:
-            raise CheckpointError(
-                f"The checkpoint's `--{name.replace('_', '-')}` is {getattr(model, name)!r}, but "
-                "Hugging Face's "
-                f"{', '.join(FAMILIES)} have {value!r}; it cannot be exported as one of them."
-            )
-    if like is not None:
-        for name in _ALIKE:
-            ours, theirs = getattr(model, name), like.fields[name]
-            if ours != theirs:
-                raise CheckpointError(
-                    f"The checkpoint's `--{name.replace('_', '-')}` is {ours!r}, but `--hf-like` "
-                    f"is a model with {theirs!r}; give the folder that the checkpoint began with."
-                )
-        return like.family
-    if model.add_qkv_bias and model.qk_layernorm:
+def _fitting(model: ModelConfig, moe: MoEConfig) -> tuple[Family, dict[str, Any]]:
+    best: tuple[str, list[tuple[str, Any, Any]]] | None = None
+    for name, family in FAMILIES.items():
+        content = family.settings(model, moe)
+        try:
+            again = understand({**content, "vocab_size": 1}, Path("config.json"))
+        except CheckpointError:
+            continue
+        found = differences(architecture_of(model, moe), architecture_of(*again.sections()))
+        if not found and model.mtp_num_layers not in (None, again.fields.get("mtp_num_layers")):
+            found = [("mtp_num_layers", model.mtp_num_layers, None)]
+        if not found:
+            return family, content
+        if best is None or len(found) < len(best[1]):
+            best = name, found
+    assert best is not None
+    nearest, found = best
+    said = " and ".join(
+        f"{_flag(name)} is {ours!r}, not {theirs!r}" for name, ours, theirs in found
+    )
+    raise CheckpointError(
+        f"The checkpoint's model is none of Hugging Face's {', '.join(FAMILIES)}; the nearest is "
+        f"{nearest}, but {said}, so it cannot be exported."
+    )
+
+
+def _flag(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
+def _check_like(model: ModelConfig, moe: MoEConfig, like: HuggingFaceModel) -> None:
+    """Raise a CheckpointError if a model is not the one that the config.json of another says."""
+    theirs = architecture_of(*like.sections())
+    for name, ours, other in differences(architecture_of(model, moe), theirs):
         raise CheckpointError(
-            "The checkpoint has both `--add-qkv-bias` and `--qk-layernorm`, but Hugging Face's "
-            f"{', '.join(FAMILIES)} have at most one of them; it cannot be exported."
+            f"The checkpoint's {_flag(name)} is {ours!r}, but `--hf-like` is a model with "
+            f"{other!r}; give the folder that the checkpoint began with."
         )
-    if model.qk_layernorm:
-        return "qwen3"
-    return "qwen2" if model.add_qkv_bias else "llama"
+
+
+def disagreements(given: ModelConfig, moe: MoEConfig, model: HuggingFaceModel) -> list[str]:
+    """Return a sentence for each flag of a run that contradicts the config.json of its weights."""
+    theirs = architecture_of(*model.sections())
+    return [
+        f"{_flag(name)} is {ours!r}, but {model.path} says {other!r}, with which its weights were "
+        "trained; leave the flag out."
+        for name, ours, other in differences(architecture_of(given, moe), theirs)
+    ]

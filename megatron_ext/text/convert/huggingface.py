@@ -1,6 +1,6 @@
 """Converts Hugging Face models to our checkpoints, and back.
 
-Memory holds one copy of the weights, and the tensors of one file or one parameter.
+Memory holds one copy of the weights, and at most twice the largest tensor.
 """
 
 import dataclasses
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from tqdm import tqdm
 
 from megatron_ext.checkpoint import conversion, safetensors_files
 from megatron_ext.checkpoint.files import standing_folder_of
@@ -31,33 +28,20 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
     config_json,
+    fitting_family,
     read_model,
-    understand,
-    words_of,
+    tokenizer_files,
 )
-from megatron_ext.text.convert.names import (
-    EMBEDDING,
-    HEAD,
-    VOCABULARY,
-    RowShape,
-    from_hf,
-    hf_names,
-    row_shape,
-    to_hf,
-)
+from megatron_ext.text.convert.family import words_of
+from megatron_ext.text.convert.reading import check_one_dtype, load_folder
+from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import TEXT
 
 NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
 """Flags that a configuration needs even if nothing is trained."""
-ORIGIN, ORIGIN_CONFIG = "huggingface", "huggingface_config"
-"""Section and key of the imported config.json in a stored run configuration."""
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
-TOKENIZER_FILES = (
-    "tokenizer* *.model vocab* merges.txt added_tokens.json special_tokens_map.json "
-    "chat_template* generation_config.json"
-).split()
-"""Patterns of files that belong to the tokenizer or to generation, not to the weights."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +67,6 @@ class Export:
     ema: bool = False
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    found = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}
-    return sorted(path for path in found if path.is_file())
-
-
 def export_model(order: Export) -> list[str]:
     """Write a checkpoint as a Hugging Face model; return notes for the user.
 
@@ -95,17 +74,17 @@ def export_model(order: Export) -> list[str]:
     """
     stored = read_run_config(order.load, order.step)
     config = _stored_run(order, stored)
-    like, raw = None, (stored.get(ORIGIN) or {}).get(ORIGIN_CONFIG)
+    like = config.section(HuggingFaceConfig).model()
     if order.like is not None:
         like = read_model(order.like)
-    elif raw is not None:
-        like = understand(raw, order.load / "run_config.json")
     vocab_size, notes = _vocab_size(order, config.model.padded_vocab_size or 0, like)
     safetensors_files.check_target(order.target)
     dtype = params_dtype(config.precision)
     if order.dtype:
         dtype = safetensors_files.torch_dtype(order.dtype)
-    content = config_json(config.model, vocab_size=vocab_size, dtype=dtype, like=like)
+    sections = config.model, config.moe
+    content = config_json(*sections, vocab_size=vocab_size, dtype=dtype, like=like)
+    family = fitting_family(*sections) if like is None else like.family
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         _check_nothing_is_lost(order, chunk)
@@ -113,15 +92,18 @@ def export_model(order: Export) -> list[str]:
         ema = ShardedEMA([chunk], None) if order.ema else None
         manager = CheckpointManager(config.checkpoint, context)
         manager.load(model=[chunk], optimizer=None, scheduler=None, ema=ema)
-        averages = {} if ema is None else dict(ema.gathered())
-        parameters = chunk.named_parameters()
-        weights = {name: averages.get(value, value).detach() for name, value in parameters}
-        safetensors_files.write_folder(
+        averages = {} if ema is None else {id(p): x for p, x in ema.gathered()}
+        write_model(
             order.target,
-            converted(weights, row_shape(config.model), vocab_size=vocab_size, dtype=dtype),
+            [chunk],
+            context,
+            family.weights(*sections, vocab_size),
             content,
+            num_layers=config.model.num_layers or 0,
+            dtype=dtype,
             copied=() if order.like is None else tokenizer_files(order.like),
             max_shard_size=order.max_shard_size,
+            value_of=lambda parameter: averages.get(id(parameter), parameter),
         )
     return notes
 
@@ -134,37 +116,22 @@ def build_bare(config: RunConfig, context: ParallelContext) -> Any:
     config = dataclasses.replace(config, model=model)
     transformer_config = build_transformer_config(config)
     (chunk,) = build_chunks(build_gpt_chunk, config, transformer_config, context)
-    return chunk.to(params_dtype(config.precision))
-
-
-def converted(
-    weights: dict[str, Tensor], shape: RowShape, *, vocab_size: int, dtype: torch.dtype
-) -> safetensors_files.Converted:
-    """Return our unsharded ``weights`` as transformers' tensors, without vocabulary padding."""
-
-    def convert(name: str, parameter: Tensor) -> dict[str, Tensor]:
-        parts = to_hf(name, parameter, shape)
-        return {n: part[:vocab_size] if n in VOCABULARY else part for n, part in parts.items()}
-
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    return safetensors_files.Converted(
-        shapes, lambda names: {x: weights[x] for x in names}, convert, dtype
-    )
+    for parameter in chunk.parameters():
+        # Buffers, such as the bias of experts, stay in float32.
+        parameter.data = parameter.data.to(params_dtype(config.precision))
+    return chunk
 
 
 def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
-    if (stored.get("moe") or {}).get("num_experts"):
-        raise CheckpointError(
-            f"`--load` ({order.load}) holds a model with `--num-experts`, which cannot be "
-            "exported; give a dense one."
-        )
     precision = stored.get("precision") or {}
     words = [f"--{name}" for name in ("bf16", "fp16") if precision.get(name)]
     words += [*NO_TRAINING, "--load", str(order.load)]
     # Averages are part of the state that a run resumes, not of the weights that another takes.
     words += ["--no-load-optim", "--no-load-rng"] if order.ema else ["--finetune"]
     words += [] if order.step is None else ["--ckpt-step", str(order.step)]
-    return parse_args(words, TEXT, world_size=1, device="cpu", checkpoint_config=stored).config
+    config = parse_args(words, TEXT, world_size=1, device="cpu", checkpoint_config=stored).config
+    origin = (stored.get("hugging_face") or {}).get("origin")
+    return config.with_section(HuggingFaceConfig(origin=origin))
 
 
 def _vocab_size(order: Export, padded: int, like: HuggingFaceModel | None) -> tuple[int, list[str]]:
@@ -189,7 +156,7 @@ def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
             f"{path} holds no averaged weights, which only a run with `--ema-decay` saves; leave "
             "out `--ema`."
         )
-    known = {shard.name.split("[")[0] for shard in shards_of(chunk)}
+    known = {shard.name.split("[")[0] for shard in shards_of(chunk, buffers=True)}
     for name, entry in stored_entries(path).items():
         is_weight = isinstance(entry, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)
         if is_weight and name not in known and not name.endswith(HISTORY):
@@ -219,27 +186,26 @@ class Import:
     seq_length: int | None = None
 
 
-def import_model(order: Import) -> list[str]:
+def import_model(order: Import) -> tuple[list[str], list[str]]:
     """Write a Hugging Face model as the checkpoint of iteration 0; return flags to train it.
+
+    The second result are notes for the user.
 
     Raise a CheckpointError for a model that cannot be converted, or an unusable folder.
     """
     model = read_model(order.source)
     conversion.refuse_checkpoints(order.save)
-    with safetensors_files.TensorFolder(order.source) as tensors:
-        dtype = order.dtype or conversion.only_dtype(tensors)
-        words = _words(model, order, dtype)
-        keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
-        flags = [*words, *NO_TRAINING, *keeping]
-        config = parse_args(flags, TEXT, world_size=1, device="cpu").config
-        with conversion.one_rank(config.training.seed) as context:
-            chunk = build_bare(config, context)
-            fill(chunk, tensors, row_shape(config.model), vocab_size=model.vocab_size)
-            origin = {ORIGIN: {ORIGIN_CONFIG: model.raw}}
-            conversion.save_imported(
-                chunk, config.checkpoint, context, {**config.to_dict(), **origin}
-            )
-    return words
+    dtype = order.dtype or check_one_dtype(model)
+    words = _words(model, order, dtype)
+    keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
+    flags = [*words, *NO_TRAINING, *keeping]
+    config = parse_args(flags, TEXT, world_size=1, device="cpu").config
+    with conversion.one_rank(config.training.seed) as context:
+        chunk = build_bare(config, context)
+        notes = load_folder([chunk], order.source, context).notes
+        stored = config.with_section(HuggingFaceConfig(origin=model.raw)).to_dict()
+        conversion.save_imported(chunk, config.checkpoint, context, stored)
+    return words, notes
 
 
 def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
@@ -260,50 +226,3 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
         folder = str(order.source.resolve())
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     return words
-
-
-def fill(
-    chunk: Any, tensors: safetensors_files.TensorFolder, shape: RowShape, *, vocab_size: int
-) -> None:
-    """Copy a Hugging Face model's tensors into our unsharded model; zero the vocabulary padding.
-
-    Raise a CheckpointError if a tensor is missing, left over, or of another shape.
-    """
-    parameters: dict[str, Tensor] = dict(chunk.named_parameters())
-    _check_names(tensors, {full for name in parameters for full in hf_names(name).values()})
-    with torch.no_grad():
-        shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
-        for name, parameter in tqdm(parameters.items(), "Importing", **shown):
-            names = list(hf_names(name).values())
-            theirs = {full: tensors.tensor(full) for full in names}
-            value = from_hf(name, theirs, shape)
-            is_vocabulary = names[0] in VOCABULARY
-            target = parameter[:vocab_size] if is_vocabulary else parameter
-            if target.shape != value.shape:
-                raise CheckpointError(
-                    f"{tensors.folder} holds `{' and '.join(names)}` with shape "
-                    f"{list(value.shape)}, but its config.json implies {list(target.shape)}; copy "
-                    "the whole model again."
-                )
-            target.copy_(value)
-            if is_vocabulary:
-                parameter[vocab_size:] = 0
-
-
-def _check_names(tensors: safetensors_files.TensorFolder, needed: set[str]) -> None:
-    missing = sorted(needed - tensors.names)
-    if missing:
-        tensors.tensor(missing[0])
-    extra = {name for name in tensors.names - needed if not name.endswith("rotary_emb.inv_freq")}
-    if HEAD in extra:
-        if not torch.equal(tensors.tensor(HEAD), tensors.tensor(EMBEDDING)):
-            raise CheckpointError(
-                f"{tensors.folder} holds a `{HEAD}` of its own, but its config.json says "
-                "`tie_word_embeddings` true; say false."
-            )
-        extra.remove(HEAD)
-    if extra:
-        raise CheckpointError(
-            f"{tensors.folder} holds `{min(extra)}`, which a model of its `model_type` does not "
-            "have; use a plain model for causal language modelling."
-        )

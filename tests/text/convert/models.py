@@ -40,7 +40,45 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "mistral with a window": {
+        "model_type": "mistral", "sliding_window": 8, "num_attention_heads": 5, "head_dim": 14,
+        "num_key_value_heads": 1,
+    },
+    "qwen2 with a window": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
+        "max_window_layers": 0, "num_key_value_heads": 4,
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 9},
+    "phi3 partly rotary": {
+        "model_type": "phi3", "pad_token_id": 0, "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4,
+        "activation_function": "gelu", "n_inner": 112, "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "mixtral": {
+        "model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8,
+        "num_attention_heads": 6, "head_dim": 14,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0],
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 18,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe unnormalized": {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "norm_topk_prob": False, "head_dim": 16,
+        "decoder_sparse_step": 2,
+    },
 }  # fmt: skip
+ONE_GROUP = ["mistral with a window"]
+"""Models that tensor parallelism cannot split, since their heads share one key and value."""
+EXPERTS = [name for name in MODELS if "moe" in name or "mixtral" in name]
 
 
 def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
@@ -81,7 +119,7 @@ def in_child(function: Callable[[], Any], scratch: Path) -> Any:
 
 def imported(source: Path, target: Path, **options: Any) -> list[str]:
     order = Import(source, target, **options)
-    return list(in_child(lambda: import_model(order), target.with_suffix(".words")))
+    return list(in_child(lambda: import_model(order), target.with_suffix(".words"))[0])
 
 
 def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = None) -> RunConfig:
@@ -89,6 +127,7 @@ def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = N
     sizes = {
         "--tensor-model-parallel-size": layout.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": layout.pipeline_model_parallel_size,
+        "--expert-model-parallel-size": layout.expert_model_parallel_size,
     }
     flags = [str(word) for pair in sizes.items() for word in pair]
     words = [*words, *flags, *"--micro-batch-size 1 --skip-train".split()]
@@ -101,6 +140,7 @@ def check_logits(context: Any, config: RunConfig, expected: Tensor) -> None:
     (chunk,) = build_chunks(build_gpt_chunk, config, core, context)
     manager = CheckpointManager(config.checkpoint, context)
     manager.load(model=[chunk], optimizer=None, scheduler=None)
+    chunk.eval()
     ids, group = tokens(), context.pgs.pp
     if not context.is_first_stage:
         hidden = torch.empty(LENGTH, len(ids), config.model.hidden_size or 0)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
 
 from megatron_ext.checkpoint.conversion import export_adapters
 from megatron_ext.checkpoint.manager import CheckpointManager
@@ -17,7 +16,8 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.names import from_hf, llama_adapters, row_shape
+from megatron_ext.text.convert.adapters import peft_layers
+from megatron_ext.text.convert.reading import load_folder
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.train.launch import fork_ranks
 from tests.layers import plain
@@ -116,19 +116,18 @@ def hugging_face_llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def llama_like(run: RunConfig, context: ParallelContext, theirs: dict[str, Tensor]) -> Any:
-    """Return our model of this rank with Llama's weights, and adapters drawn by their names."""
+def llama_like(run: RunConfig, context: ParallelContext, folder: Path | None = None) -> Any:
+    """Return our model with the weights of a folder, and adapters drawn by their names."""
     (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
     gated = (".linear_fc1.weight", ".linear_fc1.lora.b")
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
             shard = plain.shard_of(name, parameter, context)
-            if theirs and ".lora." not in name:
-                full = from_hf(name, theirs, row_shape(run.model))
-            else:
-                full = plain.full_weight(name, shard.shape).float()
+            full = plain.full_weight(name, shard.shape).float()
             halves = full.chunk(2) if name.endswith(gated) else [full]
             parameter.copy_(torch.cat([shard.of(half) for half in halves]))
+    if folder is not None:
+        load_folder([chunk], folder, context)
     return chunk
 
 
@@ -140,7 +139,7 @@ def save(run: RunConfig, context: ParallelContext, chunk: MegatronModule, folder
 
 
 def export(run: RunConfig, root: Path, output: Path, **options: Any) -> list[str]:
-    return export_adapters(run.lora, root, output, llama_adapters(run.model, root), **options)
+    return export_adapters(run.lora, root, output, peft_layers(run.model, run.moe, root), **options)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -152,7 +151,11 @@ def test_peft_gives_our_logits(context: ParallelContext, tmp_path: Path, rslora:
     grouped = f"--group-query-attention --num-query-groups {GROUPS}".split()
     words = [*LORA, *rslora, *grouped, "--tensor-model-parallel-size", "2"]
     run = gpt_config(*words, world_size=2)
-    chunk = llama_like(run, context, llama.state_dict()).eval()
+    source = tmp_path / "hf"
+    if context.rank == 0:
+        llama.save_pretrained(source)
+    torch.distributed.barrier()
+    chunk = llama_like(run, context, source).eval()
     save(run, context, chunk, tmp_path / "run")
     batch = whole_batch(run)
     with torch.no_grad():
@@ -174,7 +177,7 @@ def test_adapters_without_a_place_in_peft_are_named(
 ) -> None:
     safetensors = pytest.importorskip("safetensors")
     run = gpt_config(*LORA, "--mtp-num-layers", "1")
-    save(run, context, llama_like(run, context, {}), tmp_path / "run")
+    save(run, context, llama_like(run, context), tmp_path / "run")
     words = ["--load", str(tmp_path / "run"), "--output", str(tmp_path / "adapter")]
     assert main(["export", *words, "--network", "critic"]) == 1
     assert "`--network` (critic) is for runs of" in capsys.readouterr().err
@@ -196,7 +199,7 @@ def test_what_cannot_be_exported_is_a_sentence(
     context: ParallelContext, tmp_path: Path, words: list[str], message: str
 ) -> None:
     run = gpt_config(*words)
-    save(run, context, llama_like(run, context, {}), tmp_path / "run")
+    save(run, context, llama_like(run, context), tmp_path / "run")
     with pytest.raises(CheckpointError, match=message):
         export(run, tmp_path / "run", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

@@ -1,0 +1,60 @@
+"""Maps our adapters (LoRA) to the layers of a Hugging Face model, as its peft names them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion import Part, PeftLayers
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.text.convert.config import fitting_family
+from megatron_ext.text.convert.families.llama import FAMILY as LLAMA
+
+_ADAPTER = re.compile(
+    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<linear>(?:self_attention|mlp)\.linear_\w+)"
+    r"\.lora\.(?P<matrix>[ab])$"
+)
+
+
+def peft_layers(model: ModelConfig, moe: MoEConfig, root: Path) -> PeftLayers:
+    """Return the map from our adapters to the layers of the model's family.
+
+    A model that is of no family gets Llama's names, as far as they go. ``root`` is the folder of
+    its checkpoints, for error messages.
+    """
+    try:
+        family = fitting_family(model, moe)
+    except CheckpointError:
+        family = LLAMA
+    table, num_layers = family.weights(model, moe, 1), model.num_layers or 0
+
+    def parts(name: str, matrix: Tensor) -> Iterator[Part]:
+        match = _ADAPTER.match(name)
+        assert match is not None
+        linear, kind = match["linear"], match["matrix"].upper()
+        if family is LLAMA and linear.startswith("mlp.") and not model.swiglu:
+            raise CheckpointError(
+                f"`--load` ({root}) has adapters on an MLP without `--swiglu`, for which peft's "
+                "models have no gate_proj and up_proj; merge them with `tools/lora.py merge` "
+                "instead."
+            )
+        stacked = match["layer"] is None
+        first = 0 if stacked else int(match["layer"])
+        for layer, values in enumerate(matrix if stacked else matrix[None], first):
+            ours = f"decoder.layers.{layer}.{linear}.weight"
+            runs = table.runs(ours, values.shape[0], num_layers) or []
+            for tensor in dict.fromkeys(run.tensor for run in runs):
+                own = [run for run in runs if run.tensor == tensor]
+                # safetensors refuses tensors that share memory.
+                found = values.clone()
+                if kind == "B":
+                    found = values.new_empty(sum(run.count for run in own), values.shape[1])
+                    for run in own:
+                        rows = slice(run.start, run.start + run.count * run.step, run.step)
+                        found[rows] = values[run.row : run.row + run.count]
+                yield tensor.removesuffix(".weight"), kind, found
+
+    return PeftLayers(_ADAPTER, parts, lambda path: path.rpartition(".")[2], "CAUSAL_LM")

@@ -1,0 +1,82 @@
+"""GPT-2: learned positions, LayerNorm, biases, and projections that are stored ``[in, out]``."""
+
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.convert.family import Family, Fields, Settings
+from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, whole
+
+LAYER = "transformer.h.{layer}"
+
+
+def read(settings: Settings) -> Fields:
+    if settings["activation_function"] != "gelu":
+        settings.refuse("activation_function")
+    return {
+        "ffn_hidden_size": settings["n_inner"] or 4 * settings["n_embd"],
+        "untie_embeddings_and_output_weights": not settings["tie_word_embeddings"],
+        "attention_dropout": float(settings["attn_pdrop"]),
+        "hidden_dropout": float(settings["resid_pdrop"]),
+    }
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    return {
+        "n_inner": model.ffn_hidden_size,
+        "activation_function": "gelu",
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+    }
+
+
+def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+    embedding, positions = "transformer.wte.weight", "transformer.wpe.weight"
+    found: dict[str, Parts] = {
+        "embedding.word_embeddings.weight": (Part(embedding, vocab_size),),
+        "embedding.position_embeddings.weight": whole(positions),
+        "output_layer.weight": (Part("lm_head.weight", vocab_size),),
+    }
+    layer: dict[str, Parts] = {}
+    for kind in ("weight", "bias"):
+        found[f"decoder.final_layernorm.{kind}"] = whole(f"transformer.ln_f.{kind}")
+        layer |= {
+            f"self_attention.linear_qkv.layer_norm_{kind}": whole(f"{LAYER}.ln_1.{kind}"),
+            f"mlp.linear_fc1.layer_norm_{kind}": whole(f"{LAYER}.ln_2.{kind}"),
+            f"self_attention.linear_qkv.{kind}": fused_qkv(
+                model, f"{LAYER}.attn.c_attn.{kind}", transposed=kind == "weight"
+            ),
+        }
+        for ours, theirs in (
+            ("self_attention.linear_proj", "attn.c_proj"),
+            ("mlp.linear_fc1", "mlp.c_fc"),
+            ("mlp.linear_fc2", "mlp.c_proj"),
+        ):
+            tensor = f"{LAYER}.{theirs}.{kind}"
+            layer[f"{ours}.{kind}"] = whole(tensor, transposed=kind == "weight")
+    return Table(found, layer)
+
+
+FAMILY = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    same={
+        "num_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "norm_epsilon": "layer_norm_epsilon",
+    },
+    fixed={
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+    },
+    only={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    read=read,
+    write=write,
+    weights=weights,
+)

@@ -1,0 +1,46 @@
+"""Mixtral: Mistral with experts in every layer."""
+
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.convert.families import llama, mistral
+from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.table import Table, whole
+
+EXPERTS = "block_sparse_moe"
+
+
+def read(settings: Settings) -> Fields:
+    # The softmax over the chosen experts is the renormalized softmax over all of them.
+    own = {"moe_router_pre_softmax": False, "moe_ffn_hidden_size": settings["intermediate_size"]}
+    return mistral.read(settings) | own
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    width = moe.moe_ffn_hidden_size or model.ffn_hidden_size
+    return mistral.write(model, moe) | {"intermediate_size": width}
+
+
+def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+    layer = {
+        **llama.norms(),
+        **llama.attention(model),
+        **llama.gated_mlp(
+            "mlp.experts.experts", f"{EXPERTS}.experts.{{expert}}", ("w1", "w3", "w2")
+        ),
+        "mlp.router.weight": whole(f"{llama.LAYER}.{EXPERTS}.gate.weight"),
+    }
+    return Table(llama.outer(vocab_size), layer)
+
+
+FAMILY = llama.relative(
+    {},
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    same=llama.SAME
+    | {"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+    read=read,
+    write=write,
+    weights=weights,
+)

@@ -1,0 +1,78 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with routed experts and a shared expert behind a gate."""
+
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.convert.families import llama, qwen2
+from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.table import Parts, Table, whole
+
+SAME = llama.SAME | {
+    "num_experts": "num_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+
+
+def read_experts(settings: Settings) -> Fields:
+    """Return the fields of the router and of the layers that hold experts."""
+    step, dense = settings["decoder_sparse_step"] or 1, settings["mlp_only_layers"] or []
+    layers = range(settings["num_hidden_layers"])
+    holds = [int(x not in dense and (x + 1) % step == 0) for x in layers]
+    freq = "1" if all(holds) else f"[{','.join(map(str, holds))}]"
+    # Without renormalization the scores come from the softmax over all experts.
+    return {"moe_layer_freq": freq, "moe_router_pre_softmax": not settings["norm_topk_prob"]}
+
+
+def write_experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return the entries of config.json that `read_experts` reads."""
+    holds = moe.expert_layers(model.num_layers or 0)
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, experts in enumerate(holds) if not experts],
+        "moe_intermediate_size": moe.moe_ffn_hidden_size or model.ffn_hidden_size,
+        "norm_topk_prob": not moe.moe_router_pre_softmax,
+    }
+
+
+def routed_experts(theirs: str = "mlp") -> dict[str, Parts]:
+    """Return the parts of a layer's router and routed experts, beside those of a dense MLP."""
+    return {
+        **llama.gated_mlp(),
+        **llama.gated_mlp("mlp.experts.experts", f"{theirs}.experts.{{expert}}"),
+        "mlp.router.weight": whole(f"{llama.LAYER}.{theirs}.gate.weight"),
+    }
+
+
+def read(settings: Settings) -> Fields:
+    if settings["qkv_bias"] is False:
+        settings.refuse("qkv_bias", advice="use a model that has them")
+    return qwen2.read(settings) | read_experts(settings)
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    return qwen2.write(model, moe) | write_experts(model, moe) | {"qkv_bias": True}
+
+
+def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+    gate = whole(f"{llama.LAYER}.mlp.shared_expert_gate.weight")
+    layer = {
+        **llama.norms(),
+        **llama.attention(model),
+        **routed_experts(),
+        **llama.gated_mlp("mlp.shared_experts", "mlp.shared_expert"),
+        "mlp.shared_experts.gate_weight": gate,
+    }
+    return Table(llama.outer(vocab_size), layer)
+
+
+FAMILY = llama.relative(
+    {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    same=SAME | {"moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+    read=read,
+    write=write,
+    weights=weights,
+)

@@ -1,0 +1,156 @@
+"""A family of Hugging Face models: its config.json in our flags and back, and its weights.
+
+A `Family` is declared in one file of ``families/``. Most of its entries are tables; `read` and
+`write` translate what no table can, such as the kinds of rotary positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.flags import flags_of
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.text.config import SHAPE
+from megatron_ext.text.convert.table import Table
+
+FREE = (
+    "seq_length padded_vocab_size max_position_embeddings mtp_num_layers group_query_attention"
+).split()
+"""Fields of the shape that a run may choose otherwise than the config.json of its weights.
+
+With a learned table of positions, its length is not free.
+"""
+MOE_SHAPE = (
+    "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups "
+    "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
+    "moe_apply_probs_on_input"
+).split()
+"""Fields of `MoEConfig` that decide what a model with experts computes with its weights."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The entries of a config.json, with transformers' defaults for missing ones."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def refuse(self, key: str, value: Any = None, advice: str = "use a model without it") -> None:
+        """Raise a CheckpointError about an entry whose effect the converted model would lack."""
+        shown = self[key] if value is None else value
+        raise CheckpointError(
+            f"{self.path} says `{key}` {shown!r}, which the converted model would not have; "
+            f"{advice}."
+        )
+
+
+Fields = dict[str, Any]
+"""Values of the fields of `ModelConfig` and `MoEConfig`."""
+Read = Callable[[Settings], Fields]
+Write = Callable[[ModelConfig, MoEConfig], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of Hugging Face models.
+
+    Attributes:
+        model_type: the entry `model_type` of its config.json.
+        architecture: its class in transformers.
+        same: key of config.json by our field with the same value.
+        fixed: values of our fields that all of its models have.
+        only: entries of config.json and the only value that we can express; None and a missing
+            entry are fine too.
+        read: returns further fields; raises a CheckpointError for what we cannot express.
+        write: returns further entries of config.json; the inverse of ``read``.
+        weights: ``(model, moe, vocab_size)`` to the table of its weights.
+    """
+
+    model_type: str
+    architecture: str
+    same: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    read: Read
+    write: Write
+    weights: Callable[[ModelConfig, MoEConfig, int], Table]
+    only: Mapping[str, Any] = field(default_factory=dict)
+
+    def fields(self, settings: Settings) -> Fields:
+        """Return the values of our fields for a config.json; raise a CheckpointError if none do."""
+        for key, value in self.only.items():
+            if settings[key] not in (None, value):
+                settings.refuse(key)
+        same = {ours: settings[key] for ours, key in self.same.items()}
+        return {**same, **self.fixed, **self.read(settings)}
+
+    def settings(self, model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+        """Return the entries of config.json that describe a model; the inverse of `fields`."""
+        sections = vars(model) | vars(moe)
+        same = {key: sections[ours] for ours, key in self.same.items()}
+        return {
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            **same,
+            **self.only,
+            **self.write(model, moe),
+        }
+
+
+def sections_of(fields: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
+    """Return the sections with the values of fields, and values derived from these."""
+    own = ({f.name for f in dataclasses.fields(kind)} & fields.keys() for kind in _KINDS)
+    model, moe = ({name: fields[name] for name in names} for names in own)
+    return ModelConfig(**model).resolved(has_te=False), MoEConfig(**moe)
+
+
+_KINDS = ModelConfig, MoEConfig
+
+
+def architecture_of(model: ModelConfig, moe: MoEConfig) -> Fields:
+    """Return what decides the function that a model computes, so that models can be compared."""
+    found = {name: getattr(model, name) for name in SHAPE.split() if name not in FREE}
+    # A number of groups equal to the number of heads, or none, are the same model.
+    found["num_query_groups"] = model.num_query_groups or model.num_attention_heads
+    found["window_size"] = None if model.window_size is None else tuple(model.window_size)
+    if model.position_embedding_type == "learned_absolute":
+        found["max_position_embeddings"] = model.max_position_embeddings
+    if model.window_size is None:
+        found["window_attn_skip_freq"] = None
+    if moe.num_experts is None:
+        return {**found, "num_experts": None}
+    found |= {name: getattr(moe, name) for name in MOE_SHAPE}
+    found["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or model.ffn_hidden_size
+    found["moe_layer_freq"] = moe.expert_layers(model.num_layers or 0)
+    if all(found["moe_layer_freq"]):
+        # No layer has the width of a dense one.
+        del found["ffn_hidden_size"]
+    return found
+
+
+def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
+    """Return the fields in which two architectures differ, with both values."""
+    names = [name for name in ours if name in theirs]
+    return [(x, ours[x], theirs[x]) for x in names if ours[x] != theirs[x]]
+
+
+def words_of(fields: Mapping[str, Any]) -> list[str]:
+    """Return values of fields as command-line words, leaving out default values."""
+    words: list[str] = []
+    for section, kind in (("model", ModelConfig), ("moe", MoEConfig)):
+        for flag in flags_of(section, kind):
+            value = fields.get(flag.field, flag.default)
+            if value == flag.default:
+                continue
+            many = value if isinstance(value, (list, tuple)) else [value]
+            words += [flag.shown] if flag.type is bool else [flag.shown, *map(str, many)]
+    return words

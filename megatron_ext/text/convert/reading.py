@@ -1,0 +1,287 @@
+"""Fills the chunks of any layout from a folder of Hugging Face weights; each rank reads its slices.
+
+Weights in fp8 with a scale for each block (``weight_scale_inv``, as in DeepSeek-V3's files) are
+multiplied by their scales when they are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_ext.checkpoint.adapters import MARK
+from megatron_ext.checkpoint.safetensors_files import TensorFolder, check_dtype
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.fp8.scaling import HISTORY
+from megatron_ext.layers.initialization import Shard, shards_of
+from megatron_ext.parallel.collectives import gather_or_raise
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.config import HuggingFaceModel, read_model
+from megatron_ext.text.convert.table import Index, Run, Table, parse
+
+FP8 = "F8_E4M3"
+SCALES = "_scale_inv"
+"""End of the name of the scales of a weight in fp8."""
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Our names of the weights with one row for each entry of the vocabulary."""
+
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+
+
+@dataclass
+class Loaded:
+    """The result of loading a folder on one rank.
+
+    Attributes:
+        bytes_read: bytes of the blocks of tensors that this rank read.
+        notes: sentences on what the folder lacks or what was left out.
+    """
+
+    bytes_read: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def load_folder(
+    chunks: Sequence[torch.nn.Module],
+    folder: Path,
+    context: ParallelContext,
+    *,
+    may_lack_depths: bool = True,
+) -> Loaded:
+    """Fill a rank's model chunks, wrapped or not, with the weights of a Hugging Face folder.
+
+    All ranks of the run call this together. Adapters stay as they are, and so do depths of
+    multi-token prediction that the folder lacks, unless ``may_lack_depths`` is False, which makes
+    them an error. An optimizer must read the weights anew.
+
+    Raise a CheckpointError on every rank if a tensor is missing, left over, or of another shape.
+    """
+    what = f"{folder} cannot be read"
+    reading = _Reading(folder, chunks)
+    try:
+        gathered = gather_or_raise(reading.open, what)
+        decoder, depths = (least_shapes(needs) for needs in zip(*gathered, strict=True))
+        # Each rank reads the headers, so that all of them come to the same answer.
+        gather_or_raise(lambda: reading.check(decoder, depths, may_lack_depths), what)
+        gather_or_raise(reading.fill, what)
+    finally:
+        reading.close()
+    return Loaded(reading.source.bytes_read, reading.notes)
+
+
+class _Reading:
+    """The reading of a folder on one rank; methods run in order, on all ranks together."""
+
+    def __init__(self, folder: Path, chunks: Sequence[torch.nn.Module]) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        self.shards = [
+            shard
+            for chunk in unwrap_model(list(chunks))
+            for shard in shards_of(chunk, buffers=True)
+            if MARK not in shard.name and not shard.name.endswith(HISTORY)
+        ]
+
+    def open(self) -> tuple[Shapes, Shapes]:
+        """Return the least shapes of the tensors that this rank's decoder and depths need."""
+        self.model = read_model(self.folder)
+        self.table = self.model.table()
+        self.source = WeightFolder(self.model)
+        decoder: Shapes = {}
+        depths: Shapes = {}
+        for shard in self.shards:
+            needs = depths if is_of_depth(shard.name) else decoder
+            for run in self._runs(shard):
+                shape = run.shape(shard.full_shape)
+                needs[run.tensor] = tuple(map(max, needs.get(run.tensor, shape), shape))
+        return decoder, depths
+
+    def close(self) -> None:
+        if hasattr(self, "source"):
+            self.source.close()
+
+    def _runs(self, shard: Shard) -> list[Run]:
+        rows, layers = shard.full_shape[0], self.model.fields["num_layers"]
+        found = self.table.runs(shard.name, rows, layers)
+        if found is None:
+            raise CheckpointError(
+                f"{self.model.path} describes a {self.model.family.model_type} model, which has no "
+                f"place for `{shard.name}`; leave out the flag that adds it."
+            )
+        return found
+
+    def check(self, decoder: Shapes, depths: Shapes, may_lack_depths: bool) -> None:
+        """Check the folder against what all ranks need; leave out depths that it lacks.
+
+        Raise a CheckpointError if a tensor is missing, left over, or of another shape or kind.
+        """
+        source, num_layers = self.source, self.model.fields["num_layers"]
+        if depths and not depths.keys() & source.names:
+            if not may_lack_depths:
+                raise CheckpointError(
+                    f"{self.folder} holds no weights of multi-token prediction, and "
+                    "`--no-initialization` gives them no values; leave it out, or give "
+                    "`--mtp-num-layers 0`."
+                )
+            self.shards = [shard for shard in self.shards if not is_of_depth(shard.name)]
+            self.notes.append(
+                f"{self.folder} holds no weights of multi-token prediction, so its depths start "
+                "from their initial values."
+            )
+            depths = {}
+        elif not depths and beyond_decoder(source.names, num_layers):
+            self.notes.append(
+                f"{self.folder} holds weights of multi-token prediction, which a run without "
+                "`--mtp-num-layers` leaves out."
+            )
+        check_tensors(source, self.table, decoder | depths, num_layers, self.model.vocab_size)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy the values of each shard; the padding of the vocabulary gets zeros."""
+        shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
+        for shard in tqdm(self.shards, "Loading", **shown):
+            if shard.is_vocabulary:
+                shard.tensor[max(0, self.model.vocab_size - shard.offset[0]) :] = 0
+            for run in self._runs(shard):
+                found = run.overlap(shard.offset, shard.tensor.shape)
+                if found is not None:
+                    rows, index = found
+                    target = shard.tensor[rows]
+                    self.source.copy(run.tensor, index, target, transposed=run.transposed)
+
+
+class WeightFolder(TensorFolder):
+    """The weights of a Hugging Face model, read block by block."""
+
+    def __init__(self, model: HuggingFaceModel) -> None:
+        super().__init__(model.path.parent)
+        quantized = model.raw.get("quantization_config") or {}
+        self._block: Sequence[int] = quantized.get("weight_block_size") or (1, 1)
+
+    def is_scales(self, name: str) -> bool:
+        """Return whether a tensor holds the scales of another one."""
+        return name.endswith(SCALES) and name.removesuffix(SCALES) in self.names
+
+    def check_kind(self, name: str) -> None:
+        """Raise a CheckpointError if a tensor has a dtype that cannot be read."""
+        kind = self.dtype(name)
+        if kind == FP8 and name + SCALES in self.names:
+            return
+        check_dtype(self.folder, name, kind, kind)
+
+    def copy(self, name: str, index: Index, target: Tensor, *, transposed: bool) -> None:
+        """Copy a block of a tensor to ``target``, which has its shape, transposed if so asked."""
+        values = self.block(name, index)
+        if values.dtype != torch.float8_e4m3fn:
+            target.copy_(values.t() if transposed else values)
+            return
+        sides = zip(index[-2:], values.shape, self._block, strict=True)
+        (rows, own_rows), (columns, own_columns) = (_blocks(*side) for side in sides)
+        scales = self.block(name + SCALES, (rows, columns)).float()
+        # A few rows at a time, since float32 takes four times the memory of fp8.
+        for start in range(0, len(own_rows), 128):
+            some = slice(start, start + 128)
+            part = values[some].float() * scales[own_rows[some]][:, own_columns]
+            if transposed:
+                target[:, some] = part.t()
+            else:
+                target[some] = part
+
+
+def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
+    """Return the blocks of an axis that an index touches, and the block of each of its values.
+
+    Args:
+        entry: the entry of the index for the axis, which selects ``size`` values.
+        block: length of a block.
+    """
+    assert isinstance(entry, slice)
+    positions = torch.arange(size) * (entry.step or 1) + (entry.start or 0)
+    first, last = int(positions[0]) // block, int(positions[-1]) // block
+    return slice(first, last + 1), positions // block - first
+
+
+def check_one_dtype(model: HuggingFaceModel) -> str:
+    """Return the dtype of a model's weights, such as ``"bfloat16"``; raise an error if they differ.
+
+    Weights in fp8 count as bfloat16, and tensors that stay in float32 do not count.
+    """
+    table = model.table()
+    with WeightFolder(model) as source:
+        found = {}
+        for name in source.names:
+            source.check_kind(name)
+            if not table.is_exact(name) and not source.is_scales(name):
+                kind = source.dtype(name)
+                found[name] = "bfloat16" if kind == FP8 else kind
+        kinds = sorted(set(found.values()))
+    if len(kinds) != 1:
+        raise CheckpointError(
+            f"{model.path.parent} holds tensors in {' and '.join(kinds) or 'no dtype'}, but a "
+            "checkpoint has one dtype; give it as `--dtype`."
+        )
+    return kinds[0]
+
+
+def least_shapes(needs: Iterable[Shapes]) -> Shapes:
+    """Return the least shapes that hold what all ranks need."""
+    found: Shapes = {}
+    for shapes in needs:
+        for name, shape in shapes.items():
+            found[name] = tuple(map(max, found.get(name, shape), shape))
+    return found
+
+
+def is_of_depth(name: str) -> bool:
+    """Return whether one of our parameters belongs to a depth of multi-token prediction."""
+    own = parse(name)
+    return own is not None and own.block != "decoder"
+
+
+def beyond_decoder(tensors: Iterable[str], num_layers: int) -> set[str]:
+    """Return the tensors of layers after the decoder's last, of multi-token prediction."""
+    numbers = {name: _LAYER_NUMBER.search(name) for name in tensors}
+    return {name for name, found in numbers.items() if found and int(found[1]) >= num_layers}
+
+
+_LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+
+
+def check_tensors(
+    source: WeightFolder, table: Table, needs: Shapes, num_layers: int, vocab_size: int
+) -> None:
+    """Raise a CheckpointError if a tensor is missing, left over, or of another shape or kind."""
+    shapes = source.shapes()
+    for name, shape in needs.items():
+        source.check_kind(name)
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{source.folder} holds `{name}` with shape {list(shapes[name])}, but its "
+                f"config.json implies {list(shape)}; copy the whole model again."
+            )
+    extra = {x for x in shapes if x not in needs and not source.is_scales(x)}
+    extra = {x for x in extra if not x.endswith("rotary_emb.inv_freq") and x not in table.copies}
+    extra -= beyond_decoder(extra, num_layers)
+    embedding, head = (table.outer[name][0].tensor for name in (EMBEDDING, HEAD))
+    if head in extra:
+        if not torch.equal(source.tensor(head), source.tensor(embedding)):
+            raise CheckpointError(
+                f"{source.folder} holds a `{head}` of its own, but its config.json says "
+                "`tie_word_embeddings` true; say false."
+            )
+        extra.remove(head)
+    if extra:
+        raise CheckpointError(
+            f"{source.folder} holds `{min(extra)}`, which a model of its `model_type` does not "
+            "have; use a plain model for causal language modelling."
+        )

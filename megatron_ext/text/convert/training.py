@@ -1,0 +1,229 @@
+"""Starts a run from a folder of Hugging Face weights, and writes such folders while it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_ext.config.flags import COUNT, Changeable, derived, flag
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.data.indexed import why_not_writable
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.layers.lora import merged_weight_of
+from megatron_ext.layers.transformer_config import params_dtype
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.convert.config import (
+    HuggingFaceModel,
+    config_json,
+    disagreements,
+    fitting_family,
+    read_model,
+    tokenizer_files,
+    understand,
+)
+from megatron_ext.text.convert.reading import load_folder
+from megatron_ext.text.convert.writing import write_model
+from megatron_ext.train.callbacks.callback import Callback, due
+from megatron_ext.train.run import Run
+
+
+@dataclass(frozen=True)
+class HuggingFaceConfig(Changeable):
+    """Flags of the Hugging Face folders that a run starts from and writes."""
+
+    load_hf: str | None = flag(
+        None,
+        "folder of a Hugging Face model that gives the flags of the model, the tokenizer and, "
+        "where no checkpoint is loaded, the initial weights",
+    )
+    save_hf: str | None = flag(
+        None, "folder for Hugging Face models of this run, one in iter_<step> at the end"
+    )
+    save_hf_interval: int | None = flag(
+        None, "write to --save-hf after each multiple of this many steps too", COUNT, "steps"
+    )
+    origin: dict[str, Any] | None = derived()
+    """The config.json of the Hugging Face model that the weights come from."""
+
+    def model(self) -> HuggingFaceModel | None:
+        """Return the Hugging Face model that the weights come from; None if there is none."""
+        if self.load_hf is not None:
+            return read_model(Path(self.load_hf))
+        return None if self.origin is None else understand(self.origin, Path("config.json"))
+
+
+def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
+    """Return the flags that the folder of ``--load-hf`` gives, by section and field."""
+    folder = config.section(HuggingFaceConfig).load_hf
+    if folder is None:
+        return {}
+    fields = read_model(Path(folder)).fields
+    own: dict[str, dict[str, Any]] = {
+        name: {f.name: fields[f.name] for f in dataclasses.fields(kind) if f.name in fields}
+        for name, kind in (("model", ModelConfig), ("moe", MoEConfig))
+    }
+    # transformers has no padding, whose logits would take part in the loss.
+    own["model"]["make_vocab_size_divisible_by"] = 1
+    if any(path.name.startswith("tokenizer") for path in tokenizer_files(Path(folder))):
+        own["tokenizer"] = {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(Path(folder).resolve()),
+        }
+    return own
+
+
+def resolve_folder(config: RunConfig) -> RunConfig:
+    """Return the configuration with the vocabulary and the config.json of ``--load-hf``."""
+    given = config.section(HuggingFaceConfig)
+    if given.load_hf is None:
+        return config
+    source = read_model(Path(given.load_hf))
+    model, checkpoint = config.model, dataclasses.replace(config.checkpoint, starts_elsewhere=True)
+    if model.padded_vocab_size is None:
+        multiple = model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+        padded = -(-source.vocab_size // multiple) * multiple
+        model = dataclasses.replace(model, padded_vocab_size=padded)
+    config = dataclasses.replace(config, model=model, checkpoint=checkpoint)
+    return config.with_section(dataclasses.replace(given, origin=source.raw))
+
+
+def folder_errors(run: RunConfig) -> list[str]:
+    """Return a sentence for each fault in the flags of Hugging Face folders."""
+    given, found = run.section(HuggingFaceConfig), list[str]()
+    if given.load_hf is not None:
+        source = read_model(Path(given.load_hf))
+        found += disagreements(run.model, run.moe, source)
+        if (run.model.padded_vocab_size or 0) < source.vocab_size:
+            found.append(
+                f"`--padded-vocab-size` ({run.model.padded_vocab_size}) must be at least the "
+                f"{source.vocab_size} entries of the vocabulary of `--load-hf` ({given.load_hf}); "
+                "leave it out."
+            )
+        if run.checkpoint.pretrained_checkpoint is not None:
+            found.append(
+                f"`--load-hf` ({given.load_hf}) and `--pretrained-checkpoint` "
+                f"({run.checkpoint.pretrained_checkpoint}) both give initial weights; leave one "
+                "out."
+            )
+        if run.checkpoint.use_checkpoint_args:
+            found.append(
+                "`--load-hf` and `--use-checkpoint-args` both give the shape of the model; leave "
+                "one out."
+            )
+    if given.save_hf_interval is not None and given.save_hf is None:
+        found.append("`--save-hf-interval` needs `--save-hf`; give a folder.")
+    if given.save_hf is not None:
+        reason = why_not_writable(Path(given.save_hf))
+        if reason is not None:
+            found.append(
+                f"`--save-hf` ({given.save_hf}) cannot be written ({reason}); give a folder that "
+                "can."
+            )
+        if given.load_hf is None:
+            try:
+                fitting_family(run.model, run.moe)
+            except CheckpointError as error:
+                found += [f"`--save-hf` is not possible: {text}" for text in error.messages]
+    return found
+
+
+def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
+    """Raise a ConfigError if a tokenizer has more entries than the model of ``--load-hf``."""
+    given = config.section(HuggingFaceConfig)
+    source = given.model() if given.load_hf is not None else None
+    if source is not None and vocab_size > source.vocab_size:
+        raise ConfigError(
+            f"The tokenizer has {vocab_size} entries, but the model of `--load-hf` "
+            f"({given.load_hf}) has {source.vocab_size}; give the tokenizer that it was trained "
+            "with."
+        )
+
+
+def load_initial_weights(
+    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
+) -> list[str] | None:
+    """Fill the chunks from ``--load-hf``; return notes for the user, None without the flag."""
+    folder = config.section(HuggingFaceConfig).load_hf
+    if folder is None:
+        return None
+    draws = config.model.perform_initialization
+    loaded = load_folder(chunks, Path(folder), context, may_lack_depths=draws)
+    return [f"loaded {folder} (Hugging Face)", *loaded.notes]
+
+
+class HuggingFaceFolders(Callback):
+    """Writes the model to ``--save-hf`` at intervals and at the end, with adapters merged."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        has = run.config.has(HuggingFaceConfig)
+        self._flags = run.config.section(HuggingFaceConfig) if has else HuggingFaceConfig()
+        self._written: int | None = None
+
+    def after_step(self) -> None:
+        if due(self.run.progress.iteration, self._flags.save_hf_interval):
+            self._write()
+
+    def on_train_end(self) -> None:
+        if self._written != self.run.progress.iteration:
+            self._write()
+
+    def _write(self) -> None:
+        if self._flags.save_hf is None:
+            return
+        run, iteration = self.run, self.run.progress.iteration
+        target = Path(self._flags.save_hf) / f"iter_{iteration:07d}"
+        with run.parameter_gather.paused():
+            write_run(target, run.config, run.chunks, run.context)
+        self._written = iteration
+        if run.context.rank == 0:
+            print(f"> wrote {target} (Hugging Face)", flush=True)
+
+
+def write_run(
+    target: Path, config: RunConfig, chunks: Sequence[torch.nn.Module], context: ParallelContext
+) -> None:
+    """Write the model of a run as a Hugging Face folder; all ranks call this together."""
+    model, sections = config.model, (config.model, config.moe)
+    like, dtype = config.section(HuggingFaceConfig).model(), params_dtype(config.precision)
+    vocab_size = model.unpadded_vocab_size or model.padded_vocab_size or 0
+    vocab_size = vocab_size if like is None else like.vocab_size
+    content = config_json(*sections, vocab_size=vocab_size, dtype=dtype, like=like)
+    family = fitting_family(*sections) if like is None else like.family
+    write_model(
+        target,
+        chunks,
+        context,
+        family.weights(*sections, vocab_size),
+        content,
+        num_layers=model.num_layers or 0,
+        dtype=dtype,
+        copied=_tokenizer_of(config),
+        value_of=merged_weights(chunks),
+        flag="--save-hf",
+    )
+
+
+def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tensor]:
+    """Return the map from a parameter to its values with its adapter merged into them."""
+    merged = merged_weight_of(unwrap_model(list(chunks)))
+    return lambda parameter: merged[id(parameter)]() if id(parameter) in merged else parameter
+
+
+def _tokenizer_of(config: RunConfig) -> list[Path]:
+    """Return the files of the run's tokenizer, if it is in the form of transformers."""
+    tokenizer = config.section(TokenizerConfig)
+    folder = tokenizer.tokenizer_model
+    if tokenizer.tokenizer_type != "HuggingFaceTokenizer" or folder is None:
+        return []
+    return tokenizer_files(Path(folder)) if Path(folder).is_dir() else []

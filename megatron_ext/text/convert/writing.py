@@ -1,0 +1,240 @@
+"""Writes the chunks of any layout as a folder of Hugging Face weights, tensor by tensor.
+
+The first rank writes. It gathers one tensor at a time from the ranks that hold its parts, so that
+memory holds the model and at most twice the largest tensor.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_ext.checkpoint.adapters import MARK
+from megatron_ext.checkpoint.safetensors_files import (
+    plan_files,
+    write_others,
+    write_tensors,
+    written_aside,
+)
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.fp8.scaling import HISTORY
+from megatron_ext.layers.initialization import Shard, shards_of
+from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.table import Index, Table
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tensor of transformers that one rank holds.
+
+    Attributes:
+        rank: the rank that holds the block.
+        shard: number of the shard among those that this rank gives.
+        rows: the rows of the shard that make the block.
+        index: where the block lies in the tensor.
+    """
+
+    rank: int
+    shard: int
+    rows: slice
+    index: Index
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Described:
+    """A shard's name and place in the full parameter, without its values."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tensors to write, on the meta device, and the pieces of each, by name."""
+
+    tensors: dict[str, Tensor]
+    pieces: dict[str, list[Piece]]
+
+    @classmethod
+    def of(
+        cls,
+        table: Table,
+        by_rank: Sequence[Sequence[Described]],
+        num_layers: int,
+        dtype: torch.dtype,
+    ) -> Plan:
+        """Return the plan for the shards that each rank gives.
+
+        Raise a CheckpointError if a parameter has no place in the table.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        pieces: dict[str, list[Piece]] = {}
+        for rank, shards in enumerate(by_rank):
+            for number, shard in enumerate(shards):
+                runs = table.runs(shard.name, shard.full_shape[0], num_layers)
+                if runs is None:
+                    raise CheckpointError(
+                        f"`{shard.name}` has no place in the Hugging Face model; export a "
+                        "checkpoint of the plain model."
+                    )
+                for run in runs:
+                    shape = run.shape(shard.full_shape)
+                    before = shapes.get(run.tensor, shape)
+                    shapes[run.tensor] = tuple(map(max, before, shape))
+                    found = run.overlap(shard.offset, shard.shape)
+                    if found is not None:
+                        piece = Piece(rank, number, *found, run.transposed)
+                        pieces.setdefault(run.tensor, []).append(piece)
+        for copy, original in table.copies.items():
+            if original in pieces:
+                pieces[copy], shapes[copy] = pieces[original], shapes[original]
+        tensors = {
+            name: torch.empty(
+                shapes[name], dtype=torch.float32 if table.is_exact(name) else dtype, device="meta"
+            )
+            for name in sorted(pieces)
+        }
+        return cls(tensors, pieces)
+
+
+def write_model(
+    target: Path,
+    chunks: Sequence[torch.nn.Module],
+    context: ParallelContext,
+    table: Table,
+    config: Mapping[str, Any],
+    *,
+    num_layers: int,
+    dtype: torch.dtype,
+    copied: Sequence[Path] = (),
+    max_shard_size: int | str = "5GB",
+    value_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    flag: str = "--hf",
+) -> None:
+    """Write the model of all ranks as a Hugging Face folder; all ranks call this together.
+
+    The folder appears whole or not at all, and replaces the target. If the first rank cannot write,
+    all ranks raise a CheckpointError.
+
+    Args:
+        config: the content of config.json.
+        copied: files to copy, such as those of the tokenizer.
+        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
+        value_of: maps a parameter to the values to write in its place, which have its shape.
+        flag: the flag that gave the target, for errors.
+    """
+    sender = _Sender(chunks, context, value_of)
+    by_rank = gather_or_raise(sender.describe, f"{target} cannot be written")
+    plan = Plan.of(table, by_rank, num_layers, dtype)
+    files = plan_files(None, plan.tensors, max_shard_size, "model")
+    fault: CheckpointError | None = None
+    if context.rank != 0:
+        for names in files.values():
+            for name in names:
+                sender.gather(plan, name)
+    else:
+        left = iter([name for names in files.values() for name in names])
+        try:
+            with written_aside(target, flag) as folder:
+                plan_files(folder, plan.tensors, max_shard_size, "model")
+                shown = {"unit": "file", "delay": 1.0, "leave": False, "disable": None}
+                for file, names in tqdm(files.items(), "Writing", **shown):
+                    described = {name: plan.tensors[name] for name in names}
+                    values = (sender.gather(plan, next(left)) for _ in names)
+                    write_tensors(folder / file, described, _whole(values))
+                write_others(folder, config, copied)
+        except CheckpointError as error:
+            fault = error
+        # The other ranks send all the same, and must not wait forever.
+        for name in left:
+            sender.gather(plan, name)
+    from_all_ranks(None, fault)
+
+
+def _whole(values: Iterator[Tensor | None]) -> Iterator[Tensor]:
+    for value in values:
+        assert value is not None
+        yield value
+
+
+class _Sender:
+    """The values that a rank gives, and their way to the first rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        context: ParallelContext,
+        value_of: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._rank, self._value_of = context.rank, value_of
+        self._bare = unwrap_model(list(chunks))
+        self._shards: list[Shard] = []
+        self._owners: list[Tensor] = []
+
+    def describe(self) -> list[Described]:
+        """Return the shards of which this rank holds the main copy."""
+        for chunk in self._bare:
+            own = {x.data_ptr(): x for x in (*chunk.parameters(), *chunk.buffers())}
+            starts = sorted(own)
+            for shard in shards_of(chunk, buffers=True):
+                if shard.is_main and MARK not in shard.name and not shard.name.endswith(HISTORY):
+                    self._shards.append(shard)
+                    # A shard may be the second half of a parameter.
+                    at = bisect.bisect_right(starts, shard.tensor.data_ptr()) - 1
+                    self._owners.append(own[starts[at]])
+        return [
+            Described(x.name, x.full_shape, x.offset, tuple(x.tensor.shape)) for x in self._shards
+        ]
+
+    def gather(self, plan: Plan, name: str) -> Tensor | None:
+        """Return a tensor of transformers on the first rank, None on others, which send to it."""
+        described, by_rank = plan.tensors[name], dict[int, list[Piece]]()
+        for piece in plan.pieces[name]:
+            by_rank.setdefault(piece.rank, []).append(piece)
+        if self._rank != 0:
+            own = by_rank.get(self._rank)
+            if own:
+                torch.distributed.send(self._packed(own, described.dtype), 0)
+            return None
+        full = torch.empty(described.shape, dtype=described.dtype)
+        for rank, pieces in by_rank.items():
+            blocks = [full[piece.index] for piece in pieces]
+            if rank == 0:
+                for block, piece in zip(blocks, pieces, strict=True):
+                    block.copy_(self._value(piece))
+                continue
+            device = self._shards[0].tensor.device
+            packed = full.new_empty(sum(x.numel() for x in blocks), device=device)
+            torch.distributed.recv(packed, rank)
+            parts = torch.split(packed.cpu(), [block.numel() for block in blocks])
+            for block, part in zip(blocks, parts, strict=True):
+                block.copy_(part.view(block.shape))
+        return full
+
+    def _packed(self, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
+        """Return the values of pieces behind each other, for one message."""
+        return torch.cat([self._value(piece).to(dtype).flatten() for piece in pieces])
+
+    def _value(self, piece: Piece) -> Tensor:
+        """Return the values of a piece, in the order of the axes of transformers' tensor."""
+        shard, owner = self._shards[piece.shard], self._owners[piece.shard]
+        values = self._value_of(owner).detach()
+        if values is not owner:
+            at = shard.tensor.storage_offset() - owner.storage_offset()
+            values = values.contiguous().as_strided(shard.tensor.shape, shard.tensor.stride(), at)
+        else:
+            values = shard.tensor.detach()
+        values = values[piece.rows]
+        return values.t() if piece.transposed else values
