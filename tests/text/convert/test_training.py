@@ -1,13 +1,11 @@
 """Runs that start from a Hugging Face folder, against transformers' class and torch's AdamW."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +20,8 @@ FLAGS = (
     "--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --mock-data --split 100,0,0 "
     "--tokenizer-type NullTokenizer --vocab-size 299 --num-workers 0 --eval-iters 0 "
     f"--log-interval 1 --train-iters {STEPS} --lr {RATE} --min-lr {RATE} --lr-decay-style constant "
-    f"--weight-decay {DECAY} --adam-eps {EPSILON} --clip-grad 1 --attention-dropout 0 --hidden-dropout 0 "
+    f"--weight-decay {DECAY} --adam-eps {EPSILON} --clip-grad 1 --attention-dropout 0 "
+    "--hidden-dropout 0 "
     "--accumulate-allreduce-grads-in-fp32"
 ).split()
 LAYOUTS = {
