@@ -81,7 +81,7 @@ def truth(source: Path, steps: list[list[tuple[Tensor, Tensor]]]) -> list[tuple[
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        found.append((float(loss), float(norm)))
+        found.append((loss.item(), norm.item()))
     return found
 
 
