@@ -163,6 +163,11 @@ SHARED = "--use-distributed-optimizer"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 DEPTH = "--mtp-num-layers 1 --position-embedding-type rope"
+LATENT = (
+    f"{EXPERTS} --multi-latent-attention --no-group-query-attention --qk-layernorm --qk-head-dim 8 "
+    "--q-lora-rank 24 --kv-lora-rank 16 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
+    "--position-embedding-type rope --moe-shared-expert-intermediate-size 32"
+)
 DEEP, CHUNKS = "--num-layers 4", "--num-layers-per-virtual-pipeline-stage 1"
 
 
@@ -198,6 +203,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
         (EXPERTS, f"--expert-model-parallel-size 2 {SHARED}", 2),
         (EXPERTS, f"{TP2} --sequence-parallel --expert-model-parallel-size 2", 4),
         (DEPTH, f"{PP2} {SHARED}", 2),
+        pytest.param(
+            LATENT,
+            f"{TP2} --sequence-parallel --expert-model-parallel-size 2 {SHARED}",
+            4,
+            id="latent attention and shared experts",
+        ),
         pytest.param(DEEP, f"{PP2} {CHUNKS}", 2, marks=pytest.mark.slow),
     ],
 )
