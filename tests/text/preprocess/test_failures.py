@@ -1,4 +1,4 @@
-"""What stops a run of preprocessing is told, and nothing half-written is left."""
+"""A run of preprocessing that is stopped says why, and leaves nothing half-written."""
 
 import gzip
 import json
