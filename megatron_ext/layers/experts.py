@@ -26,6 +26,7 @@ from megatron_ext.layers.weight_gradients import (
     accumulate,
     gradient_placeholder,
     takes_overwrite,
+    writable,
 )
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class _Call:
     def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Store gradients ``[e, out, in]`` or return them, as autograd gets them by weight."""
         if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
-            buffers: Any = [weight.main_grad for weight in self.weights]  # type: ignore[attr-defined]
+            buffers: Any = [writable(x.main_grad) for x in self.weights]  # type: ignore[attr-defined]
             stale = [
                 x
                 for x, weight in zip(buffers, self.weights, strict=True)

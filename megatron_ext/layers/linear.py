@@ -24,6 +24,7 @@ from megatron_ext.layers.weight_gradients import (
     add_weight_gradient,
     expect_additions,
     gradient_placeholder,
+    writable,
 )
 
 
@@ -232,7 +233,7 @@ class _Rows(torch.autograd.Function):
         # The public `index_put_` would read the range of the indices on the host. Both add the
         # gradients of a row in one order, whereas `index_add_` does so in any on GPUs.
         torch._index_put_impl_(
-            ctx.main_grad, [indices.flatten()], rows, accumulate=True, unsafe=True
+            writable(ctx.main_grad), [indices.flatten()], rows, accumulate=True, unsafe=True
         )
         return None, None
 

@@ -157,6 +157,17 @@ def _zero_stale(parameters: Iterable[Any], _gradient: Tensor | None = None) -> N
         torch._foreach_zero_(stale)
 
 
+def writable(main_grad: Tensor) -> Tensor:
+    """Return a ``main_grad`` after it has got memory, if its bucket had none (`gradient_shards`).
+
+    Such memory is zero. This must be called before anything but a hook writes to a ``main_grad``.
+    """
+    bucket = getattr(main_grad, "bucket", None)
+    if bucket is not None:
+        bucket.allocate()
+    return main_grad
+
+
 def takes_overwrite(weight: Tensor) -> bool:
     """Return whether ``weight.main_grad`` holds an old gradient, which the caller then overwrites.
 
@@ -170,7 +181,7 @@ def takes_overwrite(weight: Tensor) -> bool:
 
 def add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
     """Add the product of `add_product` to ``weight.main_grad``, or overwrite an old gradient."""
-    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    total = writable(weight.main_grad)  # type: ignore[attr-defined]
     add_product(total, gradient, inputs, overwrite=takes_overwrite(weight))
 
 
@@ -219,7 +230,7 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
         if takes_overwrite(weight):
             weight.main_grad.copy_(gradient)
         else:
-            weight.main_grad.add_(gradient)
+            writable(weight.main_grad).add_(gradient)
     elif weight.grad is None:
         weight.grad = gradient
     else:

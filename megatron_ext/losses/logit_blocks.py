@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers.compiled import compiles
-from megatron_ext.layers.weight_gradients import adds_in_float32, expect_additions
+from megatron_ext.layers.weight_gradients import adds_in_float32, expect_additions, writable
 from megatron_ext.losses.vocabulary import default_rows, fused_rows, statistics, to_gradient_
 
 
@@ -346,7 +346,7 @@ class _WeightedSum(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.gradients.take(scale)
         of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
         if of_weight is not None and ctx.main_grad is not None:
-            ctx.main_grad.addcmul_(of_weight, scale)
+            writable(ctx.main_grad).addcmul_(of_weight, scale)
             of_weight = None
         elif of_weight is not None:
             of_weight = _scaled_to(ctx.weight_dtype, of_weight, scale)
