@@ -142,7 +142,7 @@ def _predicted(run: Run, context: ParallelContext) -> int:
 
 @ranks(dp=2, timeout=120)
 def test_weights_are_those_of_whole_gradients(context: ParallelContext) -> None:
-    """With one micro-batch to the bit; also where products add in place, and in bf16."""
+    """They agree to the bit with one micro-batch; products may add in place, and in bf16."""
     _agree(context, "--global-batch-size 2 --clip-grad 0", tolerance=0.0)
     run, peak = _agree(context, "")
     (chunk,) = run.chunks
