@@ -179,8 +179,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             causal = self.causal and (mask is None or self.window_size is not None)
             span = Span(first_query, causal or of_documents, self.window_size)
             blocks = masks.block_mask(q, k, span, mask)
-            context = masks.flex_attend(q, k, v, blocks, self.softmax_scale)
-            return context.permute(2, 0, 1, 3)
+            return masks.attention_in_blocks(query, key, value, blocks, self.softmax_scale)
         if mask is not None and of_documents:
             mask = masks.document_mask(mask, first_query, query.size(0))
         if self.window_size is not None:

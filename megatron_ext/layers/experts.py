@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from megatron_ext.layers import pointwise
+from megatron_ext.layers.hooks import call_pre_hooks
 from megatron_ext.layers.weight_gradients import (
     DeferredWeightGradients,
     accumulate,
@@ -112,7 +113,8 @@ class _GroupedProduct(torch.autograd.Function):
             of_x = torch._grouped_mm(gradient, stacked, offs=ends)
 
         def of_weights() -> tuple[Tensor | None, ...]:
-            # With these layouts an expert may have any number of tokens, also none.
+            # With these layouts an expert may have any number of tokens, also none. The kernel
+            # writes 16 bits only.
             return call.add(torch._grouped_mm(gradient.t(), x, offs=ends))
 
         found: tuple[Tensor | None, ...] = (None,) * len(call.weights)
@@ -143,10 +145,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         if not self._groups(x):
             found: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, probs)
             return found
-        for module in self.local_experts.modules():
-            # Data parallelism runs them before a module uses its weights.
-            for hook in list(module._forward_pre_hooks.values()):
-                hook(module, ())
+        call_pre_hooks(self.local_experts)
         if config.moe_apply_probs_on_input:
             x, probs = (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)
         counts = tokens_per_expert.to(x.device, non_blocking=True)

@@ -3,6 +3,8 @@
 With ``--gradient-accumulation-fusion`` the matrix product that computes a weight gradient also adds
 it to the float32 buffer. The sum over the tokens is then never rounded to 16 bits, and the buffer
 is read and written once. Megatron-LM uses a kernel of NVIDIA apex for this; here cuBLAS does it.
+Two kinds of products write 16 bits first: those of `experts` in groups, and 8-bit ones with scales
+of rows. For each micro-batch their sum over its tokens is rounded once.
 
 The first such product of a step overwrites the buffer, so that this part of it need not be set to
 zero before (`StepGradients`). What no product has overwritten when the gradients are reduced is set

@@ -32,7 +32,7 @@ GRAPHS = {
     "largest": "casts",
     "quantize": "casts",
     "quantize_with": "casts",
-    "flex_attention": "attention",
+    "_attention_in_blocks": "attention",
 }
 """Classes of compiled functions that are no pointwise part of a layer."""
 COPIES = ("::_to_copy", "::copy_")

@@ -127,7 +127,9 @@ def called(chunk: torch.nn.Module) -> set[str]:
     """Return a set that fills with the names of modules whose hooks are called."""
     names: set[str] = set()
     for name, module in chunk.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: names.add(name))
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: names.add(name), with_kwargs=True
+        )
     return names
 
 
