@@ -148,7 +148,12 @@ class _ParallelLinear:
     @property
     def adds_in_place(self) -> bool:
         """Whether the layer adds its weight's gradient to the gradient buffer itself."""
-        return self.alone and getattr(self.config, "adds_in_place", False)
+        return self.alone and self.overwrites
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the first gradient of the weight in a step may overwrite the old one."""
+        return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the output, adapter included, and None or a bias that the caller must add."""

@@ -7,8 +7,8 @@ Two kinds of products write 16 bits first: those of `experts` in groups, and 8-b
 of rows. For each micro-batch their sum over its tokens is rounded once.
 
 The first such product of a step overwrites the buffer, so that this part of it need not be set to
-zero before (`StepGradients`). What no product has overwritten when the gradients are reduced is set
-to zero then (`zero_untouched`).
+zero before (`StepGradients`). So does the loss with the gradient of the output head. What nothing
+has overwritten when the gradients are reduced is set to zero then (`zero_untouched`).
 
 A zero-bubble schedule computes weight gradients when the rank would otherwise be idle
 (arXiv:2401.10241). Until then `DeferredWeightGradients` queues their computation.
@@ -99,7 +99,8 @@ class StepGradients:
     """The gradient buffers of model chunks at the start of a step.
 
     A linear layer whose products add to the buffer need not find zeros there: the first product of
-    a step overwrites the old gradient of the weight. Until then the weight is marked by
+    a step overwrites the old gradient of the weight. So does the first gradient of the output head.
+    Until then the weight is marked by
     ``overwrite_main_grad``, a name that Transformer Engine has for the same.
 
     Args:
@@ -111,13 +112,17 @@ class StepGradients:
 
     @functools.cached_property
     def _weights(self) -> list[Tensor]:
-        """The weights of layers with `adds_in_place`, each once, with a hook for other gradients.
+        """The weights of layers that have `overwrites`, each once, with a hook for other gradients.
 
-        The hook runs before that of megatron-core, which adds a gradient from autograd.
+        The hook runs before that of megatron-core, which adds a gradient from autograd. A weight
+        that another module has too, such as an embedding, is left out.
         """
-        modules = (module for chunk in self._chunks for module in chunk.modules())
-        adding = (module for module in modules if getattr(module, "adds_in_place", False))
-        weights = list(dict.fromkeys(m.weight for m in adding if hasattr(m.weight, "main_grad")))
+        modules = [module for chunk in self._chunks for module in chunk.modules()]
+        holders = [m for m in modules if isinstance(getattr(m, "weight", None), Tensor)]
+        overwriting = [m for m in holders if getattr(m, "overwrites", False)]
+        shared = {m.weight for m in holders if not getattr(m, "overwrites", False)}
+        own = dict.fromkeys(m.weight for m in overwriting if hasattr(m.weight, "main_grad"))
+        weights = [weight for weight in own if weight not in shared]
         for weight in weights:
             weight.register_hook(functools.partial(_zero_stale, [weight]))
         return weights

@@ -58,6 +58,7 @@ class Work:
         flops: operations of matrix products, whose numbers have ``width`` bytes.
         num_bytes: bytes read and written beside those of the products' own factors and results.
         kernels: number of kernels.
+        graphed: these kernels are launched by a CUDA graph.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Work:
     num_bytes: float = 0.0
     kernels: float = 0.0
     width: int = 2
+    graphed: bool = False
 
     def __mul__(self, times: float) -> Work:
         return replace(

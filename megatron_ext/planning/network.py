@@ -237,8 +237,11 @@ class Network(ABC):
             moved = numbers * cast_of(self.config.fp8.fp8_recipe)[0]
             found.append(Work("casts", forward, num_bytes=moved))
         shards = self.config.optimizer.shards_gradients
+        graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
         recipe = self.config.fp8.fp8_recipe if x.fp8_weights else None
-        summed = gradient_bytes(count, recipe, overwrites=not shards)
+        summed = gradient_bytes(count, recipe, overwrites=not (shards or graphed))
+        if graphed:  # The products of CUDA graphs add to sums that are set to zero first.
+            summed += FP32 / count
         summed *= sum(w.numel for w in matrices if not w.frozen)
         found.append(Work("weight gradients", weights, num_bytes=summed))
         if shards:
