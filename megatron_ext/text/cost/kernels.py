@@ -28,8 +28,10 @@ and rotate, the sum with the second norm, the activation and the last sum. Going
 two kernels. The gradients of both gains are cast and added to the buffer."""
 PASSES = 4
 """Kernels of the two passes over a block of logits, the first of which needs three."""
-VECTOR_KERNELS = 30
+VECTOR_KERNELS = 18
 """Kernels of vectors ``[C]`` for a block of logits."""
+LOSS_KERNELS = 66
+"""Kernels of vectors of all tokens of a micro-batch: their weights, sums and reports."""
 
 LOGIT = 2 + 4
 """Bytes per 16-bit logit: a pass that reads it, and one that overwrites it by its gradient."""
@@ -154,7 +156,11 @@ class GptKernels(GptFlops):
             Work("head", inputs, counted.head, 0.0, count, x.width),
             Work("head", weights, counted.head_weights, losses * summed, count, x.width),
             Work(
-                "logits", Phase.FORWARD, 0.0, per_logit * logits, count * (PASSES + VECTOR_KERNELS)
+                "logits",
+                Phase.FORWARD,
+                0.0,
+                per_logit * logits,
+                count * (PASSES + VECTOR_KERNELS) + LOSS_KERNELS,
             ),
         ]
         if self._trains:
