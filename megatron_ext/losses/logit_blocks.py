@@ -338,7 +338,7 @@ class _WeightedSum(torch.autograd.Function):
         ctx.gradients, ctx.largest, ctx.weight_dtype = gradients, largest, weight.dtype
         # Saved tensors come back without their attributes.
         adds = head.main_grad and hasattr(weight, "main_grad")
-        ctx.main_grad = weight.main_grad if adds else None
+        ctx.main_grad = getattr(weight, "main_grad", None) if adds else None
         ctx.parameter = weight if adds else None
         if adds and wanted[1]:
             expect_additions(weight)
