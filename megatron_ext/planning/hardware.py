@@ -177,8 +177,7 @@ FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
 GAP = 5e-6
 """Assumed seconds from the last work of a kernel to the full speed of the next; a guess."""
 GRAPH_GAP = 4.6e-6
-"""The same between kernels of a CUDA graph: 0.4 µs less, as of 3.8 and 3.4 µs for a short kernel
-(NVIDIA, Getting Started with CUDA Graphs, 2019, on V100). The host is assumed to keep up."""
+"""Assumed seconds between two kernels of a CUDA graph, if the host keeps up without one; a guess."""
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
