@@ -65,7 +65,7 @@ tests() {
 }
 
 first() {
-    table try 60 gpu_try "${SIZE[@]}"
+    table try 60 gpu_try --seconds 54 "${SIZE[@]}"
     throughput throughput_3b_4096 90 --sizes 3b --seq-length 4096 --batch 2 --precisions bf16 \
         --trace "$OUT/traces"
     throughput throughput_3b_8192 70 --sizes 3b --seq-length 8192 --batch 1 --precisions bf16

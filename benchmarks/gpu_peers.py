@@ -41,6 +41,7 @@ from benchmarks.gpu_setup import (
     freed,
     one_rank,
     outcome_of,
+    parsed_with_flags,
     peak_memory,
     table_row,
 )
@@ -147,10 +148,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--speeds", type=Path, help="file of peers' speeds, to read and add to")
     parser.add_argument("--no-compile", action="store_true", help="leave the peers uncompiled")
     add_device_flags(parser)
-    words = list(argv)
-    split = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:split])
-    args.flags = tuple(words[split + 1 :])
+    args = parsed_with_flags(parser, argv)
     if args.tiny:
         args.size, args.seq_length, args.batch = "tiny", 32, 2
         args.repeats, args.warm_up, args.no_compile = 2, 1, True

@@ -21,10 +21,13 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.device.gpus import has_fp8, matrix_rate, peak_flops
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.main import preflight
 from megatron_ext.train.run import Run
+from megatron_ext.train.setup import build_run
+from megatron_ext.train.task import Task
 
 __all__ = [
     "LLAMAS",
@@ -35,11 +38,13 @@ __all__ = [
     "ceiling",
     "config_of",
     "device_of",
-    "draw_weights",
     "freed",
+    "loss_of_step",
     "one_rank",
     "outcome_of",
+    "parsed_with_flags",
     "peak_memory",
+    "built_run",
     "table_row",
 ]
 
@@ -125,6 +130,15 @@ def add_result_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
 
 
+def parsed_with_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Return a script's flags; ``flags`` are the words after ``--``, for pretrain_gpt.py."""
+    words = list(argv)
+    split = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:split])
+    args.flags = tuple(words[split + 1 :])
+    return args
+
+
 def device_of(args: argparse.Namespace) -> torch.device:
     """Return the device that was asked for.
 
@@ -190,6 +204,30 @@ def config_of(flags: Sequence[str], device: torch.device) -> tuple[RunConfig, To
     )
     model = dataclasses.replace(config.model, perform_initialization=False)
     return dataclasses.replace(config, model=model), tokenizer
+
+
+def built_run(
+    flags: Sequence[str], context: ParallelContext, device: torch.device, task: Task = GPT
+) -> Run:
+    """Build the run that flags of pretrain_gpt.py describe, its weights drawn on the device.
+
+    Raises:
+        ConfigError: it cannot be run here.
+    """
+    config, tokenizer = config_of(flags, device)
+    seed_everything(context, config.training.seed)
+    run = build_run(config, task, context, device, tokenizer)
+    draw_weights(run)
+    return run
+
+
+def loss_of_step(run: Run) -> float:
+    """Train a step on the run's next batches, and return its loss."""
+    micro, batch = run.config.training.batch_sizes
+    number = batch // micro
+    batches = run.train_source.next_step(number)
+    result = run.runner.train(batches, number, run.progress.consumed_train_samples, batch)
+    return float(next(iter(result.losses.values())))
 
 
 @contextmanager

@@ -41,25 +41,24 @@ from benchmarks.gpu_setup import (
     Llama,
     Results,
     add_device_flags,
+    built_run,
     ceiling,
     ceiling_dtype,
-    config_of,
     device_of,
-    draw_weights,
     freed,
+    loss_of_step,
     one_rank,
     outcome_of,
+    parsed_with_flags,
     peak_memory,
     table_row,
 )
 from benchmarks.targets import FP8_OVER_BF16, MFU, Target, verdict
 from megatron_ext.config.output import GPU_NAMES
-from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.cost.flops import flops_per_sample
-from megatron_ext.text.task import GPT
 from megatron_ext.train.loop import train
 from megatron_ext.train.run import Run
-from megatron_ext.train.setup import build_run
 
 IMPLEMENTATIONS = {"torch": "torch", "te": "transformer_engine"}
 FP8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
@@ -148,14 +147,6 @@ def seconds_per_step(run: Run, timing: Timing) -> float:
     return statistics.median(times[1:])
 
 
-def loss_after(run: Run) -> float:
-    """Return the loss of one more step, which shows that the timed ones trained."""
-    batches = run.train_source.next_step(1)
-    rows = run.batch_size.global_batch_size
-    result = run.runner.train(batches, 1, run.progress.consumed_train_samples, rows)
-    return float(next(iter(result.losses.values())))
-
-
 @dataclass(frozen=True)
 class Measured:
     """The result of a variant.
@@ -202,10 +193,7 @@ def measure(
     Raises:
         ConfigError: it cannot run here.
     """
-    config, tokenizer = config_of(variant.flags, device)
-    seed_everything(context, config.training.seed)
-    run = build_run(config, GPT, context, device, tokenizer)
-    draw_weights(run)
+    run = built_run(variant.flags, context, device)
     seconds = seconds_per_step(run, timing)
     tokens = variant.batch * variant.length / seconds
     flops = tokens * flops_per_sample(run.config.model, run.config.moe) / variant.length
@@ -216,7 +204,7 @@ def measure(
         f"{flops / 1e12:.4g}",
         *top.shares(flops),
         peak_memory(device),
-        f"{loss_after(run):.3f}",
+        f"{loss_of_step(run):.3f}",
     )
     if trace is not None:
         record(run, trace / f"{variant.label}.json")
@@ -278,10 +266,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=5, help="steps before")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="record steps into it")
     add_device_flags(parser)
-    words = list(argv)
-    split = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:split])
-    args.flags = tuple(words[split + 1 :])
+    args = parsed_with_flags(parser, argv)
     if args.tiny:
         args.sizes, args.seq_length, args.batch = ["tiny"], [32], 2
         args.rounds, args.steps, args.warm_up = 2, 1, 1

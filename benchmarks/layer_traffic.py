@@ -36,7 +36,7 @@ from megatron_ext.video.model.attention import rotary_table
 from megatron_ext.video.model.chunk import Blueprint
 from megatron_ext.video.model.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
-from megatron_ext.video.model.wan.attention import AttentionPlan, VideoDiTOptions
+from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow, VideoDiTOptions
 from megatron_ext.video.model.wan.blocks import Block, Conditioning, Run
 
 Step = Callable[[], None]
@@ -67,7 +67,7 @@ class Sdpa(DotProductAttention):
 
 def training_step(block: torch.nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Step:
     """Run one forward and backward pass of a block."""
-    block.to(DTYPE).train()
+    block.to(device=hidden.device, dtype=DTYPE).train()
     upstream = torch.randn_like(hidden)
 
     def step() -> None:
@@ -114,18 +114,38 @@ def mmdit_step(context: ParallelContext, kind: type, hidden: Tensor) -> Step:
     return training_step(block, hidden, vec, table, LocalTokens(tokens, tokens))
 
 
-def video_step(context: ParallelContext, hidden: Tensor) -> Step:
-    """Build a block of the video DiT, with a timestep for each of four frames."""
+def video_block(
+    context: ParallelContext,
+    sizes: VideoDiTSizes,
+    hidden: Tensor,
+    num_frames: int,
+    window: FrameWindow | None = None,
+) -> tuple[Block, Conditioning, Run]:
+    """Build a block of the video DiT, and what it gets beside ``hidden``.
+
+    Each frame has a timestep of its own; there is a token of text for eight of the video. Frames
+    see each other or, with a window, those before them.
+    """
     s, b, h = hidden.shape
-    sizes = VideoDiTSizes(h, h // HEAD, 4 * h, 1)
     config = StepTransformerConfig(**sizes.transformer_fields(), params_dtype=DTYPE, bf16=True)
-    block = Block(Blueprint(config, sizes, VideoDiTOptions(), context.pgs), 0)
-    positions = torch.randint(0, 32, (FRAMES, s // FRAMES, 3))
+    block = Block(Blueprint(config, sizes, VideoDiTOptions(window), context.pgs), 0)
+    positions = torch.randint(0, 32, (num_frames, s // num_frames, 3), device=hidden.device)
     table = frame_table(positions, sizes.axes_dim, 1e4, DTYPE)
-    run = Run(FRAMES, 1, table, AttentionPlan.bidirectional(FRAMES), None, None)
-    modulation = torch.randn(FRAMES, b, 6 * h, dtype=DTYPE, requires_grad=True)
-    text = torch.randn(s // 8, b, h, dtype=DTYPE)
-    return training_step(block, hidden, Conditioning(modulation, modulation, text), run)
+    plan = AttentionPlan.bidirectional(num_frames)
+    if window is not None:
+        plan = AttentionPlan.causal(window, 0, num_frames, ())
+    modulation = hidden.new_empty(num_frames, b, 6 * h).normal_().requires_grad_()
+    text = hidden.new_empty(s // 8, b, h).normal_()
+    run = Run(num_frames, 1, table, plan, None, None)
+    return block, Conditioning(modulation, modulation, text), run
+
+
+def video_step(context: ParallelContext, hidden: Tensor) -> Step:
+    """Build a block of the video DiT with four frames."""
+    h = hidden.size(-1)
+    sizes = VideoDiTSizes(h, h // HEAD, 4 * h, 1)
+    block, *given = video_block(context, sizes, hidden, FRAMES)
+    return training_step(block, hidden, *given)
 
 
 def steps(context: ParallelContext, hidden: Tensor) -> Iterator[tuple[str, Step]]:

@@ -20,13 +20,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from benchmarks.gpu_setup import Llama, config_of, draw_weights, version_of
+from benchmarks.gpu_setup import Llama, built_run, version_of
 from benchmarks.torch_llama import EPSILON, THETA, TorchLlama, token_loss
 from megatron_ext.data.batch import Batch
-from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
-from megatron_ext.train.setup import build_run
 
 LEARNING_RATE = 1e-5
 CLIP = 1.0
@@ -152,11 +151,7 @@ def core_chunk(config: Any, core: Any, context: ParallelContext, **position: Any
 def run_of(sizes: Llama, place: Place, task: Any, flags: tuple[str, ...]) -> Run:
     """Build a run of this project, without reports."""
     words = [*sizes.flags(place.length, place.batch), "--bf16", *flags]
-    config, tokenizer = config_of(words, place.device)
-    seed_everything(place.context, config.training.seed)
-    run = build_run(config, task, place.context, place.device, tokenizer)
-    draw_weights(run)
-    return run
+    return built_run(words, place.context, place.device, task)
 
 
 def parameters_of(run: Run) -> int:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.device import cuda_shim
+from megatron_ext.layers import masks
 from tests.host_syncs import waits
 from tests.stream_order import place
 
@@ -141,6 +142,8 @@ class Capture:
         for name, keyword in FACTORIES.items():
             made = _factory(getattr(torch, name), keyword)
             self.stack.enter_context(mock.patch.object(torch, name, made))
+        captures = mock.patch.object(masks, "is_captured", return_value=True)
+        self.stack.enter_context(captures)
         self.graph.__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -123,6 +123,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from parallel_rules.interleaving_errors(run.parallel, run.training)
     yield from run.loss.errors(per_token=run.training.calculate_per_token_loss, has_te=has_te)
     yield from optimizer_rules.optimizer_errors(run.optimizer, run.training)
+    yield from optimizer_rules.sharding_errors(run)
     yield from optimizer_rules.moment_errors(run.optimizer, run.model)
     yield from optimizer_rules.ema_errors(run.ema, run.training)
     yield from run.checkpoint.errors(evaluates=run.training.evaluates)

@@ -178,10 +178,10 @@ steps are not run twice to find faulty hardware; use `--check-invariants`:
     rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename
     check-for-spiky-loss check-for-large-grads
 fully sharded data parallelism saves no checkpoint that other layouts load; use
-`--use-distributed-optimizer`:
+`--use-distributed-optimizer` with `--data-parallel-sharding-strategy optim_grads`:
     use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward
-    data-parallel-sharding-strategy outer-dp-sharding-strategy fsdp-double-buffer
-    fsdp-manual-registration no-gradient-reduce-div-fusion suggested-communication-unit-size
+    outer-dp-sharding-strategy fsdp-double-buffer fsdp-manual-registration
+    no-gradient-reduce-div-fusion suggested-communication-unit-size
     enable-full-sharding-in-hsdp init-model-with-meta-device strict-fsdp-dtensor-load
     gradient-reduce-div-fusion nccl-ub use-nccl-ub disable-symmetric-registration
 parts of the optimizer are not moved to the CPU; use `--use-distributed-optimizer`:

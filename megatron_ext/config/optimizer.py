@@ -164,6 +164,14 @@ class OptimizerConfig(Changeable):
         False, "decay the weights of the norms of queries and keys too"
     )
     use_distributed_optimizer: bool = flag(False, "share optimizer state over replicas")
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard",
+        "what data-parallel ranks share: no_shard leaves it to --use-distributed-optimizer, optim "
+        "is optimizer state, as that flag says, and optim_grads gradients too (ZeRO-2); gradients "
+        "then take 4 bytes for each weight over the data-parallel size, plus a few buckets of "
+        "--ddp-bucket-size, but are reduced in every micro-batch instead of once a step",
+        choices="no_shard optim optim_grads optim_grads_params",
+    )
     overlap_grad_reduce: bool = flag(False, "reduce replicas' gradients during the backward pass")
     overlap_param_gather: bool = flag(False, "gather replicas' parameters during the forward pass")
     align_grad_reduce: bool = flag(True, "let all pipeline stages reduce their gradients together")
@@ -180,6 +188,11 @@ class OptimizerConfig(Changeable):
     use_checkpoint_opt_param_scheduler: bool = flag(False, "schedule from checkpoint, not flags")
     usual_warmup_iters: int = 0
     """Steps of warm-up of a run whose flags give none."""
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return whether a data-parallel rank keeps the sums of its share of gradients only."""
+        return self.data_parallel_sharding_strategy == "optim_grads"
 
     def muon_notes(self) -> list[str]:
         """Return a note if Muon's updates are far larger than those of AdamW, by default."""

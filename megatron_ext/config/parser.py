@@ -317,7 +317,9 @@ def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -
     """Return a note for each given flag that has no effect in this run, on this device, or ever."""
     reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
     if config.device == "cpu":
-        reasons += [(flag, GPU_ONLY.get(flag.field), " on a CPU") for flag in given]
+        kept = ("ddp_bucket_size", "ddp_num_buckets") * config.optimizer.shards_gradients
+        on_gpu = [flag for flag in given if flag.field not in kept]
+        reasons += [(flag, GPU_ONLY.get(flag.field), " on a CPU") for flag in on_gpu]
     if not config.model.group_query_attention:
         alone = " without `--group-query-attention`"
         each = "each head has keys and values of its own"

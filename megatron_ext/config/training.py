@@ -309,7 +309,7 @@ class LossConfig:
     cross_entropy_chunk_size: int | None = flag(
         None,
         "tokens of a chunk; by default an eighth of a micro-batch's, 1024 at most, and for "
-        "cross-entropy of 16-bit logits on a GPU a quarter, 4096 or twice the hidden size at most",
+        "cross-entropy of 16-bit logits on a GPU half, 4096 or twice the hidden size at most",
         COUNT,
         "tokens",
         if_changed="allow",

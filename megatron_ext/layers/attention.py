@@ -247,11 +247,11 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             causal = self.causal and (mask is None or window is not None)
             span = Span(first_query or 0, causal or of_documents, window)
             blocks = masks.block_mask(q, k, span, mask)
-            changes: dict[str, Any] = {}
-            if own_scores:
-                changes = {"softcap": self.softcap, "sinks": self._sinks(query)}
-            context = masks.flex_attend(q, k, v, blocks, self.softmax_scale, **changes)
-            return context.permute(2, 0, 1, 3)
+            limit = masks.limit_on(query.device, self.softcap) if self.softcap else None
+            sinks = self._sinks(query) if own_scores else None
+            return masks.attention_in_blocks(
+                query, key, value, blocks, self.softmax_scale, limit, sinks
+            )
         at = first_query or 0
         if mask is not None and of_documents:
             mask = masks.document_mask(mask, at, query.size(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron_ext.config.precision import TE_IMPL, Fp8Config, PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.fp8.attach import attach_fp8
+from megatron_ext.layers.gradient_shards import ShardedGradients
 from megatron_ext.layers.initialization import initialize_by_name, mark_methods, unmark_methods
 from megatron_ext.layers.lora import attach_adapters
 from megatron_ext.layers.moe import mark_experts
@@ -109,11 +111,12 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
 
 
 def bucket_size(optimizer: OptimizerConfig, num_parameters: int, replicas: int) -> int | None:
-    """Return how many parameters of the first chunk share a gradient bucket; None means all.
+    """Return how many parameters share a gradient bucket; None means all of a chunk.
 
-    ``replicas`` is the number of ranks over which gradients are reduced.
+    Unless gradients are sharded, this is so for the first chunk of the first pipeline rank; all
+    others have one bucket. ``replicas`` is the number of ranks over which gradients are reduced.
     """
-    if not optimizer.overlap_grad_reduce:
+    if not (optimizer.overlap_grad_reduce or optimizer.shards_gradients):
         return None
     if optimizer.ddp_num_buckets is not None:
         return num_parameters // optimizer.ddp_num_buckets
@@ -129,7 +132,8 @@ def _ddp_config(
 ) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        # Gradients that are sharded are reduced by another class.
+        overlap_grad_reduce=optimizer.overlap_grad_reduce and not optimizer.shards_gradients,
         overlap_param_gather=optimizer.overlap_param_gather,
         align_param_gather=optimizer.overlap_param_gather and optimizer.align_param_gather,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
@@ -178,13 +182,18 @@ def wrap_chunks(
     num_parameters = sum(parameter.numel() for parameter in trained)
     sections = config.optimizer, config.precision, config.fp8
     ddp_config = _ddp_config(*sections, context, num_parameters)
+    wrap: Any = DistributedDataParallel
+    if config.optimizer.shards_gradients:
+        size = bucket_size(config.optimizer, num_parameters, context.pgs.dp_cp.size())
+        overlap = config.optimizer.overlap_grad_reduce
+        wrap = partial(ShardedGradients, bucket_size=size, overlap=overlap)
     ddp = [
-        DistributedDataParallel(
+        wrap(
             config=transformer_config,
             ddp_config=ddp_config,
             module=chunk,
             # Later chunks overlap with computation anyway.
-            disable_bucketing=index > 0,
+            disable_bucketing=index > 0 and not config.optimizer.shards_gradients,
             pg_collection=context.pgs,
         )
         for index, chunk in enumerate(wrapped)

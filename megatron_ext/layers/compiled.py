@@ -166,15 +166,23 @@ class Compiled(Generic[R]):
             tensor. It may not branch on values of tensors. It may not return an argument or a view
             of one, since the gradients of these would be summed outside of the graph.
         by_shape: compile every shape separately, into kernels specialized to this shape.
+        kind_of: returns what the function is compiled for of an argument that is no tensor, as a
+            hashable value; by default the argument itself.
 
     Attributes:
         eager: the uncompiled function, to be called from other compiled functions.
     """
 
-    def __init__(self, function: Callable[..., R], *, by_shape: bool = False) -> None:
+    def __init__(
+        self,
+        function: Callable[..., R],
+        *,
+        by_shape: bool = False,
+        kind_of: Callable[[Any], Any] = lambda arg: arg,
+    ) -> None:
         functools.update_wrapper(self, function)
         self.eager = function
-        self._by_shape = by_shape
+        self._by_shape, self._kind_of = by_shape, kind_of
         self._variants: dict[Any, Callable[..., R]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -184,7 +192,10 @@ class Compiled(Generic[R]):
         if torch.compiler.is_compiling() or not compiles(first):
             return self.eager(*args, **kwargs)
         args, kwargs = tuple(map(_plain, args)), {name: _plain(x) for name, x in kwargs.items()}
-        given = [_signature(arg, self._by_shape) for arg in (*args, *kwargs.values())]
+        given = [
+            _signature(arg if isinstance(arg, Tensor) else self._kind_of(arg), self._by_shape)
+            for arg in (*args, *kwargs.values())
+        ]
         key = (_compiler.backend, _compiler.alike, torch.is_grad_enabled(), *given)
         variant = self._variants.get(key)
         if variant is None:

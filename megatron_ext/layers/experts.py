@@ -21,11 +21,13 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from megatron_ext.layers import pointwise
+from megatron_ext.layers.hooks import call_pre_hooks
 from megatron_ext.layers.weight_gradients import (
     DeferredWeightGradients,
     accumulate,
     gradient_placeholder,
     takes_overwrite,
+    writable,
 )
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class _Call:
     def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Store gradients ``[e, out, in]`` or return them, as autograd gets them by weight."""
         if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
-            buffers: Any = [weight.main_grad for weight in self.weights]  # type: ignore[attr-defined]
+            buffers: Any = [writable(x.main_grad) for x in self.weights]  # type: ignore[attr-defined]
             stale = [
                 x
                 for x, weight in zip(buffers, self.weights, strict=True)
@@ -111,7 +113,8 @@ class _GroupedProduct(torch.autograd.Function):
             of_x = torch._grouped_mm(gradient, stacked, offs=ends)
 
         def of_weights() -> tuple[Tensor | None, ...]:
-            # With these layouts an expert may have any number of tokens, also none.
+            # With these layouts an expert may have any number of tokens, also none. The kernel
+            # writes 16 bits only.
             return call.add(torch._grouped_mm(gradient.t(), x, offs=ends))
 
         found: tuple[Tensor | None, ...] = (None,) * len(call.weights)
@@ -142,10 +145,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         if not self._groups(x):
             found: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, probs)
             return found
-        for module in self.local_experts.modules():
-            # Data parallelism runs them before a module uses its weights.
-            for hook in list(module._forward_pre_hooks.values()):
-                hook(module, ())
+        call_pre_hooks(self.local_experts)
         if config.moe_apply_probs_on_input:
             x, probs = (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)
         counts = tokens_per_expert.to(x.device, non_blocking=True)

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatron_ext.device import other_threads_go_on
+from megatron_ext.layers import masks
+from megatron_ext.layers.hooks import call_pre_hooks
 
 Graphed = Callable[..., Tensor]
 
@@ -105,10 +107,7 @@ class LayerGraphs:
         for weight, added in zip(weights, self.added, strict=True):
             if added:
                 weight.grad_added_to_main_grad = True
-        for module in layer.modules():
-            # Data parallelism runs them before the forward pass of each module.
-            for hook in list(module._forward_pre_hooks.values()):
-                hook(module, ())
+        call_pre_hooks(layer)
         tensors = [call[argument.name] for argument in self.arguments]
         if self.is_first:
             tensors = [_Owned.apply(x) if x.requires_grad else x for x in tensors]  # type: ignore[no-untyped-call]
@@ -157,6 +156,7 @@ class ChunkGraphs:
         self.layers = list(layers)
         self.warmup_steps = warmup_steps
         self.gradient_placeholder: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self._masks: list[dict[Any, Any]] = []  # of each slot, see `masks.NewestMask`
         self.graphs = [LayerGraphs(is_first=index == 0) for index in range(len(layers))]
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
             layer.graphs = graphs
@@ -195,7 +195,8 @@ class ChunkGraphs:
             weights.append([self._leaf_of(parameter) for parameter in layer.parameters()])
             functions.append(graphs.function(layer))
             samples.append((*graphs.samples(copies), *weights[-1]))
-        with other_threads_go_on():
+        self._masks.append({})
+        with other_threads_go_on(), masks.newest.kept_for_graphs(self._masks[-1]):
             recorded = torch.cuda.make_graphed_callables(
                 tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
             )

@@ -27,6 +27,7 @@ from megatron_ext.layers.weight_gradients import (
     add_weight_gradient,
     expect_additions,
     gradient_placeholder,
+    writable,
 )
 
 
@@ -150,7 +151,12 @@ class _ParallelLinear:
     @property
     def adds_in_place(self) -> bool:
         """Whether the layer adds its weight's gradient to the gradient buffer itself."""
-        return self.alone and getattr(self.config, "adds_in_place", False)
+        return self.alone and self.overwrites
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the first gradient of the weight in a step may overwrite the old one."""
+        return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the output, adapter included, and None or a bias that the caller must add."""
@@ -289,7 +295,7 @@ class _Rows(torch.autograd.Function):
         # The public `index_put_` would read the range of the indices on the host. Both add the
         # gradients of a row in one order, whereas `index_add_` does so in any on GPUs.
         torch._index_put_impl_(
-            ctx.main_grad, [indices.flatten()], rows, accumulate=True, unsafe=True
+            writable(ctx.main_grad), [indices.flatten()], rows, accumulate=True, unsafe=True
         )
         return None, None
 

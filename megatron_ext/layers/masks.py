@@ -11,9 +11,10 @@ from the least and greatest position and document of each block, without a look 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from megatron_ext.layers.compiled import compiled, compiles
+from megatron_ext.layers.compiled import Compiled, compiles
 
 T = TypeVar("T")
 Lengths = tuple[int, int]
@@ -56,7 +57,7 @@ def is_dense(mask: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def flex_fits(query: Tensor, dropout: float) -> bool:
-    """Return whether `flex_attend` supports queries ``[b, n, q, d]`` with this dropout.
+    """Return whether `attention_in_blocks` supports queries ``[b, n, q, d]`` with this dropout.
 
     It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size of at least 16 that
     is a power of 2, as torch before 2.7 requires.
@@ -67,32 +68,39 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
     return query.is_cuda and half and is_power and dropout == 0 and compiles(query)
 
 
-def flex_attend(
+def _attention_in_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: BlockMask,
     scale: float,
-    *,
-    softcap: float | None = None,
+    limit: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention ``[b, n, q, d]`` of q queries over the keys that the mask allows.
+    """Return the attention ``[q, b, n, d]`` of queries ``[q, b, n, d]``, by FlexAttention.
+
+    Keys and values are ``[k, b, g, d]``; the mask allows or forbids each pair.
 
     Args:
-        softcap: limit c of the scores x, which become ``c tanh(x / c)``.
+        limit: soft cap c of the scores x, which become ``c tanh(x / c)``, as a tensor ``[]``.
         sinks: logit of each head's sink ``[n]``, which takes a share of each query's attention.
     """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     given: dict[str, Any] = {
-        "block_mask": mask, "scale": scale, "enable_gqa": query.size(1) != key.size(1),
+        "block_mask": mask, "scale": scale, "enable_gqa": q.size(1) != k.size(1),
     }  # fmt: skip
-    if softcap is not None:
-        given["score_mod"] = _capped(softcap, query.device)
+    if limit is not None:
+
+        def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return limit * torch.tanh(score / limit)
+
+        given["score_mod"] = capped
     if sinks is None:
-        out: Tensor = compiled_flex_attention()(query, key, value, **given)
-        return out
-    out, found = compiled_flex_attention()(query, key, value, **given, **_WITH_LSE)
-    return besides_sinks(out, getattr(found, "lse", found), sinks)
+        out: Tensor = flex_attention(q, k, v, **given)
+    else:
+        out, found = flex_attention(q, k, v, **given, **_WITH_LSE)
+        out = beside_sinks(out, getattr(found, "lse", found), sinks)
+    return out.permute(2, 0, 1, 3)
 
 
 _WITH_LSE: dict[str, Any] = {"return_lse": True}
@@ -100,8 +108,7 @@ if hasattr(flex, "AuxRequest"):  # torch 2.9; from then on the other name is dep
     _WITH_LSE = {"return_aux": flex.AuxRequest(lse=True)}
 
 
-@compiled
-def besides_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return attention in which a sink has taken its share from each query's keys.
 
     With the log-sum-exp L of a query's scores, its keys keep exp(L) / (exp(L) + exp(sink)) of the
@@ -117,20 +124,31 @@ def besides_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _capped(softcap: float, device: torch.device) -> Callable[..., Tensor]:
-    """Return the function of (score, b, h, q, k) that limits a score."""
-    limit = torch.full((), softcap, device=device)
-
-    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return limit * torch.tanh(score / limit)
-
-    return capped
+def limit_on(device: torch.device, softcap: float) -> Tensor:
+    """Return the soft cap of scores as a tensor, which a compiled function takes for any value."""
+    return torch.full((), softcap, device=device)
 
 
-@cache
-def compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention compiled to one kernel; uncompiled it would store all scores."""
-    return torch.compile(flex_attention)
+def _kind_of(arg: Any) -> Any:
+    """Return what attention is compiled for of a block mask, and any other argument itself.
+
+    These are the rule, with the numbers and the kinds of tensors that it holds, and which axes of
+    the list of blocks have one entry: batch, rows and columns.
+    """
+    if not isinstance(arg, BlockMask):
+        return arg
+    rule: Any = arg.mask_mod
+    held = [cell.cell_contents for cell in rule.__closure__ or ()]
+    kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else x for x in held]
+    return rule.__code__, tuple(kinds), tuple(size == 1 for size in arg.kv_indices.shape)
+
+
+attention_in_blocks = Compiled(_attention_in_blocks, kind_of=_kind_of)
+"""Attention compiled to one kernel; uncompiled it would store all scores.
+
+`torch.compile` gives up on a function that it has compiled 8 times. Here each kind of mask, window,
+head size and so on has a copy of its own, whose lengths alone may vary.
+"""
 
 
 def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> BlockMask:
@@ -141,7 +159,7 @@ def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> B
     """
     lengths = query.size(2), key.size(2)
     if mask is None:
-        return _of_positions(span, lengths, query.device)
+        return newest.of_positions(span, lengths, query.device)
     make = _of_dense_mask if is_dense(mask) else _of_documents
     return newest.find(mask, (span, lengths), lambda: make(span, lengths, mask))
 
@@ -162,6 +180,11 @@ def document_mask(documents: Tensor, first_query: int, num_queries: int) -> Tens
     return newest.find(documents, (first_query, num_queries), made)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured on this device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class NewestMask:
     """Cache of what all layers make from the mask of the newest micro-batch.
 
@@ -173,23 +196,58 @@ class NewestMask:
         self._held: Tensor | None = None
         self._key: tuple[Any, ...] = ()
         self._made: dict[Any, Any] = {}
+        self._of_graphs: dict[Any, Any] | None = None
+
+    @contextmanager
+    def kept_for_graphs(self, kept: dict[Any, Any]) -> Iterator[None]:
+        """Keep in ``kept`` the masks for which the layers of a chunk are recorded inside the block.
+
+        ``kept`` must live as long as the graphs, which read the masks at fixed addresses. What
+        follows from positions alone is made before the capture. What follows from a mask is made
+        by the graph of the first layer that needs it, from what its input holds at a replay, and
+        read by the graphs after it. All layers get one mask, so that they are replayed one after
+        the other or not at all.
+        """
+        self._of_graphs = kept
+        try:
+            yield
+        finally:
+            self._of_graphs = None
 
     def find(self, mask: Tensor, purpose: Any, make: Callable[[], T]) -> T:
         """Return what ``make`` returns for this mask (or part of one) and purpose, from the cache.
 
-        Within the capture of a CUDA graph it is made anew: a replay must make it from what the
-        inputs of the graph hold then.
+        What was made outside of the capture of a CUDA graph is not found within one.
         """
-        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            return make()
         version = 0 if mask.is_inference() else mask._version
         key = (mask.untyped_storage()._cdata, version, mask.device)
+        part = (mask.storage_offset(), mask.shape, mask.stride(), purpose)
+        if is_captured(mask.device):
+            return self._recorded((key, part), make, mask)
         if key != self._key:
             self._held, self._key, self._made = mask, key, {}
-        part = (mask.storage_offset(), mask.shape, mask.stride(), purpose)
         if part not in self._made:
             self._made[part] = make()
         found: T = self._made[part]
+        return found
+
+    def of_positions(self, span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
+        """Return the block mask of a span alone, cached.
+
+        A graph gets one of its own: the common cache may give up an entry at any time, and may not
+        hold what only a replay fills.
+        """
+        what = (span, lengths, device)
+        if self._of_graphs is None and not is_captured(device):
+            return _of_positions(*what)
+        return self._recorded(what, lambda: _of_positions.__wrapped__(*what))
+
+    def _recorded(self, what: Any, make: Callable[[], T], mask: Tensor | None = None) -> T:
+        if self._of_graphs is None:
+            return make()
+        if what not in self._of_graphs:
+            self._of_graphs[what] = make(), mask
+        found: T = self._of_graphs[what][0]
         return found
 
 

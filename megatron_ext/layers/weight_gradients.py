@@ -3,10 +3,12 @@
 With ``--gradient-accumulation-fusion`` the matrix product that computes a weight gradient also adds
 it to the float32 buffer. The sum over the tokens is then never rounded to 16 bits, and the buffer
 is read and written once. Megatron-LM uses a kernel of NVIDIA apex for this; here cuBLAS does it.
+Two kinds of products write 16 bits first: those of `experts` in groups, and 8-bit ones with scales
+of rows. For each micro-batch their sum over its tokens is rounded once.
 
 The first such product of a step overwrites the buffer, so that this part of it need not be set to
-zero before (`StepGradients`). What no product has overwritten when the gradients are reduced is set
-to zero then (`zero_untouched`).
+zero before (`StepGradients`). So does the loss with the gradient of the output head. What nothing
+has overwritten when the gradients are reduced is set to zero then (`zero_untouched`).
 
 A zero-bubble schedule computes weight gradients when the rank would otherwise be idle
 (arXiv:2401.10241). Until then `DeferredWeightGradients` queues their computation.
@@ -97,7 +99,8 @@ class StepGradients:
     """The gradient buffers of model chunks at the start of a step.
 
     A linear layer whose products add to the buffer need not find zeros there: the first product of
-    a step overwrites the old gradient of the weight. Until then the weight is marked by
+    a step overwrites the old gradient of the weight. So does the first gradient of the output head.
+    Until then the weight is marked by
     ``overwrite_main_grad``, a name that Transformer Engine has for the same.
 
     Args:
@@ -109,13 +112,17 @@ class StepGradients:
 
     @functools.cached_property
     def _weights(self) -> list[Tensor]:
-        """The weights of layers with `adds_in_place`, each once, with a hook for other gradients.
+        """The weights of layers that have `overwrites`, each once, with a hook for other gradients.
 
-        The hook runs before that of megatron-core, which adds a gradient from autograd.
+        The hook runs before that of megatron-core, which adds a gradient from autograd. A weight
+        that another module has too, such as an embedding, is left out.
         """
-        modules = (module for chunk in self._chunks for module in chunk.modules())
-        adding = (module for module in modules if getattr(module, "adds_in_place", False))
-        weights = list(dict.fromkeys(m.weight for m in adding if hasattr(m.weight, "main_grad")))
+        modules = [module for chunk in self._chunks for module in chunk.modules()]
+        holders = [m for m in modules if isinstance(getattr(m, "weight", None), Tensor)]
+        overwriting = [m for m in holders if getattr(m, "overwrites", False)]
+        shared = {m.weight for m in holders if not getattr(m, "overwrites", False)}
+        own = dict.fromkeys(m.weight for m in overwriting if hasattr(m.weight, "main_grad"))
+        weights = [weight for weight in own if weight not in shared]
         for weight in weights:
             weight.register_hook(functools.partial(_zero_stale, [weight]))
         return weights
@@ -157,6 +164,17 @@ def _zero_stale(parameters: Iterable[Any], _gradient: Tensor | None = None) -> N
         torch._foreach_zero_(stale)
 
 
+def writable(main_grad: Tensor) -> Tensor:
+    """Return a ``main_grad`` after it has got memory, if its bucket had none (`gradient_shards`).
+
+    Such memory is zero. This must be called before anything but a hook writes to a ``main_grad``.
+    """
+    bucket = getattr(main_grad, "bucket", None)
+    if bucket is not None:
+        bucket.allocate()
+    return main_grad
+
+
 def takes_overwrite(weight: Tensor) -> bool:
     """Return whether ``weight.main_grad`` holds an old gradient, which the caller then overwrites.
 
@@ -170,7 +188,7 @@ def takes_overwrite(weight: Tensor) -> bool:
 
 def add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
     """Add the product of `add_product` to ``weight.main_grad``, or overwrite an old gradient."""
-    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    total = writable(weight.main_grad)  # type: ignore[attr-defined]
     add_product(total, gradient, inputs, overwrite=takes_overwrite(weight))
 
 
@@ -219,7 +237,7 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
         if takes_overwrite(weight):
             weight.main_grad.copy_(gradient)
         else:
-            weight.main_grad.add_(gradient)
+            writable(weight.main_grad).add_(gradient)
     elif weight.grad is None:
         weight.grad = gradient
     else:

@@ -18,7 +18,12 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers.compiled import compiles
-from megatron_ext.layers.weight_gradients import adds_in_float32, expect_additions
+from megatron_ext.layers.weight_gradients import (
+    adds_in_float32,
+    expect_additions,
+    takes_overwrite,
+    writable,
+)
 from megatron_ext.losses.vocabulary import (
     default_rows,
     fused_rows,
@@ -351,8 +356,10 @@ class _WeightedSum(torch.autograd.Function):
             gradients.hidden = head.reduce(gradients.hidden, hidden)
         ctx.gradients, ctx.largest, ctx.weight_dtype = gradients, largest, weight.dtype
         # Saved tensors come back without their attributes.
-        ctx.main_grad = getattr(weight, "main_grad", None) if head.main_grad else None
-        if ctx.main_grad is not None and wanted[1]:
+        adds = head.main_grad and hasattr(weight, "main_grad")
+        ctx.main_grad = getattr(weight, "main_grad", None) if adds else None
+        ctx.parameter = weight if adds else None
+        if adds and wanted[1]:
             expect_additions(weight)
         b, s = weights.shape
         rows = [values.view(s, b).t().contiguous() for values in (losses, *extra)]
@@ -364,8 +371,12 @@ class _WeightedSum(torch.autograd.Function):
         scale = grad_total * ctx.largest
         of_hidden, of_weight, of_bias = ctx.gradients.take(scale)
         of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
-        if of_weight is not None and ctx.main_grad is not None:
-            ctx.main_grad.addcmul_(of_weight, scale)
+        if of_weight is not None and ctx.parameter is not None:
+            total = writable(ctx.main_grad)
+            if takes_overwrite(ctx.parameter):
+                torch.mul(of_weight, scale, out=total)
+            else:
+                total.addcmul_(of_weight, scale)
             of_weight = None
         elif of_weight is not None:
             of_weight = _scaled_to(ctx.weight_dtype, of_weight, scale)

@@ -21,19 +21,18 @@ def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
     exp_avg, exp_avg_sq = getattr(inner, "moments", (None, None))
     for group in inner.param_groups:
         for parameter in group["params"]:
-            if inner.state[parameter]:
-                continue
+            state = inner.state[parameter]
             if isinstance(inner, ADAMS):
-                place = parameter.device if group["fused"] else "cpu"
-                inner.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=place),
-                    "exp_avg": torch.zeros_like(parameter, dtype=exp_avg),
-                }
+                if "exp_avg" in state:
+                    continue
+                if "step" not in state:  # A loaded group may have counted steps of this one too.
+                    place = parameter.device if group["fused"] else "cpu"
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=exp_avg)
                 if parameter not in getattr(inner, "matrices", ()):
-                    square = torch.zeros_like(parameter, dtype=exp_avg_sq)
-                    inner.state[parameter]["exp_avg_sq"] = square
-            elif group["momentum"]:
-                inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=exp_avg_sq)
+            elif group["momentum"] and not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class CountedAdam(torch.optim.AdamW):
@@ -202,12 +201,27 @@ class FusedAdam(CountedAdam):
         )  # fmt: skip
 
     def _step_by_torch(self) -> None:
-        """Let torch update the weights; moments are in the weights' dtype meanwhile."""
-        names = ("exp_avg", "exp_avg_sq")
-        kept = [(state, x) for state in self.state.values() for x in names if x in state]
-        narrow = [state[name] for state, name in kept]
-        for state, name in kept:
-            state[name] = state[name].float()
-        super().step()
-        for (state, name), moment in zip(kept, narrow, strict=True):
-            state[name] = moment.copy_(state[name])
+        """Let torch update the weights, one at a time where its moments must be cast meanwhile.
+
+        torch needs moments in the weight's dtype. Cast all at once they would take 8 more bytes for
+        each weight of the model.
+        """
+        if self.moments == (torch.float32, torch.float32):
+            super().step()
+            return
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
+                    state = self.state[parameter]
+                    names = ("exp_avg", "exp_avg_sq")
+                    kept = {name: state[name] for name in names if name in state}
+                    state |= {name: moment.float() for name, moment in kept.items()}
+                    self.param_groups = [{**group, "params": [parameter]}]
+                    super().step()
+                    for name, moment in kept.items():
+                        state[name] = moment.copy_(state[name])
+        finally:
+            self.param_groups = groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ def build_optimizer(
     if uses_muon:
         _give_matrices(optimizer, chunks, groups, config.optimizer)
     choose_kernels(optimizer, fused=config.device == "cuda")
+    if config.optimizer.shards_gradients:
+        take_sharded_gradients(optimizer)
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD)):
             # megatron-core has no such function for SGD, and Adam's leaves out the step count.
@@ -112,6 +115,26 @@ def _give_matrices(
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), Muon):
             part.optimizer.take(list(shards_of(part)), matrices, flags)
+
+
+def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
+    """Let distributed optimizers take their gradients from `layers.gradient_shards`.
+
+    megatron-core takes this rank's part of a whole ``main_grad``; here ``main_grad`` is that part.
+    """
+
+    def take(part: Any) -> None:
+        for models, mains in (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        ):
+            for model_group, main_group in zip(models, mains, strict=True):
+                for model, main in zip(model_group, main_group, strict=True):
+                    main.grad = model.main_grad
+
+    for part in parts_of(optimizer):
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            part._copy_model_grads_to_main_grads = partial(take, part)
 
 
 def _model_weights(part: Any) -> dict[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from megatron_ext.device.gpus import GB, TFLOPS
-from megatron_ext.planning.hardware import FLASH_3, GAP
+from megatron_ext.planning.hardware import FLASH_3, GAP, GRAPH_GAP
 from megatron_ext.planning.kernels import KINDS, Work
 from megatron_ext.planning.step_time import Clock, Estimate, estimate, rank_volume, step_volume
 
@@ -43,7 +43,9 @@ def budget(found: Estimate) -> list[Line]:
     kinds = [(kind, [work for work in works if work.kind == kind]) for kind in KINDS]
     lines = [_line(kind, found, own) for kind, own in kinds if own]
     kernels = sum(work.kernels for work in works)
-    lines.append(Line("gaps", kernels * GAP, f"{1e6 * GAP:.0f} µs a kernel", kernels=kernels))
+    gaps, words = sum(map(found.rates.gaps, works)), f"{1e6 * GAP:.0f} µs a kernel"
+    words += f", {1e6 * GRAPH_GAP:.1f} in graphs" if any(work.graphed for work in works) else ""
+    lines.append(Line("gaps", gaps, words, kernels=kernels))
     volume, total = step_volume(network, rank, count), rank_volume(network, rank, count).total
     sent = clock.exchange(volume) + clock.replicas(volume) + clock.update_exchange(rank)
     if sent:

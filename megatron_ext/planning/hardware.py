@@ -176,6 +176,8 @@ FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
 
 GAP = 5e-6
 """Assumed seconds from the last work of a kernel to the full speed of the next; a guess."""
+GRAPH_GAP = 4.6e-6
+"""Assumed seconds between two kernels of a CUDA graph, where a host keeps up too; a guess."""
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
@@ -233,7 +235,11 @@ class Rates:
 
     def seconds(self, work: Work) -> float:
         """Return the seconds that the kernels take, with the gaps between them."""
-        return self.busy(work) + work.kernels * GAP
+        return self.busy(work) + self.gaps(work)
+
+    def gaps(self, work: Work) -> float:
+        """Return the seconds between the kernels."""
+        return work.kernels * (GRAPH_GAP if work.graphed else GAP)
 
     def link(self, span: int) -> float:
         """Return the bytes a second that a rank sends to others in a range of ``span`` ranks."""

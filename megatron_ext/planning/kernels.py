@@ -58,6 +58,7 @@ class Work:
         flops: operations of matrix products, whose numbers have ``width`` bytes.
         num_bytes: bytes read and written beside those of the products' own factors and results.
         kernels: number of kernels.
+        graphed: these kernels are launched by a CUDA graph.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Work:
     num_bytes: float = 0.0
     kernels: float = 0.0
     width: int = 2
+    graphed: bool = False
 
     def __mul__(self, times: float) -> Work:
         return replace(
@@ -76,21 +78,24 @@ class Work:
         )
 
 
-def gradient_bytes(num_microbatches: int, recipe: str | None = None) -> float:
+def gradient_bytes(
+    num_microbatches: int, recipe: str | None = None, *, overwrites: bool = True
+) -> float:
     """Return the bytes per weight and micro-batch that summing weight gradients adds to products.
 
     A product adds to the float32 sum, 4 bytes read and 4 written, in place of the 16-bit result of
     2 bytes that the assumed rate of products includes; in the first micro-batch it only writes. An
     8-bit product, by this fp8 ``recipe``, cannot add: it writes a float32 result, in the first
     micro-batch into the sum, which another kernel reads and adds to the sum. With scales of rows
-    the result has 16 bits, and is copied to the sum or cast before it is added.
+    the result has 16 bits, and is copied to the sum or cast before it is added. Unless the first
+    micro-batch ``overwrites`` the sum, it adds like all others.
     """
     first, other = FP32 - 2, 2 * FP32 - 2
     if recipe is not None:
         other = 4 * FP32 - 2
     if recipe == "rowwise":
         first, other = 2 + FP32, 2 + FP32 + 3 * FP32
-    return (first + (num_microbatches - 1) * other) / num_microbatches
+    return ((first if overwrites else other) + (num_microbatches - 1) * other) / num_microbatches
 
 
 def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[Work]:

@@ -20,7 +20,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.planning.kernels import Phase, Work, cast_of, gradient_bytes
-from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, Summed
+from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, Summed
 from megatron_ext.planning.state import LINEAR, Weight
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Plan
@@ -236,10 +236,28 @@ class Network(ABC):
             numbers = sum(w.numel for w in matrices) * x.fp8 / (x.fp8 + x.linear) / count
             moved = numbers * cast_of(self.config.fp8.fp8_recipe)[0]
             found.append(Work("casts", forward, num_bytes=moved))
-        summed = gradient_bytes(count, self.config.fp8.fp8_recipe if x.fp8_weights else None)
+        shards = self.config.optimizer.shards_gradients
+        graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
+        recipe = self.config.fp8.fp8_recipe if x.fp8_weights else None
+        summed = gradient_bytes(count, recipe, overwrites=not (shards or graphed))
+        if graphed:  # The products of CUDA graphs add to sums that are set to zero first.
+            summed += FP32 / count
         summed *= sum(w.numel for w in matrices if not w.frozen)
         found.append(Work("weight gradients", weights, num_bytes=summed))
+        if shards:
+            found.append(Work("plumbing", weights, num_bytes=self._sharded_bytes(stage)))
         return [work for work in found if work.flops or work.num_bytes]
+
+    def _sharded_bytes(self, stage: Stage) -> int:
+        """Return the bytes that sharding the gradients of one micro-batch moves on the device.
+
+        Each gradient is set to zero before it is summed, and this rank's share is added to a sum.
+        """
+        x, moved = self.sizes, 0
+        for weight in self.weights(stage):
+            replicas = x.expert_dp if weight.expert else x.dp * x.cp
+            moved += 0 if weight.frozen else FP32 * (weight.numel + 3 * weight.numel // replicas)
+        return moved
 
     def other_work(self, stage: Stage) -> list[Work]:
         """Return the kernels of one micro-batch beside the products of layers and attention.

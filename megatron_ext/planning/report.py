@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.config.precision import CudaGraphConfig
+from megatron_ext.config.rules.optimizer import sharding_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GB, Gpu
 from megatron_ext.layers.transformer_config import check_core
@@ -166,12 +167,24 @@ def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
         others = memory(network.with_config(_distributed(config)))
         most = max(rank.state.optimizer for rank in others)
         table.caption = f"with --use-distributed-optimizer: optimizer {size(most)}"
+    elif x.dp * x.cp > 1 and not config.optimizer.shards_gradients:
+        sharded = _sharded(config)
+        if not list(sharding_errors(sharded)):
+            most = max(x.state.gradients for x in memory(network.with_config(sharded)))
+            name = "--data-parallel-sharding-strategy optim_grads"
+            table.caption = f"with {name}: gradients {size(most)}"
     return table
 
 
 def _distributed(config: RunConfig) -> RunConfig:
     """Return the same run with the distributed optimizer."""
     return replace(config, optimizer=replace(config.optimizer, use_distributed_optimizer=True))
+
+
+def _sharded(config: RunConfig) -> RunConfig:
+    """Return the same run with sharded gradients."""
+    optimizer = replace(config.optimizer, data_parallel_sharding_strategy="optim_grads")
+    return replace(config, optimizer=optimizer)
 
 
 def recomputation_table(network: Network, cost: TaskCost) -> Table:

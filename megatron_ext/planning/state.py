@@ -113,7 +113,9 @@ class State(Summed):
 
     Attributes:
         count: number of elements of the parameters, without padding.
-        parameters, gradients, optimizer, average: bytes of each.
+        parameters, gradients, optimizer, average: bytes of each; gradients that are sharded include
+            the buckets that a backward pass fills.
+        reduced: bytes of gradients in one reduction over the replicas.
         frozen: the part of ``parameters`` that is not trained, in bytes.
         updated: number of elements that the rank's optimizer updates.
     """
@@ -123,6 +125,7 @@ class State(Summed):
     gradients: int = 0
     optimizer: int = 0
     average: int = 0
+    reduced: int = 0
     frozen: int = 0
     updated: int = 0
 
@@ -202,16 +205,17 @@ def rank_state(
         replica: index of the rank among those that share its dense parameters.
         expert_replica: index of the rank among those that share its experts.
     """
-    optimizer = config.optimizer
+    optimizer, shards = config.optimizer, config.optimizer.shards_gradients
     trained = [[weight for weight in chunk if not weight.frozen] for chunk in chunks]
     frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    size = None
-    if rank == 0:
+    size, filled = None, 0
+    if rank == 0 or shards:
         numel = sum(weight.numel for chunk in trained for weight in chunk)
         size = bucket_size(optimizer, numel, ranks.dp * ranks.cp)
     for chunk in trained:
+        filling = 0
         # Core lays parameters of each type, and those of experts, into a buffer of their own.
         for expert, fp8 in product((False, True), (False, True)):
             weights = [x for x in chunk if (x.expert, x.fp8) == (expert, fp8)]
@@ -223,18 +227,37 @@ def rank_state(
             parts = replicas if distributed else 1
             updated = [_share(x, expert_replica if expert else replica, parts) for x in laid]
             elements, touched, of_matrices = map(sum, zip(*updated, strict=True))
+            reduced = laid[-1].end * (FP32 if in_fp32 else ranks.width)
             total += State(
                 count=sum(weight.numel for weight in weights),
                 parameters=laid[-1].end * (1 if fp8 else ranks.width),
-                gradients=laid[-1].end * (FP32 if in_fp32 else ranks.width),
+                gradients=laid[-1].end // replicas * FP32 if shards else reduced,
+                reduced=reduced,
                 optimizer=_optimizer_bytes(
                     optimizer, elements, touched, of_matrices, half=ranks.half
                 ),
                 average=elements * FP32 if config.ema.ema_decay else 0,
                 updated=elements,
             )
-        size = None  # The first chunk alone has several buckets.
-    return total
+            if shards:
+                width = FP32 if in_fp32 else ranks.width
+                filling += width * _filled(laid, overlap=optimizer.overlap_grad_reduce)
+        filled = max(filled, filling)
+        if not shards:
+            size = None  # The first chunk alone has several buckets.
+    return total + State(gradients=filled)
+
+
+def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
+    """Return the most elements of buckets that have memory at a time, if gradients are sharded.
+
+    A layer may fill two neighbouring buckets at a time; with ``overlap`` another one is reduced
+    meanwhile. The last bucket holds the word embedding, which an output layer or a depth of
+    multi-token prediction may share and fill from the start.
+    """
+    *sizes, last = [bucket.end - bucket.start for bucket in laid]
+    count = 3 if overlap else 2
+    return last + max((sum(sizes[i : i + count]) for i in range(len(sizes))), default=0)
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:

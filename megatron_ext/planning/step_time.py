@@ -213,9 +213,10 @@ def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
     experts = sum(weight.numel for weight in trained if weight.expert) / count
     share = ring(x.dp * x.cp) * (1 - experts) + ring(x.expert_dp) * experts
     if config.optimizer.use_distributed_optimizer:
-        data = share * (state.gradients + state.parameters - state.frozen)
+        times = num_microbatches if config.optimizer.shards_gradients else 1
+        data = share * (times * state.reduced + state.parameters - state.frozen)
     else:
-        data = 2 * share * state.gradients
+        data = 2 * share * state.reduced
     copied = sum(weight.numel for weight in trained if weight.shared)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     return total + Volume(data=data, embedding=float(copied * (FP32 if in_fp32 else x.width)))

@@ -17,6 +17,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.layers.gradient_shards import ShardedGradients
 from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
@@ -157,7 +158,14 @@ class GradientSync:
             self._release(self.placement.chunk_of(action.stage))
 
     def computed(self, action: Action) -> None:
-        """Start the reductions that are left if ``action`` completes a chunk's gradients."""
+        """Start the reductions that are left if ``action`` completes a chunk's gradients.
+
+        Gradients that are sharded over the replicas are reduced after each backward pass.
+        """
+        own = self.chunks[self.placement.chunk_of(action.stage)]
+        if isinstance(own, ShardedGradients):
+            own.finish_microbatch()
+            return
         if not self.grad_sync or self.last.get(action.stage) != action:
             return
         chunk = self.placement.chunk_of(action.stage)

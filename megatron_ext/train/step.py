@@ -23,6 +23,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
+from megatron_ext.layers.gradient_shards import whole_gradients
 from megatron_ext.layers.specs import expert_pattern
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import StepGradients
@@ -119,7 +120,7 @@ class StepRunner:
         told.grad_scale_func = optimizer.scale_loss
         told.finalize_model_grads_func = finalize_model_grads
         self.scales_in_update = self.engine is not None and all_decide_on_device(optimizer)
-        if flags.overlap_grad_reduce:
+        if flags.overlap_grad_reduce and not flags.shards_gradients:
             told.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
             if flags.align_grad_reduce:
                 told.grad_sync_func = _one_or_list([c.start_grad_sync for c in self.chunks])
@@ -240,8 +241,9 @@ class StepRunner:
         other arguments see `forward_backward`.
         """
         assert self.optimizer is not None and self.scheduler is not None
-        # The kernels of CUDA graphs always add.
+        # The kernels of CUDA graphs always add, and so do products to gradients that are sharded.
         adds = self.engine is None or self.engine.graphs or self.check_zeroed is not None
+        adds = adds or self.config.optimizer.shards_gradients
         self._gradients.start(overwrite=not adds)
         self.optimizer.zero_grad()
         if self.check_zeroed is not None:
@@ -253,7 +255,8 @@ class StepRunner:
                 scale_gradients=scales,
             )  # fmt: skip
         if self.observer is not None:
-            self.observer()
+            with whole_gradients(self.chunks):
+                self.observer()
         if self._amax_histories is not None:
             self._amax_histories.advance()
         self._give_memory_back(2)

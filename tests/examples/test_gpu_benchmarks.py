@@ -20,7 +20,6 @@ from benchmarks import (
     fp8_linear,
     gpu_peers,
     gpu_throughput,
-    gpu_try,
     layer_traffic,
     mmdit_block,
 )
@@ -332,27 +331,6 @@ def test_compiled_layers_move_less_than_half(capfd: pytest.CaptureFixture[str]) 
     rows = [x for x in capfd.readouterr().out.splitlines() if re.match(r"\| \w.*\d \|$", x)]
     assert len(rows) == 6
     assert all(float(row.rsplit("|", 2)[1]) < 0.5 for row in rows)
-
-
-def test_three_steps_of_a_feature_or_the_error(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(gpu_try.FEATURES, "bf16", "--pipeline-model-parallel-size 3")
-
-    def fail(*_args: object) -> list[float]:
-        raise RuntimeError("no kernel\nfor this | shape")
-
-    monkeypatch.setattr(gpu_try, "video_steps", fail)
-    names = ["bf16", "fp8 rowwise", "GPT-3's layers", gpu_try.VIDEO]
-    assert run_apart(gpu_try.main, "--device", "cpu", "--tiny", "--only", *names) == 1
-    rows = {row[0]: row[1:] for row in table_of(capfd.readouterr().out.replace("\\|", "/"))}
-    assert rows[gpu_try.VIDEO][0] == "FAILED: RuntimeError: no kernel for this / shape"
-    assert rows["bf16"][0].startswith("refused: ")
-    for name in names[1:3]:
-        result, losses, _ = rows[name]
-        assert result == "ran"
-        assert len(losses.split(", ")) == gpu_try.STEPS
-    assert rows[gpu_try.CONTEXT][0].startswith("not tried")
 
 
 def test_peers_of_other_calls_count_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cross_entropy, gpu_peers, gpu_throughput
+from benchmarks import cross_entropy, gpu_peers, gpu_throughput, gpu_try
 from benchmarks.peers import OURS, PEERS
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed_writer import IndexedWriter
@@ -127,9 +127,11 @@ def test_gpu_all_runs_every_piece_with_flags_that_its_script_takes(tmp_path: Pat
         "gpu_try", "gpu_throughput", "attention", "cross_entropy", "doctor", "gpu_peers",
         "fp8_linear", "mmdit_block", "-m",
     }  # fmt: skip
-    for script in (cross_entropy, gpu_throughput, gpu_peers):
+    for script in (cross_entropy, gpu_throughput, gpu_peers, gpu_try):
         for words in found[script.__name__.rpartition(".")[2]]:
             assert script.parsed(words).out.parent == out
+    (tried,) = map(gpu_try.parsed, found["gpu_try"])
+    assert tried.seconds + 3 <= 60 - 3  # A few seconds less than `gpu_all.sh` allows.
     peers = [gpu_peers.parsed(words).peers for words in found["gpu_peers"]]
     assert [peer for each in peers for peer in each] == [*list(PEERS)[1:], OURS]
     start = "pytest -m gpu -v -p no:cacheprovider".split()

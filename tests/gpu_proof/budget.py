@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,23 @@ def exceeded(rows: Rows, budget: Rows) -> list[str]:
         if num_bytes > allowed[1] * SLACK:
             found.append(f"{kind}: {num_bytes:.2f} bytes for {allowed[1]:.2f}")
     return found
+
+
+def of_step(name: str, rows: Rows) -> Rows:
+    """Return the budget of a step; print its table at the end, and write it where asked to."""
+    if WRITES:
+        write("steps", name, rows)
+    known: Rows = read("steps", name)
+    TABLES.append(table(name, rows, known))
+    return known
+
+
+def of_operations(name: str, found: Counter[str]) -> dict[str, int]:
+    """Return the operations of a step over the vocabulary; write them where asked to."""
+    if WRITES:
+        write("operations over the vocabulary", name, dict(sorted(found.items())))
+    known: dict[str, int] = read("operations over the vocabulary", name)
+    return known
 
 
 def read(section: str, name: str) -> Any:

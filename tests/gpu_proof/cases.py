@@ -25,7 +25,7 @@ from megatron_ext.losses import vocabulary
 
 PACKAGE = Path(megatron_ext.__file__).parent
 S, H, FFN, HEADS, GROUPS, D = 8192, 3072, 8192, 24, 8, 128
-VOCABULARY, BLOCK = 128_256, 2048
+VOCABULARY, BLOCK = 128_256, 4096
 RMS = ("RMSNorm", 1e-5, False)
 LAYER = ("LayerNorm", 1e-5, False)
 NO_NORM = (None, None, None, None, None)

@@ -20,6 +20,7 @@ from torch._inductor import compile_fx, config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
+from tests.gpu_proof import fake_cuda, fake_graphs
 from tests.gpu_proof.resources import Resources, resources_of
 
 DEFAULTS: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -103,6 +104,8 @@ def compile_graph(
     # Inductor rewrites the module that it is given.
     traced = copy.deepcopy(module)
     graph = Graph(_function_name(module), bool(options.get("is_backward")))
+    for tell in fake_cuda.on_wait if fake_graphs.capturing else ():
+        tell("torch.compile")  # which would try kernels, and wait for them
     _open.append(graph)
     try:
         compile_fx.compile_fx_inner(module, inputs, **options)

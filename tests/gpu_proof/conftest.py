@@ -16,9 +16,10 @@ else:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megatron_ext.layers import compiled
-    from tests.gpu_proof import budget, compiler, fake_cuda, fake_ranks
+    from tests.gpu_proof import budget, compiler, fake_cuda, fake_graphs, fake_ranks
 
     fake_cuda.install()
+    fake_graphs.install()
     compiler.install()
     fake_ranks.install()
     compiled._compiler.strict = True

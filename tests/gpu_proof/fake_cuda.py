@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo.convert_frame
 import torch._dynamo.device_interface
@@ -24,7 +25,7 @@ import torch._inductor.fx_passes.pad_mm
 import torch._inductor.runtime.triton_helpers
 import torch._subclasses.fake_tensor
 import torch.utils._triton
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
@@ -200,6 +201,13 @@ def _unpinned(*args: Any, _original: Any = torch.tensor, **kwargs: Any) -> torch
     return found
 
 
+def _numbers(tensor: torch.Tensor, *, _original: Any = torch.Tensor.numpy) -> np.ndarray:
+    """Stands in for `Tensor.numpy`: asks a fake tensor for its values one by one."""
+    if not isinstance(tensor, FakeTensor):
+        return _original(tensor)  # type: ignore[no-any-return]
+    return np.array([x.item() for x in tensor.flatten()]).reshape(tensor.shape)
+
+
 def _moved(parameter: Any, applied: Any) -> None:
     """Stands in for `swap_tensors`, by which a module moves its parameters, keeping attributes."""
     parameter.data, parameter.fake_device = applied.detach(), applied.fake_device
@@ -248,7 +256,6 @@ ANSWERS: tuple[tuple[Any, dict[str, Any]], ...] = (
             "get_device_properties": PROPERTIES,
             "get_device_name": PROPERTIES.name,
             "is_bf16_supported": True,
-            "is_current_stream_capturing": False,
             "current_stream": _STREAM,
             "default_stream": _STREAM,
             "set_device": None,
@@ -328,6 +335,7 @@ VALUES: tuple[tuple[Any, dict[str, Any]], ...] = (
         torch.Tensor,
         {
             "data_ptr": _address,
+            "numpy": _numbers,
             "pin_memory": _pinned,
             "record_stream": lambda self, _stream: None,
         },

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from benchmarks.gpu_setup import LLAMAS, Llama
 from megatron_ext.config.run import RunConfig
@@ -72,7 +74,8 @@ class Step:
     def num_tokens(self) -> int:
         training, layout = self.config.training, self.context.layout
         assert self.config.model.seq_length is not None and training.global_batch_size is not None
-        return self.config.model.seq_length * training.global_batch_size // layout.world_size
+        sharing = layout.world_size // layout.pipeline_model_parallel_size
+        return self.config.model.seq_length * training.global_batch_size // sharing
 
     def take(self, *, documents: bool = False) -> Trace:
         """Read a batch, train on it, and return what the device was asked for."""
@@ -119,7 +122,25 @@ def _runner(config: RunConfig, context: ParallelContext, task: Task) -> StepRunn
     transformer_config: Any = build_transformer_config(config)
     vocabulary = config.model.unpadded_vocab_size
     bare = build_chunks(task.model_chunk, config, transformer_config, context, vocabulary)
+    for chunk in bare:
+        _number_chunks_of_experts(chunk)
     chunks = wrap_chunks(bare, config, transformer_config, context, DEVICE)
     optimizer = build_optimizer(config, chunks, context.pgs)
     scheduler = build_scheduler(config.optimizer, config.training, optimizer)
     return StepRunner(config, task, context, transformer_config, chunks, optimizer, scheduler)
+
+
+def _number_chunks_of_experts(chunk: torch.nn.Module) -> None:
+    """Give dispatchers real numbers for the order of tokens by rank and by expert; fakes have none.
+
+    megatron-core sorts the parts of a rank's tokens by them, on the host.
+    """
+    for module in chunk.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+            local = dispatcher.num_local_experts
+            with unset_fake_temporarily():
+                numbers = torch.arange(dispatcher.num_experts * dispatcher.tp_size)
+                by_expert, by_rank = numbers.view(-1, local).T, numbers.view(local, -1).T
+                dispatcher.sort_input_by_local_experts = by_expert.ravel()
+                dispatcher.restore_output_by_local_experts = by_rank.ravel()

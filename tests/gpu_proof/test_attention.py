@@ -79,7 +79,8 @@ def test_documents_compile_to_kernels_that_fit(queries: int) -> None:
     query, key, value = queries_keys_values(queries)
     blocks = masks.block_mask(query, key, Span(S - queries, True, None), documents())
     with compiled_graphs() as graphs:
-        out = masks.flex_attend(query, key, value, blocks, D**-0.5)
+        megatrons = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+        out = masks.attention_in_blocks(*megatrons, blocks, D**-0.5)
         torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
     forward, backward = graphs
     assert backward.backward and not forward.backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.compiled import Compiled, compiled
+from megatron_ext.layers.linear import RowParallelLinear
 from megatron_ext.text.step import gpt_forward_step
 from megatron_ext.text.task import GPT
 from tests.gpu_proof import budget
 from tests.gpu_proof.cases import H, hidden
 from tests.gpu_proof.compiler import compiled_graphs
 from tests.gpu_proof.fake_cuda import CAPABILITY
-from tests.gpu_proof.steps import built, flags
+from tests.gpu_proof.steps import LAYERS, built, flags
 from tests.gpu_proof.test_kernels import CASES, broken_limits, compiled_functions
 from tests.gpu_proof.test_steps import OUTSIDE_OF_LAYERS, READ, unexpected
 
@@ -85,6 +87,26 @@ def test_waits_of_the_host_are_reported() -> None:
         f"_local_scalar_dense at {place}",
     ]
     assert unexpected(trace.pinned, OUTSIDE_OF_LAYERS) == [place]
+
+
+def test_what_a_capture_forbids_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that reads a value, and sends one from pageable and one from pinned memory."""
+    forward = RowParallelLinear.forward
+
+    def asking(self: RowParallelLinear, x: Tensor) -> Any:
+        scale = torch.tensor([1.0], device="cuda")
+        sent = torch.ones(1).pin_memory().to("cuda", non_blocking=True)
+        return forward(self, x * scale * sent * float(x.detach().sum()))
+
+    monkeypatch.setattr(RowParallelLinear, "forward", asking)
+    words = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
+    with built(flags(words, size="tiny", length=128)) as step:
+        first, second = step.take(), step.take()
+    assert first.forbidden == []
+    found = Counter(wait.partition(" at ")[0] for wait in second.forbidden)
+    captured = 2 * LAYERS  # such linear layers
+    once = {"_to_copy": 2, "pin_memory": 1, "_local_scalar_dense": 1}
+    assert found == {name: captured * count for name, count in once.items()}
 
 
 @ON_H200

@@ -8,38 +8,33 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.mmdit_block import Case as VideoCase
-from benchmarks.mmdit_block import build, work_of
-from megatron_ext.text.task import GPT
-from megatron_ext.video.config.mmdit import SIZES
 from tests.gpu_proof import budget
 from tests.gpu_proof.compiler import compiled_graphs
-from tests.gpu_proof.fake_cuda import CAPABILITY, DEVICE
-from tests.gpu_proof.fake_ranks import one_rank_of
-from tests.gpu_proof.steps import built, flags
-from tests.gpu_proof.trace import Trace
-from tests.training_runs import prepared
+from tests.gpu_proof.fake_cuda import CAPABILITY
+from tests.gpu_proof.steps import LAYERS, built, flags
 
-pytestmark = [
-    pytest.mark.usefixtures("fake_tensors"),
-    pytest.mark.skipif(CAPABILITY != 90, reason="the budgets are those of an H200"),
-]
+pytestmark = pytest.mark.usefixtures("fake_tensors")
+on_h200 = pytest.mark.skipif(CAPABILITY != 90, reason="the budgets are those of an H200")
 
 EIGHT = "--fp8-format hybrid --fp8-recipe"
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024"
+PIPELINE = "--pipeline-model-parallel-size 3 --num-layers 3 --global-batch-size 4"
 READ = "Event.synchronize at megatron_ext/device/__init__.py:read"
 """The host reads what the step before did, which is over by then."""
 ONCE = (
     "_local_scalar_dense at megatron_ext/layers/weight_gradients.py:",
     # Weights that start on the host, as here, leave the frequencies there.
     "_to_copy at megatron/core/models/common/embeddings/rotary_pos_embedding.py:",
+    # CUDA graphs are recorded in the second step.
+    "torch.cuda.synchronize at megatron_ext/layers/graphs.py:_add_slot",
 )
-"""Beginnings of the waits of a run's first step."""
+"""Beginnings of the waits of a run's first two steps."""
 OUTSIDE_OF_LAYERS = (
     "megatron_ext/device/__init__.py:",
     "rope_utils.py:get_pos_emb_on_this_cp_rank",
 )
 """Where memory is pinned: on the way of batches and of results, and for rotary positions."""
-ROUTING = ("megatron/core/transformer/moe/", "megatron_ext/layers/moe.py")
+DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py:"
 
 
 @dataclass(frozen=True)
@@ -47,15 +42,19 @@ class Case:
     """A step: flags beside those of a Llama 3b of two layers at 8192 tokens.
 
     Attributes:
-        ranks: number of ranks in the layout, of which the first takes the step.
+        ranks: number of ranks in the layout.
+        rank: the rank that takes the step; messages of others have shapes only.
         documents: documents of a row do not attend to each other.
-        asks: parts of places where the host may wait in every step.
+        asks: waits of the host in each layer.
+        replays: CUDA graphs that the third step launches.
     """
 
     words: str = ""
     ranks: int = 1
+    rank: int = 0
     documents: bool = False
-    asks: tuple[str, ...] = (READ,)
+    asks: tuple[str, ...] = ()
+    replays: int = 0
 
 
 CASES = {
@@ -66,11 +65,37 @@ CASES = {
     "documents": Case("--reset-attention-mask", documents=True),
     "context parallel": Case("--context-parallel-size 2", ranks=2),
     "tensor parallel": Case("--tensor-model-parallel-size 2 --sequence-parallel", ranks=2),
+    "pipeline, first stage": Case(PIPELINE, ranks=3, rank=0),
+    "pipeline, middle stage": Case(PIPELINE, ranks=3, rank=1),
+    "pipeline, last stage": Case(PIPELINE, ranks=3, rank=2),
+    "multi-token prediction": Case("--mtp-num-layers 1"),
+    "recorded layers": Case(
+        "--cuda-graph-impl local --cuda-graph-warmup-steps 1 --global-batch-size 2",
+        replays=2 * 2 * LAYERS,
+    ),
     "experts": Case(
-        "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 --moe-grouped-gemm",
-        asks=(READ, *ROUTING),
+        EXPERTS,
+        asks=(
+            f"masked_select at {DISPATCHER}dispatch_postprocess",
+            f"_to_copy at {DISPATCHER}dispatch_postprocess",
+        ),
+    ),
+    "grouped experts": Case(
+        f"{EXPERTS} --moe-grouped-gemm --moe-token-dispatcher-type alltoall",
+        asks=(f"Event.synchronize at {DISPATCHER}_maybe_dtoh_and_synchronize",),
+    ),
+    "expert parallel": Case(
+        f"{EXPERTS} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 "
+        "--global-batch-size 2",
+        ranks=2,
+        asks=(f"Event.synchronize at {DISPATCHER}_maybe_dtoh_and_synchronize",),
     ),
 }
+
+
+ON_B200 = ("bf16", "fp8 delayed", "documents", "recorded layers")
+"""Steps that are traced for B200 too; the others differ in single kernels only, see `cases`."""
+TRACED = tuple(CASES) if CAPABILITY == 90 else ON_B200
 
 
 def unexpected(waits: Sequence[str], allowed: Sequence[str]) -> list[str]:
@@ -78,30 +103,28 @@ def unexpected(waits: Sequence[str], allowed: Sequence[str]) -> list[str]:
     return [wait for wait in waits if not any(part in wait for part in allowed)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRACED)
 def test_a_step_waits_for_nothing_and_keeps_its_budget(name: str) -> None:
     case = CASES[name]
-    with built(flags(case.words), ranks=case.ranks) as step:
+    with built(flags(case.words), ranks=case.ranks, rank=case.rank) as step:
         # The second step knows which scales have a history, the third uses that.
-        first, _, third = (step.take(documents=case.documents) for _ in range(3))
+        first, second, third = (step.take(documents=case.documents) for _ in range(3))
         rows = budget.rows_of(third.totals(), step.num_weights, step.num_tokens)
-    large = dict(sorted(third.over(third.vocabulary * 1024).items()))
-    if budget.WRITES:
-        budget.write("steps", name, rows)
-        budget.write("operations over the vocabulary", name, large)
-    budget.TABLES.append(budget.table(name, rows, budget.read("steps", name)))
-    assert unexpected(first.waits, (*ONCE, *case.asks)) == []
-    assert unexpected(third.waits, case.asks) == []
+    large = third.over(third.vocabulary * 1024)
+    known, known_large = budget.of_step(name, rows), budget.of_operations(name, large)
+    assert unexpected([*first.waits, *second.waits], (*ONCE, READ, *case.asks)) == []
+    assert Counter(third.waits) == Counter((READ, *LAYERS * case.asks))
     assert unexpected(third.pinned, OUTSIDE_OF_LAYERS) == []
-    assert budget.exceeded(rows, budget.read("steps", name)) == []
-    known = budget.read("operations over the vocabulary", name)
-    assert {key: count for key, count in large.items() if count > known.get(key, 0)} == {}
+    assert (second.forbidden, third.replays) == ([], case.replays)
+    assert budget.exceeded(rows, known) == []
+    assert {key: count for key, count in large.items() if count > known_large.get(key, 0)} == {}
 
 
 LENGTHS = ((1, 512), (2, 512), (1, 1024), (2, 1024), (1, 768), (2, 768))
 """Batch and length of steps of one process; the last two find what was compiled before."""
 
 
+@on_h200
 def test_batches_and_lengths_compile_each_function_a_few_times() -> None:
     """One sample and several, a length and any length: four times at most."""
     with compiled_graphs() as graphs:
@@ -114,26 +137,3 @@ def test_batches_and_lengths_compile_each_function_a_few_times() -> None:
     assert max(counts.values()) <= 4
     known = budget.read("graphs", "bf16")
     assert {name: count for name, count in counts.items() if count > known.get(name, 0)} == {}
-
-
-BLOCKS = ("double", "single")
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_video_block_waits_for_nothing_and_keeps_its_budget(kind: str) -> None:
-    case = VideoCase(kind, SIZES["11b"], num_image=8192, num_text=512)
-    name = f"video, {kind} block"
-    _, config, _ = prepared(flags(), GPT, ranks=1, device="cuda")
-    with one_rank_of(config) as context:
-        with Trace(-1, alone=True):  # answers what is asked before
-            weights = sum(x.numel() for x in build(case, context, DEVICE).parameters())
-            work = work_of(case, context, DEVICE)
-            work()
-        with Trace(-1, alone=True) as trace:
-            work()
-    rows = budget.rows_of(trace.totals(), weights, case.num_tokens)
-    if budget.WRITES:
-        budget.write("steps", name, rows)
-    budget.TABLES.append(budget.table(name, rows, budget.read("steps", name)))
-    assert trace.waits == [] and trace.pinned == []
-    assert budget.exceeded(rows, budget.read("steps", name)) == []

@@ -18,14 +18,19 @@ KERNEL = r"@triton\.jit"
 
 
 def compiled(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], options: Mapping[str, Any]
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    alignment: int,
 ) -> Resources:
-    """Compile a kernel for the target, its pointers aligned to 16 bytes as torch's are."""
+    """Compile a kernel for the target, with addresses that are multiples of ``alignment`` bytes."""
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {
-        (position,): [["tt.divisibility", 16]]
+        (position,): [["tt.divisibility", alignment]]
         for position, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*")
+        if alignment > 1 and signature[name].startswith("*")
     }
     source = ASTSource(kernel, signature, dict(constants), aligned)
     return resources_of(triton.compile(source, target=TARGET, options=dict(options)))
@@ -43,9 +48,12 @@ def signatures() -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("alignment", [16, 1])
 @pytest.mark.parametrize(("kernel", "types", "constants", "options"), signatures())
-def test_triton_kernels_fit(kernel: Any, types: Any, constants: Any, options: Any) -> None:
-    found = compiled(kernel, types, constants, options)
+def test_triton_kernels_fit(
+    kernel: Any, types: Any, constants: Any, options: Any, alignment: int
+) -> None:
+    found = compiled(kernel, types, constants, options, alignment=alignment)
     print(f"{kernel.__name__}: {found}")
     assert found.spilled == 0 and found.shared <= SHARED_MEMORY, found
 

@@ -1,8 +1,8 @@
 """Records what a step on fake tensors does: waits of the host, kernels and their bytes, by class.
 
-An operation of torch is one kernel, which reads its inputs and writes its outputs; views are none.
-A compiled graph has the kernels and bytes that Inductor counts. Bytes that stay in a cache are
-counted too. The classes are those of `planning.kernels`.
+An operation of torch is counted by the rules of `benchmarks.traffic`. A compiled graph has the
+kernels and bytes that Inductor counts. Bytes that stay in a cache are counted too. The classes are
+those of `planning.kernels`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.traffic import MAKES_NOTHING
+from benchmarks.traffic import ATTENTION, PRODUCTS, launches, moved, tensors_of
 from megatron_ext.optim.fused_adam import CHUNK
-from tests.gpu_proof import compiler, fake_cuda
+from tests.gpu_proof import compiler, fake_cuda, fake_graphs
 from tests.host_syncs import ON_THE_HOST, WAITING
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
-ATTENTION = ("scaled_dot_product", "flash_attention", "cudnn_attention")
 COLLECTIVES = ("c10d", "_c10d_functional")
 OF_UPDATE = ("/optim/", "core/optimizer/", "param_and_grad_buffer.py", "clip_grads.py")
 """Parts of paths: what is done there belongs to the optimizer."""
@@ -35,20 +32,11 @@ GRAPHS = {
     "largest": "casts",
     "quantize": "casts",
     "quantize_with": "casts",
-    "flex_attention": "attention",
+    "_attention_in_blocks": "attention",
 }
 """Classes of compiled functions that are no pointwise part of a layer."""
-VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "new_empty_strided", "record_stream")
-"""Operations without a kernel whose declarations do not say so."""
-OVERWRITES = (
-    "zero_", "fill_", "copy_", "normal_", "uniform_", "_foreach_zero_", "_foreach_copy_",
-    "to_8_bits",
-)  # fmt: skip
-"""Operations that do not read the tensor that they write."""
-READS_ROWS = ("embedding", "index_select", "gather", "index")
-"""Operations that read as much of their first input as they write."""
-ADDS_ROWS = ("_index_put_impl_", "index_put_", "index_add_")
-"""Operations that read and write only those rows of their first input that they change."""
+COPIES = ("::_to_copy", "::copy_")
+"""Ends of the names of operations that copy data, between host and device too."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +70,8 @@ class Trace(TorchDispatchMode):
     Attributes:
         waits: what made the host wait, and where, as ``operation at file:function``.
         pinned: places where memory of the host was pinned, which no graph may capture.
+        replays: number of CUDA graphs that were launched.
+        forbidden: what was captured and would end the capture, or read the host at each replay.
     """
 
     supports_higher_order_operators = True  # FlexAttention is one, inside of its graph
@@ -92,7 +82,8 @@ class Trace(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.waits: list[str] = []
         self.pinned: list[str] = []
-        self.routed = routed
+        self.forbidden: list[str] = []
+        self.routed, self.replays = routed, 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -103,6 +94,7 @@ class Trace(TorchDispatchMode):
         fake_cuda.on_wait.append(self.add_wait)
         fake_cuda.on_launch.append(self._add_launch)
         fake_cuda.on_pin.append(self._add_pinned)
+        fake_graphs.on_replay.append(self._add_replay)
         super().__enter__()
         return self
 
@@ -112,15 +104,18 @@ class Trace(TorchDispatchMode):
         fake_cuda.on_wait.remove(self.add_wait)
         fake_cuda.on_launch.remove(self._add_launch)
         fake_cuda.on_pin.remove(self._add_pinned)
+        fake_graphs.on_replay.remove(self._add_replay)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if compiler.running or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_of((args, kwargs))
         if _waits(func, args, kwargs, inputs):
             self.add_wait(name)
+        elif fake_graphs.capturing and _is_copy_of_host(func, args, kwargs):
+            self.forbidden.append(f"{name} at {place_of_call()}")
         if name == "_local_scalar_dense":
             return self._value(inputs[0])
         if name == "masked_select":
@@ -131,11 +126,10 @@ class Trace(TorchDispatchMode):
             found = func(*args, **kwargs)
         if kwargs.get("pin_memory"):
             self._add_pinned()
-        outputs = _tensors(found)
-        if any(x.is_cuda for x in (*inputs, *outputs)) and _launches(func, name):
-            reads, writes = _moved(func, name, args, kwargs, outputs)
+        outputs = tensors_of(found)
+        if any(x.is_cuda for x in (*inputs, *outputs)) and launches(func, name):
+            num_bytes = moved(func, name, args, kwargs, outputs)
             kind = self._kind(func, name, inputs)
-            num_bytes = sum(map(_size, (*reads, *writes)))
             if kind == "communication" and self.alone:
                 num_bytes = 0
             self._add(name, kind, 1, num_bytes, (*inputs, *outputs))
@@ -145,17 +139,26 @@ class Trace(TorchDispatchMode):
         """Note that the host waits here, unless it is for values of its own."""
         place = place_of_call()
         if place is not None:
-            self.waits.append(f"{name} at {place}")
+            found = self.forbidden if fake_graphs.capturing else self.waits
+            found.append(f"{name} at {place}")
 
     def _add_pinned(self) -> None:
-        self.pinned.append(place_of_call() or "host")
+        place = place_of_call() or "host"
+        self.pinned.append(place)
+        if fake_graphs.capturing:
+            self.forbidden.append(f"pin_memory at {place}")
+
+    def _add_replay(self, graph: fake_graphs.Graph) -> None:
+        self.operations += graph.operations
+        self.replays += 1
 
     def _value(self, x: Tensor) -> bool | int | float:
         """Return a value for a fake tensor that was asked for one, so that the step goes on."""
         if x.dtype == torch.bool:
             return True
         if "/moe/" in (place_of_call() or ""):
-            return self.routed
+            # Splits of tokens are read one by one, from a tensor with one for each expert or rank.
+            return self.routed // (x.untyped_storage().nbytes() // x.element_size())
         return 1.0 if x.is_floating_point() else 1
 
     def _add(
@@ -163,11 +166,13 @@ class Trace(TorchDispatchMode):
     ) -> None:
         largest = max((x.numel() for x in tensors), default=0)
         place = place_of_call() or "autograd"
-        self.operations.append(Operation(name, kind, kernels, num_bytes, largest, place))
+        captured = fake_graphs.capturing
+        operations = captured[-1].operations if captured else self.operations
+        operations.append(Operation(name, kind, kernels, num_bytes, largest, place))
 
     def _add_graph(self, graph: compiler.Graph, args: Sequence[Any]) -> None:
         kind = GRAPHS.get(graph.name, "pointwise")
-        self._add(graph.name, kind, len(graph.kernels), graph.num_bytes, _tensors(args))
+        self._add(graph.name, kind, len(graph.kernels), graph.num_bytes, tensors_of(args))
 
     def _add_launch(self, name: str, num_bytes: int, tensors: Sequence[Tensor]) -> None:
         kind = "optimizer" if "adam" in name else "casts"
@@ -213,56 +218,11 @@ def _chunks_of_table() -> int:
     return sum(-(-row[-1] // CHUNK) for row in rows)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def _size(x: Tensor) -> int:
-    """Return the bytes that a kernel reads or writes of a tensor; a broadcast one counts once."""
-    held = x.element_size()
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        held *= size if stride else 1
-    return held
-
-
-def _launches(func: Any, name: str) -> bool:
-    """Return whether an operation launches a kernel: it is no view, and writes something."""
-    if name in MAKES_NOTHING or name in VIEWS or func.namespace == "prim":
-        return False
-    written = (r.alias_info is None or r.alias_info.is_write for r in func._schema.returns)
-    return all(written)
-
-
-def _moved(
-    func: Any, name: str, args: Any, kwargs: Any, outputs: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads, and those that it writes."""
-    reads, changed = list[Tensor](), list[Tensor]()
-    given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-    for argument in func._schema.arguments:
-        tensors = _tensors(given.get(argument.name))
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written:
-            changed += tensors
-        if not (is_written and (argument.is_out or name in OVERWRITES)):
-            reads += tensors
-    if given.get("beta") == 0:
-        reads = reads[1:]  # the sum that a product overwrites
-    if name in READS_ROWS:
-        reads[:1] = outputs
-    if name in ADDS_ROWS:
-        rows = _tensors(given.get("values", given.get("source")))
-        return [*rows, *rows], rows
-    if name.startswith("_fused_adam") and given.get("grad_scale") is None:
-        changed = [x for x in changed if all(x is not grad for grad in given["grads"])]
-    return reads, changed or list(outputs)
-
-
 def _waits(func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> bool:
     """Return whether the host would wait until the device has done all work before this."""
     name = func.name()
-    if name.endswith(("::_to_copy", "::copy_")):
-        return _is_blocking_copy(args, kwargs)
+    if name.endswith(COPIES):
+        return _is_copy_of_host(func, args, kwargs) and not _is_unblocked(args, kwargs)
     if not any(x.is_cuda for x in inputs):
         return False
     if name in WAITING or name.removesuffix(".self_int") in WAITING:
@@ -273,12 +233,17 @@ def _waits(func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> bool:
     return by_mask and any(i is not None and i.dtype == torch.bool for i in args[1])
 
 
-def _is_blocking_copy(args: Any, kwargs: Any) -> bool:
-    """Return whether data goes between host and device, and the host waits for it."""
-    if kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True):
+def _is_copy_of_host(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation copies data between host and device."""
+    if not func.name().endswith(COPIES):
         return False
     to = args[1].device if len(args) > 1 else kwargs.get("device") or args[0].device
     return bool(args[0].device.type != torch.device(to).type)
+
+
+def _is_unblocked(args: Any, kwargs: Any) -> bool:
+    """Return whether the host goes on while a copy is made."""
+    return bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
 
 
 def place_of_call() -> str | None:

@@ -12,7 +12,7 @@ from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
 from tests.host_syncs import host_syncs
 from tests.layers import plain
-from tests.layers.test_compiled import called, holders
+from tests.layers.test_compiled_layers import called, holders
 from tests.layers.test_layers import B, H, S, near, torch_block
 from tests.layers.test_moe import LAYOUTS, E, check_block, config
 from tests.ranks import on_ranks, ranks

@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
+from megatron_ext.layers import masks
 from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
 from megatron_ext.layers.graphs import ChunkGraphs, arguments_of
 from megatron_ext.parallel.context import ParallelContext
@@ -192,14 +193,55 @@ def test_tables_that_layers_keep_are_those_of_the_angles(context: ParallelContex
 
 
 @on_graphs
+def test_all_layers_read_the_mask_that_the_first_makes_of_a_replays_documents(
+    context: ParallelContext,
+) -> None:
+    block, eager = block_of(context), block_of(context)
+    ends = [[[3], [5]], [[1, 4], [2]], [[6], [1, 7]]]
+    documents = [plain.document_indices(S, each).int() for each in ends]
+    graphs, made = ChunkGraphs(block.layers, warmup_steps=1), mock.Mock(wraps=torch.arange)
+    run(block, hidden(0), documents[0]).sum().backward()
+    with mock.patch.object(torch, "arange", made):
+        graphs.capture(SLOTS)
+    assert made.call_count == 2 * SLOTS  # for all layers, before the capture and within it
+    graphs.switch(True)
+    for microbatch, each in enumerate(documents[1:]):
+        enter(block, microbatch)
+        same([run(block, hidden(1), each)], [run(eager, hidden(1), each)])
+    assert len(CpuGraph.replays) == 2 * LAYERS
+
+
+@on_graphs
+def test_graphs_keep_the_blocks_of_positions_that_they_read(context: ParallelContext) -> None:
+    """They are made before the capture, apart from those that other calls may push out."""
+    query, kept = torch.zeros(B, HEADS, S, 16), dict[Any, Any]()
+
+    def blocks() -> Any:
+        return masks.block_mask(query, query, masks.Span(0, True, (3, 0)), None)
+
+    common = blocks()
+    with masks.newest.kept_for_graphs(kept):
+        before = blocks()
+        with Capture(CpuGraph()):
+            assert blocks() is before
+    assert before is not common and any(found is before for found, _ in kept.values())
+    with Capture(CpuGraph()):
+        assert blocks() not in (common, before)
+    assert blocks() is common
+
+
+@on_graphs
 def test_what_waits_for_parameters_is_called(context: ParallelContext) -> None:
     block, _ = graphed(context)
     called: list[torch.nn.Module] = []
     layer = block.layers[1]
     for module in layer.modules():
         module.register_forward_pre_hook(lambda module, _: called.append(module))
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: called.append(module), with_kwargs=True
+        )
     run(block, hidden(1))
-    assert len(called) == len(list(layer.modules()))
+    assert len(called) == 2 * len(list(layer.modules()))
     assert set(called) == set(layer.modules())
     assert len(CpuGraph.replays) == LAYERS
 

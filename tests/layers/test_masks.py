@@ -10,11 +10,13 @@ import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron_ext.data.batch import documents_of_tokens
 from megatron_ext.layers import masks as masking
 from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.layers.context_parallel import slices_of, to_rank_order
 from megatron_ext.layers.masks import Span
 from megatron_ext.parallel.context import ParallelContext
@@ -33,7 +35,6 @@ FORMS = ["documents", "dense", None]
 def flexible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a GPU, uncompiled."""
     monkeypatch.setattr(masking, "flex_fits", lambda query, dropout: True)
-    monkeypatch.setattr(masking, "compiled_flex_attention", lambda: flex_attention)
     masking._of_positions.cache_clear()
     monkeypatch.setattr(masking, "newest", masking.NewestMask())
 
@@ -301,26 +302,57 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [masking.flex_fits(*one) for one in given] == [True, False, False, False]
 
 
-def test_a_micro_batch_compiles_nothing_anew() -> None:
-    """Neither do the slices of a context-parallel rank, whose first queries are others."""
-    compiled: list[Any] = []
-
-    def backend(module: Any, example: Any) -> Any:
-        compiled.append(module)
-        return module
-
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
+    """Compile attention on a CPU, and count how often."""
     torch._dynamo.reset()
-    attend = torch.compile(flex_attention, backend=backend, fullgraph=True)
-    q, k, v = views()
+    monkeypatch.setattr(masking.attention_in_blocks, "_variants", {})
+    counter = CompileCounter()
+    with compiled_on_cpu(counter):
+        yield counter
+    torch._dynamo.reset()
+
+
+def test_a_micro_batch_compiles_nothing_anew(counted: CompileCounter) -> None:
+    """Neither do the slices of a context-parallel rank, whose first queries are others."""
+    q, k, v = qkv()
     for ends in (ENDS, [[7, 250], [33, 200]]):
         documents = plain.document_indices(S, ends)
+        truth = plain.attention(*(x.double() for x in qkv()), plain.documents(S, ends))
         for first in (0, 150):
-            part = q[:, :, first : first + 150]
-            blocks = masking.block_mask(part, k, Span(first, True, None), documents)
-            found = attend(part, k, v, block_mask=blocks, enable_gqa=True)
-            truth = plain.attention(*(x.double() for x in qkv()), plain.documents(S, ends))
-            flat = found.permute(2, 0, 1, 3).flatten(2)
-            wanted = truth[first : first + 150]
-            torch.testing.assert_close(flat.double(), wanted, rtol=0, atol=2e-6)
-    assert len(compiled) == 1
-    torch._dynamo.reset()
+            part = q[first : first + 150]
+            blocks = masking.block_mask(
+                part.permute(1, 2, 0, 3), views()[1], Span(first, True, None), documents
+            )
+            found = masking.attention_in_blocks(part, k, v, blocks, D**-0.5).flatten(2)
+            torch.testing.assert_close(
+                found.double(), truth[first : first + 150], rtol=0, atol=2e-6
+            )
+    assert counted.frame_count == 1
+
+
+def test_kinds_of_calls_are_compiled_apart_and_once(counted: CompileCounter) -> None:
+    """`torch.compile` runs a function as written once it has compiled it 8 times."""
+    q, k, v = qkv()
+    windows = [(left, 0) for left in (10, 20, 30, 40)]
+    kinds = [(form, w) for form in FORMS for w in (None, *windows) if (form, w) != (None, None)]
+    for again in (False, True):
+        for form, window in kinds:
+            blocks = masking.block_mask(*views()[:2], Span(0, True, window), given(form))
+            masking.attention_in_blocks(q, k, v, blocks, D**-0.5)
+        assert counted.frame_count == len(kinds) > 8, f"again: {again}"
+    with torch.no_grad():
+        masking.attention_in_blocks(q, k, v, blocks, D**-0.5)
+    assert counted.frame_count == len(kinds) + 1
+
+
+def test_no_lengths_and_batches_reach_the_limit_of_one_function(counted: CompileCounter) -> None:
+    lengths = [(300, 300), (290, 290), (150, 300), (140, 299), (140, 200), (170, 150), (200, 280)]
+    with torch._dynamo.config.patch(recompile_limit=7):
+        for batch in (2, 1, 2):
+            for queries, keys in [*lengths, (100, 100), (50, 50), (150, 100), (100, 150)]:
+                q, k, v = (x[:, :batch] for x in qkv())
+                q, k, v = q[:queries], k[:keys], v[:keys]
+                query, key = (x.permute(1, 2, 0, 3) for x in (q, k))
+                blocks = masking.block_mask(query, key, Span(0, False, (100, 50)), None)
+                masking.attention_in_blocks(q, k, v, blocks, D**-0.5)

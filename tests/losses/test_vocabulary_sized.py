@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_ext.layers.weight_gradients import StepGradients
 from megatron_ext.train.run import Run
 from tests.ranks import ParallelContext, on_ranks
 from tests.runs_from_inside import build
@@ -45,11 +46,15 @@ class Sized(TorchDispatchMode):
         return out
 
 
-def gradients(run: Run, batches: Any, *, in_place: bool) -> tuple[dict[str, Tensor], Counter[str]]:
-    """Return the gradients of a step's parameters, and the operations on tensors ``[v, h]``."""
+def gradients(
+    run: Run, batches: Any, *, in_place: bool, overwrite: bool = False
+) -> tuple[dict[str, Tensor], Counter[str]]:
+    """Return the gradients of a step's parameters, and the operations on tensors ``[v, h]``.
+
+    With ``overwrite`` the buffers hold old gradients before.
+    """
     run.runner.transformer_config.adds_in_place = in_place
-    for chunk in run.chunks:
-        chunk.zero_grad_buffer()
+    StepGradients(run.chunks).start(overwrite=overwrite)
     (chunk,) = run.chunks
     names = dict(chunk.named_parameters())
     (weight,) = (p for name, p in names.items() if name.endswith("word_embeddings.weight"))
@@ -64,9 +69,14 @@ def check(context: ParallelContext, words: str, allowed: set[str]) -> None:
     truth, before = gradients(run, batches, in_place=False)
     found, after = gradients(run, batches, in_place=True)
     assert before["add_"] + before["add"] > after["add_"] + after["add"]
+    again, first = gradients(run, batches, in_place=True, overwrite=True)
     for name, gradient in truth.items():
-        difference = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
-        assert difference < 1e-6, name
+        for other in (found, again):
+            difference = (other[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+            assert difference < 1e-6, name
+    # The first sum over blocks of a step is written to the buffer, if the head has a weight alone.
+    writes = "untie" in words and "no-untie" not in words
+    assert (first["mul"], after["addcmul_"] - first["addcmul_"]) == (writes, writes)
     assert set(after) <= allowed
 
 

@@ -181,6 +181,46 @@ def test_moments_are_kept_in_16_bits() -> None:
     assert torch.equal(state["exp_avg"], adam.state[weight]["exp_avg"])
 
 
+def test_moments_in_16_bits_are_cast_one_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts of all at once would take 8 more bytes for each weight of the model."""
+    weights = [torch.ones(50), torch.ones(70), torch.ones(3)]
+    adam, wide = FusedAdam(weights, moments=(HALF, HALF)), []
+    truth = FusedAdam([weight.clone() for weight in weights])
+    step = torch.optim.AdamW.step
+
+    def watched(self: FusedAdam, closure: Any = None) -> Any:
+        moments = [state[name] for state in self.state.values() for name in ("exp_avg",)]
+        wide.append(sum(moment.numel() for moment in moments if moment.dtype == SINGLE))
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    for optimizer in (adam, truth):
+        for parameter in optimizer.param_groups[0]["params"][:2]:
+            parameter.grad = torch.full_like(parameter, 0.25)  # bfloat16 holds its moments
+        optimizer.step()
+    assert wide[:2] == [50, 70] and len(wide) == 3  # the third weight has no gradient
+    for weight, other in zip(weights, truth.param_groups[0]["params"], strict=True):
+        assert torch.equal(weight, other)
+    assert [float(adam.state[weight]["step"]) for weight in weights] == [1, 1, 0]
+
+
+def test_a_state_that_only_counts_steps_gets_its_moments() -> None:
+    """A loaded group gives its count also to weights that have never been updated."""
+    first, second = torch.ones(2), torch.ones(3)
+    adam = FusedAdam([first, second])
+    first.grad = torch.ones(2)
+    adam.step()
+    saved = adam.state_dict()
+    del saved["state"][1]
+    again = FusedAdam([first, second])
+    again.load_state_dict(saved)
+    assert list(again.state[second]) == ["step"]
+    second.grad = torch.ones(3)
+    again.step()
+    assert float(again.state[second]["step"]) == 2.0
+    torch.testing.assert_close(again.state[second]["exp_avg"], torch.full((3,), 0.1))
+
+
 def test_an_update_waits_for_nothing() -> None:
     """A step is counted, and bias is corrected, on the device."""
     weight = torch.ones(4)

@@ -133,6 +133,23 @@ def test_experts_that_the_first_stage_lacks_resume(optimizer: str, tmp_path: Pat
     _assert_close(short("other", load, 2), whole[2:], 1e-6)
 
 
+def test_runs_resume_in_another_layout_with_and_without_sharded_gradients(tmp_path: Path) -> None:
+    """Averages of the weights and checks of the replicas are on; all agree within 1e-6."""
+    size = "--num-layers 2 --train-iters 4 --save-interval 2 --global-batch-size 8"
+    more = f"{size} --ema-decay 0.9 --check-invariants 1"
+    sharded = "--data-parallel-sharding-strategy optim_grads --ddp-bucket-size 5000"
+
+    def short(name: str, words: str, ranks: int) -> Rows:
+        return _rows(tmp_path / name, *f"{more} {words}".split(), ranks=ranks)
+
+    whole = short("whole", "", 2)
+    _assert_close(short("save", f"{sharded} --exit-interval 2", 2), whole[:2], 1e-6)
+    load = f"--load {tmp_path / 'save'} --tensor-model-parallel-size 2"
+    _assert_close(short("other", load, 2), whole[2:], 1e-6)
+    load = f"--load {tmp_path / 'whole'} --ckpt-step 2 --pipeline-model-parallel-size 2"
+    _assert_close(short("stages", f"{sharded} {load}", 4), whole[2:], 1e-6)
+
+
 def test_another_schedule_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save = tmp_path / "save"
     _rows(save, "--exit-interval", str(BREAK))

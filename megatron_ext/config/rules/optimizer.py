@@ -15,6 +15,7 @@ from megatron_ext.config.optimizer import (
     OptimizerConfig,
 )
 from megatron_ext.config.precision import TE_IMPL
+from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 
 
@@ -81,6 +82,45 @@ def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> It
         )
     if optimizer.ddp_bucket_size is not None and optimizer.ddp_num_buckets is not None:
         yield "`--ddp-bucket-size` and `--ddp-num-buckets` exclude each other; give one."
+
+
+def sharding_errors(run: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each fault of ``--data-parallel-sharding-strategy``."""
+    given = run.optimizer.data_parallel_sharding_strategy
+    name = f"`--data-parallel-sharding-strategy` ({given})"
+    if given == "optim_grads_params":
+        yield f"{name} would shard the weights too, which is not supported; use optim_grads."
+    elif given != "no_shard" and not run.optimizer.use_distributed_optimizer:
+        yield f"{name} needs `--use-distributed-optimizer`, which shares its state; give both."
+    if not run.optimizer.shards_gradients:
+        return
+    schedule, graphs = run.parallel.pipeline_schedule or "", run.cuda_graphs.cuda_graph_impl
+    if schedule.startswith("zb-"):
+        yield (
+            f"{name} does not go with `--pipeline-schedule` ({schedule}), which puts weight "
+            "gradients off, so that all buckets would stay in memory; use 1f1b or interleaved."
+        )
+    if schedule.startswith("core-"):
+        yield (
+            f"{name} does not go with `--pipeline-schedule` ({schedule}), which does not say when "
+            "a micro-batch is over; leave the latter out."
+        )
+    if graphs != "none":
+        yield (
+            f"{name} does not go with `--cuda-graph-impl` ({graphs}), whose kernels write "
+            "gradients to memory that stays; leave the latter out."
+        )
+    if run.model.transformer_impl == TE_IMPL and run.model.gradient_accumulation_fusion:
+        yield (
+            f"{name} does not go with Transformer Engine's products, which add to gradients that "
+            "have no memory yet; use `--transformer-impl torch`, or "
+            "`--no-gradient-accumulation-fusion`."
+        )
+    if run.fp8.fp8_param_gather:
+        yield (
+            f"{name} does not go with `--fp8-param-gather`, whose buckets are joined to those of "
+            "16-bit weights; leave the latter out."
+        )
 
 
 def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:

@@ -298,8 +298,9 @@ Signature = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]
 def signatures() -> list[Signature]:
     """Return what to compile to try the kernels without a GPU.
 
-    Each entry is a kernel, the types of its arguments, its constants, and its options. Pointers are
-    aligned to 16 bytes.
+    Each entry is a kernel, the types of its arguments, its constants, and its options. As Triton
+    does at a call, compile it both for addresses that are multiples of 16 bytes and for others:
+    scales and magnitudes are single numbers of longer tensors.
     """
     written: Types = {"given": "*fp32", "m": "i32"}
     found: list[Signature] = []

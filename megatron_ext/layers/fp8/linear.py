@@ -26,6 +26,7 @@ from megatron_ext.layers.weight_gradients import (
     accumulate,
     gradient_placeholder,
     takes_overwrite,
+    writable,
 )
 
 
@@ -177,7 +178,7 @@ def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | Non
     elif takes_overwrite(weight):
         compute(main_grad.dtype, main_grad)
     else:
-        main_grad.add_(compute(main_grad.dtype))
+        writable(main_grad).add_(compute(main_grad.dtype))
 
 
 class KeptWeights:

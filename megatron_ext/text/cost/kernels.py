@@ -28,8 +28,10 @@ and rotate, the sum with the second norm, the activation and the last sum. Going
 two kernels. The gradients of both gains are cast and added to the buffer."""
 PASSES = 4
 """Kernels of the two passes over a block of logits, the first of which needs three."""
-VECTOR_KERNELS = 30
+VECTOR_KERNELS = 18
 """Kernels of vectors ``[C]`` for a block of logits."""
+LOSS_KERNELS = 66
+"""Kernels of vectors of all tokens of a micro-batch: their weights, sums and reports."""
 
 LOGIT = 2 + 4
 """Bytes per 16-bit logit: a pass that reads it, and one that overwrites it by its gradient."""
@@ -39,7 +41,8 @@ EAGER_LOGIT = 48
 ZEROING = 4
 """Bytes per weight of head and embedding once in a step, in which the buffer is set to zero."""
 HEAD_PLUMBING = 12
-"""Bytes per weight of the head: its float32 sum is read, and added to the buffer."""
+"""Bytes per weight of the head: its float32 sum is read, and added to the buffer. The first sum of
+a step is written there, 4 bytes less, if no embedding has the same weight."""
 ROW_PLUMBING = 2 + 4 + 4 + 8
 """Bytes per number of the embedded tokens, whose gradient is cast and added to the buffer."""
 
@@ -70,7 +73,7 @@ class GptKernels(GptFlops):
         if (stage.embedding or stage.depths) and self._trains:
             moved = ZEROING * table / count + ROW_PLUMBING * x.tokens * x.h
             found.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
-        return found + (self._head_work() if stage.head else [])
+        return found + (self._head_work(stage) if stage.head else [])
 
     @property
     def _stream(self) -> int:
@@ -107,8 +110,9 @@ class GptKernels(GptFlops):
         if not joins:
             forward, backward = forward + wide + f, backward + 2 * wide + f
         moved = {("pointwise", Phase.FORWARD): forward, ("pointwise", Phase.INPUT): backward}
+        graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
         return [
-            Work(*which, num_bytes=moved.get(which, 0), kernels=count)
+            Work(*which, num_bytes=moved.get(which, 0), kernels=count, graphed=graphed)
             for which, count in LAYER_KERNELS.items()
         ]
 
@@ -119,7 +123,17 @@ class GptKernels(GptFlops):
             for phase, tensors in ((Phase.FORWARD, 2), (Phase.INPUT, 3))
         ]
 
-    def _head_work(self) -> list[Work]:
+    def _overwrites_head(self, stage: Stage) -> bool:
+        """Return whether the first gradient of the head in a step overwrites the one before.
+
+        CUDA graphs and sharded gradients always add, and an embedding that has the same weight.
+        """
+        tied = not self.config.model.untie_embeddings_and_output_weights
+        graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
+        adds = graphed or self.config.optimizer.shards_gradients
+        return not adds and not (tied and (stage.embedding or stage.depths))
+
+    def _head_work(self, stage: Stage) -> list[Work]:
         """Return the kernels of the output layer and the loss.
 
         The chunked cross-entropy computes the gradients in its forward pass, block by block, and
@@ -142,10 +156,15 @@ class GptKernels(GptFlops):
             Work("head", inputs, counted.head, 0.0, count, x.width),
             Work("head", weights, counted.head_weights, losses * summed, count, x.width),
             Work(
-                "logits", Phase.FORWARD, 0.0, per_logit * logits, count * (PASSES + VECTOR_KERNELS)
+                "logits",
+                Phase.FORWARD,
+                0.0,
+                per_logit * logits,
+                count * (PASSES + VECTOR_KERNELS) + LOSS_KERNELS,
             ),
         ]
         if self._trains:
-            moved = (HEAD_PLUMBING * losses + ZEROING / self._num_microbatches) * table
+            first = -FP32 if self._overwrites_head(stage) else ZEROING
+            moved = (HEAD_PLUMBING * losses + first / self._num_microbatches) * table
             found.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
         return found

@@ -261,6 +261,11 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
         for section, name, reason in refused
         if getattr(sections[section], name) not in (usual.get(name, False), None)
     ]
+    if config.optimizer.shards_gradients:
+        found.append(
+            "`--data-parallel-sharding-strategy` (optim_grads) does not go with `--task streaming`"
+            ": blocks are trained one by one; use optim."
+        )
     return found
 
 

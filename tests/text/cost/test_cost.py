@@ -64,9 +64,32 @@ def test_parameters_and_state_of_llama_3_8b() -> None:
     assert rank.state.optimizer == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
 
 
-def _volume(more: str) -> Volume:
+def test_sharded_gradients_of_llama_3_8b() -> None:
+    """A rank holds an eighth of 32.1 GB, the buckets of an embedding, and two of a layer.
+
+    A bucket is closed at 40 million weights: one holds a layer's two matrices of the MLP.
+    """
+    (rank,) = memory(layouts.llama_network(SHARDED))
+    embedding, of_mlp, small = 128256 * 4096, 2 * 14336 * 4096, 6 * 4096 * 4096
+    filled = rank.state.gradients - 4 * 8_030_261_248 / 8
+    assert 4 * 2 * embedding < filled < 4 * (2 * embedding + of_mlp + small)
+    assert rank.state.reduced == pytest.approx(4 * 8_030_261_248, rel=1e-4)
+    plain = memory(layouts.llama_network("--use-distributed-optimizer"))[0].state
+    assert rank.state.gradients < plain.gradients / 3
+    assert (rank.state.optimizer, rank.state.parameters) == pytest.approx(
+        (plain.optimizer, plain.parameters), rel=1e-4
+    )
+    once, often = (_volume(SHARDED, count).data for count in (1, 16))
+    assert once == _volume("--use-distributed-optimizer").data
+    assert often - once == 15 * 7 / 8 * rank.state.reduced
+
+
+SHARDED = "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads"
+
+
+def _volume(more: str, num_microbatches: int = 1) -> Volume:
     network = layouts.llama_network(more)
-    return rank_volume(network, memory(network)[0], 1)
+    return rank_volume(network, memory(network)[0], num_microbatches)
 
 
 def test_tensor_parallel_messages_of_a_layer() -> None:

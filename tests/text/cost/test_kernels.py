@@ -9,9 +9,12 @@ from torch import Tensor
 from benchmarks.gpu_setup import LLAMAS
 from benchmarks.layer_traffic import DTYPE, LLAMA, gpt_step
 from benchmarks.traffic import compiled_traffic
+from megatron_ext.device.gpus import GPUS
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
+from megatron_ext.losses.vocabulary import fused_rows
+from megatron_ext.planning.hardware import Rates
 from megatron_ext.planning.kernels import Work
-from megatron_ext.text.cost.kernels import LOGIT
+from megatron_ext.text.cost.kernels import LAYER_KERNELS, LOGIT
 from megatron_ext.text.cost.network import GptNetwork
 from tests.ranks import ParallelContext, ranks
 from tests.training_runs import config_of
@@ -78,6 +81,35 @@ def test_operations_of_a_3b_llama_by_class() -> None:
     assert counted["attention"] == (1 + 2.5) * scores
     model = counted["linear"] + counted["head"] + 3 * scores
     assert model == pytest.approx(SIZES.flops_per_token(LENGTH) * LENGTH)
+
+
+def test_the_first_gradient_of_a_head_of_its_own_is_written_once() -> None:
+    """A sum over blocks is read, 4 bytes; the buffer is written, and before that read or zeroed."""
+    rows = 18 * LENGTH * SIZES.hidden
+    for more, of_head in (("", 4 + 4), ("--no-untie-embeddings-and-output-weights", 12 + 4)):
+        found = network("3b", LENGTH, more)
+        planned = num_bytes(found.other_work(found.stages()[0]), "plumbing")
+        assert planned == TABLE * (of_head + 4) + rows, more
+
+
+def test_graphs_shorten_gaps_and_add_to_zeros() -> None:
+    plain, graphed = (network("3b", LENGTH, more) for more in ("", "--cuda-graph-impl local"))
+    works = [found.work(found.stages()[0]) for found in (plain, graphed)]
+    rates = Rates(GPUS["H200"])
+    gaps = [sum(map(rates.gaps, each)) for each in works]
+    kernels = SIZES.layers * sum(LAYER_KERNELS.values())
+    assert gaps[0] - gaps[1] == pytest.approx(kernels * 0.4e-6)
+    summed = [num_bytes(each, "weight gradients") for each in works]
+    assert summed == [2 * MATRICES, 10 * MATRICES]
+
+
+def test_blocks_of_the_loss_are_half_of_a_sequence_or_twice_the_width() -> None:
+    assert [fused_rows(n, SIZES.hidden) for n in (2048, 8192, 8193, 32768)] == [
+        1024, 4096, 4097, 2 * SIZES.hidden,
+    ]  # fmt: skip
+    found = network("3b", LENGTH)
+    transient = found.loss().transient
+    assert transient == 2 * 4096 * SIZES.vocab + 2 * LENGTH * SIZES.hidden
 
 
 def test_eight_bits_cast_inputs_gradients_and_weights() -> None:

@@ -1,14 +1,12 @@
-"""Whole runs in this process: the bytes are Megatron-LM's, and nothing half-written is left."""
+"""Whole runs in this process: the bytes are Megatron-LM's, whatever the input is read from."""
 
 import gzip
 import hashlib
 import json
 import math
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +14,24 @@ import numpy as np
 import pytest
 import zstandard
 
-from megatron_ext.data import indexed_writer
 from megatron_ext.data.indexed import check_indexed_dataset
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.preprocess import encode as texts
 from megatron_ext.text.preprocess import inputs
-from megatron_ext.text.preprocess import workers as worker_module
 from megatron_ext.text.preprocess.encode import sentence_splitter
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.parts import WorkDirectory
-from megatron_ext.text.preprocess.run import Report, preprocess
 from megatron_ext.text.tokenizers.fast import FastEncoder
 from tests.text import tiny
-from tests.text.tiny import read_pair, write_expected
-
-
-def sentencepiece() -> TokenizerConfig:
-    return TokenizerConfig("SentencePieceTokenizer", str(tiny.sentencepiece_model()))
-
-
-def huggingface() -> TokenizerConfig:
-    return TokenizerConfig("HuggingFaceTokenizer", str(tiny.hf_folder()))
+from tests.text.preprocess.runs import (
+    check_pair,
+    huggingface,
+    left_in,
+    run,
+    sentencepiece,
+    texts_of,
+    write_lines,
+)
+from tests.text.tiny import read_pair
 
 
 @pytest.fixture
@@ -45,31 +39,6 @@ def fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(inputs, "_SECONDS_FOR_A_WRITER", 0.2)
     os.mkfifo(tmp_path / "fifo")
     return tmp_path / "fifo"
-
-
-def run(
-    folder: Path, *files: Path | str, flags: TokenizerConfig | None = None, **more: Any
-) -> tuple[Report, list[str]]:
-    said: list[str] = []
-    options = {
-        "inputs": [str(file) for file in files], "output_prefix": str(folder / "out"),
-        "tokenizer": flags or sentencepiece(), "workers": 2, "part_megabytes": 0.01,
-        "append_eod": True, **more,
-    }  # fmt: skip
-    return preprocess(PreprocessOptions(**options), said.append), said
-
-
-def texts_of(documents: list[dict[str, Any]]) -> list[str]:
-    return [str(document["text"]) for document in documents]
-
-
-def check_pair(folder: Path, texts: Sequence[Any], name: str = "text_document", **how: Any) -> None:
-    how = {"flags": sentencepiece(), "append_eod": True, **how}
-    assert read_pair(folder / f"out_{name}") == write_expected(folder / "e", texts, **how)
-
-
-def left_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith("out"))
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
@@ -183,146 +152,6 @@ def test_empty_input(tmp_path: Path) -> None:
     assert run(tmp_path, "/dev/null")[0].documents == 0
 
 
-def corpus_with_bad_lines(tmp_path: Path, bad: dict[int, bytes]) -> tuple[Path, list[bytes]]:
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(200))
-    lines = path.read_bytes().split(b"\n")
-    for number, line in bad.items():
-        lines[number - 1] = line
-    path.write_bytes(b"\n".join(lines))
-    return path, lines
-
-
-@pytest.mark.parametrize("at", [1, 97, 200])
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_bad_line_stops_the_run_and_is_named(tmp_path: Path, at: int, packed: bool) -> None:
-    path = tiny.write_jsonl(tmp_path / "good.jsonl", tiny.corpus(5))
-    run(tmp_path, path)
-    before = read_pair(tmp_path / "out_text_document")
-    path, _ = corpus_with_bad_lines(tmp_path, {at: b'{"txt": "a"}'})
-    if packed:
-        path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
-        path = path.with_suffix(".gz")
-    start = time.monotonic()
-    with pytest.raises(DataError) as caught:
-        run(tmp_path, path)
-    assert str(caught.value).startswith(f"{path} line {at} has no key 'text'; mend the line")
-    assert time.monotonic() - start < 10
-    assert read_pair(tmp_path / "out_text_document") == before
-    outputs = [name for name in left_in(tmp_path) if name != "out.parts"]
-    assert outputs == ["out_text_document.bin", "out_text_document.idx"]
-
-
-def test_quarantine(tmp_path: Path) -> None:
-    bad = {3: b"no json", 90: b'{"text": 4}', 200: b'{"text": "\xff"}'}
-    path, lines = corpus_with_bad_lines(tmp_path, bad)
-    report, _ = run(tmp_path, path, path, on_bad_line="quarantine")
-    assert (report.rejected, report.documents) == (6, 394)
-    with open(tmp_path / "out.rejected.jsonl", encoding="utf-8") as stream:
-        found = [json.loads(line) for line in stream]
-    assert [(r["file"], r["line"]) for r in found] == [(str(path), n) for n in bad] * 2
-    assert found[0]["reason"].startswith("is not valid JSON (")
-    reason = "has int under key 'text', not a text or a list of texts"
-    assert found[1] == {"file": str(path), "line": 90, "reason": reason, "text": '{"text": 4}'}
-    assert found[2]["text"] == '{"text": "\\xff"}'
-    kept = [json.loads(line)["text"] for n, line in enumerate(lines[:200], 1) if n not in bad]
-    check_pair(tmp_path, kept * 2)
-    run(tmp_path, tiny.write_jsonl(path, tiny.corpus(5)), on_bad_line="quarantine")
-    assert not (tmp_path / "out.rejected.jsonl").exists()
-
-
-def test_texts_that_the_tokenizer_refuses(tmp_path: Path) -> None:
-    flags = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
-    texts = ["1 2", "x", "3", "4  5"]
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": t} for t in texts])
-    with pytest.raises(DataError, match="in.jsonl line 2 cannot be tokenized: the text is not int"):
-        run(tmp_path, path, flags=flags)
-    report, _ = run(tmp_path, path, flags=flags, on_bad_line="quarantine")
-    assert (report.documents, report.rejected, report.tokens) == (2, 2, 5)
-
-
-FULL = OSError(28, "No space left on device")
-
-
-def fail(with_: Exception | None) -> Callable[..., None]:
-    def failing(*_: Any) -> None:
-        if with_ is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise with_ or AssertionError
-
-    return failing
-
-
-@pytest.mark.parametrize(
-    ("failure", "error", "sentence"),
-    [
-        (None, DataError, r"Worker \d was killed by signal 9 in .*in.jsonl, bytes \d+ to"),
-        (KeyError("a"), RuntimeError, r"(?s)A worker failed:.*KeyError: 'a'"),
-        (FULL, DataError, r"A worker could not write or read: \[Errno 28\] No space"),
-    ],
-)
-def test_the_failure_of_a_worker_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Any, error: Any, sentence: str
-) -> None:
-    monkeypatch.setattr(texts.TextEncoder, "encode", fail(failure))
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
-    start = time.monotonic()
-    with pytest.raises(error, match=sentence):
-        run(tmp_path, path)
-    assert time.monotonic() - start < 10
-    assert [name for name in left_in(tmp_path) if not name.endswith(".parts")] == []
-
-
-def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch, folder: Path, path: Path) -> None:
-    real = worker_module._run_part
-
-    def some(job: Any, number: int, *rest: Any) -> None:
-        if number >= parts:
-            raise OSError("pulled the plug")
-        real(job, number, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(worker_module, "_run_part", some)
-        with pytest.raises(DataError, match="pulled the plug"):
-            run(folder, path, workers=1)
-
-
-def test_unchanged_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(300))
-    stop_after(4, monkeypatch, tmp_path, path)
-    report, said = run(tmp_path, path, workers=2)
-    assert report.resumed_parts == 4
-    assert said[0].startswith("Resuming: 4 of ")
-    check_pair(tmp_path, texts_of(tiny.corpus(300)))
-    assert not (tmp_path / "out.parts").exists()
-
-    for change in ({"append_eod": False}, {"json_keys": ("title",)}, {"flags": huggingface()}):
-        stop_after(4, monkeypatch, tmp_path, path)
-        assert run(tmp_path, path, **change)[0].resumed_parts == 0
-    stop_after(4, monkeypatch, tmp_path, path)
-    tiny.write_jsonl(path, tiny.corpus(300, seed=9))
-    assert run(tmp_path, path)[0].resumed_parts == 0
-
-
-def test_a_damaged_part_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(300))
-    stop_after(4, monkeypatch, tmp_path, path)
-    (victim,) = (tmp_path / "out.parts").glob("p000002.*.bin")
-    victim.write_bytes(victim.read_bytes()[:-2])
-    assert run(tmp_path, path)[0].resumed_parts == 3
-    check_pair(tmp_path, texts_of(tiny.corpus(300)))
-
-
-def test_two_runs_at_one_prefix(tmp_path: Path) -> None:
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
-    refused = pytest.raises(DataError, match=r"Another run is writing .*out \(it holds .*lock\); w")
-    with WorkDirectory(str(tmp_path / "out")), refused:
-        run(tmp_path, path)
-
-
-def write_lines(folder: Path) -> bytes:
-    return tiny.write_jsonl(folder / "lines.jsonl", tiny.corpus(60)).read_bytes()
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_fifo_is_read_beside_a_file(tmp_path: Path, fifo: Path, packed: bool) -> None:
     data = write_lines(tmp_path)
@@ -356,51 +185,6 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path, fifo: Path) -> None:
     writer.start()
     run(tmp_path, fifo)
     writer.join()
-    check_pair(tmp_path, texts_of(tiny.corpus(60)))
-
-
-def test_a_hidden_change_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = tiny.corpus(300)
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
-    about = path.stat()
-    stop_after(4, monkeypatch, tmp_path, path)
-    documents[0]["text"] = str(documents[0]["text"])[::-1]
-    tiny.write_jsonl(path, documents)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (about.st_size, about.st_mtime_ns)
-    assert run(tmp_path, path)[0].resumed_parts == 0
-    check_pair(tmp_path, texts_of(documents))
-
-
-def test_files_in_the_way_of_the_work_are_left_alone(tmp_path: Path) -> None:
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
-    (tmp_path / "out.parts").write_text("mine")
-    with pytest.raises(ConfigError, match=r"which cannot be made or written \(File exists\); mend"):
-        run(tmp_path, path)
-    assert (tmp_path / "out.parts").read_text() == "mine"
-    (tmp_path / "out.parts").unlink()
-    file = tmp_path / "out.parts" / "thesis.txt"
-    file.parent.mkdir()
-    file.write_text("mine")
-    with pytest.raises(ConfigError, match=r"out.parts for the work, but it holds other files; mov"):
-        run(tmp_path, path)
-    assert file.read_text() == "mine"
-
-
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_lines(tmp_path)
-    run(tmp_path, tiny.write_jsonl(tmp_path / "old.jsonl", tiny.corpus(5)))
-    old = read_pair(tmp_path / "out_text_document")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(indexed_writer, "_kernel_copy", fail(FULL))
-        with pytest.raises(DataError) as caught:
-            run(tmp_path, tmp_path / "lines.jsonl")
-    said = f"{tmp_path}/out was not written ([Errno 28] No space left on device); finished parts ar"
-    assert str(caught.value).startswith(said)
-    assert left_in(tmp_path) == ["out.parts", "out_text_document.bin", "out_text_document.idx"]
-    assert read_pair(tmp_path / "out_text_document") == old
-    assert run(tmp_path, tmp_path / "lines.jsonl")[0].resumed_parts > 0
     check_pair(tmp_path, texts_of(tiny.corpus(60)))
 
 

@@ -12,7 +12,8 @@ from megatron_ext.video.model.attention import _attend as joint_attention
 from megatron_ext.video.model.mmdit import pointwise as mmdit
 from megatron_ext.video.model.wan import pointwise as wan
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention
-from tests.layers.test_compiled import called, holders, operations
+from tests.layers.test_compiled import operations
+from tests.layers.test_compiled_layers import called, holders
 from tests.layers.test_pointwise import (
     LAYER,
     RMS,

@@ -1,0 +1,250 @@
+"""Sharding of gradients over data-parallel ranks (ZeRO-2; Rajbhandari et al., arXiv:1910.02054).
+
+megatron-core keeps the gradients of all parameters on every rank, in a buffer of buckets, and
+reduce-scatters them once a step. Here the memory of a bucket exists only while a backward pass
+fills it. As soon as a bucket has the gradients of a micro-batch, it is reduce-scattered, this
+rank's part is added to a float32 sum, and the memory is freed. Between two backward passes a rank
+so holds the sums of its own shard only, which are what its part of the distributed optimizer needs.
+
+The buckets of a chunk are reduced in one order on all ranks, the last parameters of the model
+first, since ranks that wait for each other in different orders would wait forever. What a pass left
+incomplete, because a parameter was not used, is reduced after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+
+class GradientBucket:
+    """The gradients of neighbouring parameters: memory for one micro-batch, and this rank's sums.
+
+    Attributes:
+        params: the parameters.
+        missing: those that have no gradient of this micro-batch yet.
+        whole: gradients of one micro-batch ``[n]``, without memory unless `live`.
+        sums: this rank's sums over micro-batches and ranks, float32 ``[n / ranks]``.
+    """
+
+    def __init__(self, buffer: Any, bucket: Any, sums: Tensor) -> None:
+        self.params: list[Any] = bucket.params_list
+        self.missing = set(self.params)
+        self.sums = sums
+        self.whole = torch.empty_like(bucket.grad_data)
+        self._group = buffer.data_parallel_group
+        self._part = self.whole.chunk(self._group.size())[self._group.rank()]
+        self._scaling: float = bucket.gradient_scaling_factor
+        averages = buffer.ddp_config.average_in_collective
+        self._op = ReduceOp.AVG if averages else ReduceOp.SUM
+        self._num_bytes = self.whole.untyped_storage().nbytes()
+        self._reduction: Any = None
+        self._views: list[tuple[Any, Tensor, Tensor]] = []
+        first = self._group.rank() * len(sums)
+        for parameter in self.params:
+            start, end = (x - bucket.offset for x in buffer.param_index_map[parameter][:2])
+            whole: Any = self.whole[start:end].view(parameter.shape)
+            whole.bucket = self  # for `writable`
+            low, high = (min(max(x - first, 0), len(sums)) for x in (start, end))
+            self._views.append((parameter, whole, sums[low:high]))
+        self.free()
+
+    @property
+    def live(self) -> bool:
+        """Return whether the bucket has memory for the gradients of a micro-batch."""
+        return self.whole.untyped_storage().nbytes() > 0
+
+    @property
+    def reducing(self) -> bool:
+        return self._reduction is not None
+
+    def show(self, *, whole: bool) -> None:
+        """Let ``main_grad`` of each parameter be its whole gradient, or its part of the sums.
+
+        A parameter's part is ``[m]``, the elements that this rank updates, in their order.
+        """
+        for parameter, everything, part in self._views:
+            parameter.main_grad = everything if whole else part
+
+    def allocate(self) -> None:
+        """Give the bucket memory for a micro-batch, all zeros, unless it has some."""
+        if self.reducing:
+            self.add()  # A gradient came late; it is reduced after the pass.
+        if not self.live:
+            self.whole.untyped_storage().resize_(self._num_bytes)
+            self.whole.zero_()
+
+    def reduce(self) -> None:
+        """Start to sum the gradients of a micro-batch over the ranks, which `add` completes."""
+        self.allocate()
+        if self._scaling != 1.0:
+            self.whole *= self._scaling
+        self._reduction = torch.distributed.reduce_scatter_tensor(
+            self._part, self.whole, op=self._op, group=self._group, async_op=True
+        )
+
+    def add(self) -> None:
+        """Add this rank's part of a reduced micro-batch to the sums, and free the memory."""
+        self._reduction.wait()
+        self._reduction = None
+        self.sums += self._part
+        self.free()
+
+    def gather(self) -> None:
+        """Fill the bucket with the sums of all ranks."""
+        self.allocate()
+        own = self.sums.to(self.whole.dtype)
+        torch.distributed.all_gather_into_tensor(self.whole, own, group=self._group)
+
+    def free(self) -> None:
+        """Give the memory of the bucket back; views of it stay valid for the next allocation."""
+        self.whole.untyped_storage().resize_(0)
+
+
+class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
+    """megatron-core's data-parallel wrapper, whose gradients are sharded over the ranks.
+
+    From the first forward pass of a step on, ``main_grad`` of a parameter is its whole gradient,
+    which may be written after `writable`. Once the gradients are finished, and until the next step,
+    it is this rank's part of the sums, which may be empty. The gradients of ``buffers`` are the
+    sums.
+
+    Args:
+        bucket_size: number of parameters from which on a bucket is closed, on every pipeline stage.
+        overlap: go on with the backward pass while a bucket is reduced, until the next one is.
+        arguments: those of megatron-core's class.
+    """
+
+    def __init__(self, *, bucket_size: int | None, overlap: bool, **arguments: Any) -> None:
+        self._bucket_size, self._overlap = bucket_size, overlap
+        super().__init__(**arguments)
+        order = {parameter: index for index, parameter in enumerate(self.params_with_grad)}
+        found = [
+            bucket
+            for buffer in (*self.buffers, *self.expert_parallel_buffers)
+            for bucket in _sharded(buffer)
+        ]
+        self.gradient_buckets = sorted(found, key=lambda x: -min(order[p] for p in x.params))
+        self._bucket_of = {p: bucket for bucket in self.gradient_buckets for p in bucket.params}
+        self._reduced = 0
+        self._last: GradientBucket | None = None
+        self._shows_whole = True
+        self._show(whole=False)
+
+    @property
+    def bucket_size(self) -> int | None:
+        """Return the size of a bucket; megatron-core would have one bucket on later stages."""
+        return self._bucket_size
+
+    @bucket_size.setter
+    def bucket_size(self, _size: int | None) -> None:
+        pass
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the chunk; products of its backward pass may write to whole gradients."""
+        self._show(whole=True)
+        return super().forward(*inputs, **kwargs)
+
+    def _show(self, *, whole: bool) -> None:
+        if whole != self._shows_whole:
+            self._shows_whole = whole
+            for bucket in self.gradient_buckets:
+                bucket.show(whole=whole)
+
+    def _make_backward_post_hook(self, param: Any) -> Callable[..., None]:
+        """Return a hook that takes a parameter's gradient, and reduces what is complete."""
+        take = super()._make_backward_post_hook(param)
+
+        def hook(*unused: Any) -> None:
+            self._bucket_of[param].allocate()
+            take(*unused)
+            self._bucket_of[param].missing.discard(param)
+            self._reduce_complete()
+
+        return hook
+
+    def _reduce_complete(self) -> None:
+        buckets = self.gradient_buckets
+        while self._reduced < len(buckets) and not buckets[self._reduced].missing:
+            self._reduced += 1
+            self._reduce(buckets[self._reduced - 1])
+
+    def _reduce(self, bucket: GradientBucket) -> None:
+        self._complete()
+        bucket.reduce()
+        self._last = bucket
+        if not self._overlap:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Wait for the reduction that runs, if any."""
+        if self._last is not None and self._last.reducing:
+            self._last.add()
+        self._last = None
+
+    def finish_microbatch(self) -> None:
+        """Reduce the buckets that a backward pass left; all replicas call this after each pass."""
+        for index, bucket in enumerate(self.gradient_buckets):
+            if index >= self._reduced or (bucket.live and not bucket.reducing):
+                self._reduce(bucket)
+            bucket.missing = set(bucket.params)
+        self._reduced = 0
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Do nothing, since each micro-batch is reduced by itself."""
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the last reduction, and let each parameter's ``main_grad`` be its part of it.
+
+        With ``force_all_reduce`` megatron-core would leave whole gradients; see `whole_gradients`.
+        """
+        self._complete()
+        self._show(whole=False)
+        for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
+            group.param_gather_dispatched = False
+
+    def zero_grad_buffer(self) -> None:
+        """Set the sums to zero."""
+        super().zero_grad_buffer()
+        self._show(whole=False)
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[None]:
+        """Let each parameter's ``main_grad`` be its whole reduced gradient inside the block."""
+        for bucket in self.gradient_buckets:
+            bucket.gather()
+        self._show(whole=True)
+        try:
+            yield
+        finally:
+            self._show(whole=False)
+            for bucket in self.gradient_buckets:
+                bucket.free()
+
+
+def _sharded(buffer: Any) -> Iterable[GradientBucket]:
+    """Put the sums of this rank in the place of a buffer's gradients; yield its buckets."""
+    ranks = buffer.data_parallel_group.size()
+    like: dict[str, Any] = {"dtype": torch.float32, "device": buffer.grad_data.device}
+    buffer.grad_data = torch.zeros(buffer.numel // ranks, **like)
+    for bucket in buffer.buckets:
+        start, length = bucket.offset // ranks, bucket.grad_data.numel() // ranks
+        found = GradientBucket(buffer, bucket, buffer.grad_data[start : start + length])
+        bucket.grad_data = found.whole
+        yield found
+
+
+@contextmanager
+def whole_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Give every rank the whole reduced gradients of the chunks inside the block."""
+    with ExitStack() as stack:
+        for chunk in chunks:
+            if isinstance(chunk, ShardedGradients):
+                stack.enter_context(chunk.whole_gradients())
+        yield
