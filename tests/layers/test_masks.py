@@ -96,6 +96,44 @@ def test_documents_and_windows_equal_plain_arithmetic(
 
 @pytest.mark.usefixtures("flexible")
 @ranks()
+@torch.no_grad()
+def test_sinks_and_a_soft_cap_equal_the_eager_path(
+    context: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The truth is attention step by step, which is compared with transformers elsewhere."""
+    made = build_with_scores(context)
+    flex = made(*qkv(), plain.document_indices(S, ENDS))
+    monkeypatch.setattr(masking, "flex_fits", lambda query, dropout: False)
+    eager = made(*qkv(), plain.document_indices(S, ENDS))
+    assert (flex - eager).abs().max() <= 1e-5 * eager.abs().max()
+
+
+def test_gradients_beside_sinks_are_those_of_one_more_key_without_a_value() -> None:
+    torch.manual_seed(1)
+    scores, value, sinks = torch.randn(B, N, 5, 7), torch.randn(B, N, 7, D), torch.randn(N)
+    found = []
+    for alone in (True, False):
+        own = [x.double().requires_grad_() for x in (scores, value, sinks)]
+        if alone:
+            out = masking.besides_sinks(own[0].softmax(-1) @ own[1], own[0].logsumexp(-1), own[2])
+        else:
+            column = own[2].view(1, -1, 1, 1).expand(B, -1, 5, 1)
+            out = torch.cat([own[0], column], -1).softmax(-1)[..., :-1] @ own[1]
+        out.square().sum().backward()
+        found.append([out, *(x.grad for x in own)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def build_with_scores(context: ParallelContext) -> DotProductAttention:
+    scores: dict[str, Any] = {"softmax_type": "learnable", "window_size": (50, 0)}
+    made = build(DotProductAttention, config(num_query_groups=G, kv_channels=D, **scores), context)
+    made.softcap = 0.7
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("flexible")
+@ranks()
 def test_a_window_that_looks_ahead(context: ParallelContext) -> None:
     module = build(DotProductAttention, config(window_size=(20, 30)), context)
     module.causal = False

@@ -32,13 +32,19 @@ def inputs(*, b: int = B) -> Inputs:
 
 
 def dense(
-    values: Inputs, *, label_smoothing: float = 0.0, z_loss_coefficient: float = 0.0
+    values: Inputs,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss_coefficient: float = 0.0,
+    softcap: float | None = None,
 ) -> Result:
     """Return the truth: whole logits in float64, torch's cross-entropy and its autograd."""
     hidden, weight, labels, weights = values
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
     logits = torch.einsum("sbh,vh->bsv", hidden, weight)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(
         logits.transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing
     )

@@ -88,6 +88,15 @@ def test_equals_dense(block_size: int | None, smoothing: float, z_loss: float) -
     assert_close(found, dense(inputs(), **given))
 
 
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_a_soft_cap_of_the_logits_equals_dense(on_a_gpu: bool) -> None:
+    given = {"softcap": 1.5, "label_smoothing": 0.1, "z_loss_coefficient": 1e-2}
+    with compiled_on_cpu("eager") if on_a_gpu else nullcontext():
+        found = weighted(leaves(inputs()), block_size=7, **given, **ALONE)
+    assert_close(found, dense(inputs(), **given))
+    assert error(dense(inputs())[0], found[0]) > 0.1
+
+
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (9, 2), (4096, 512), (100_000, 1024)])
 def test_a_default_block_is_an_eighth_of_the_tokens(tokens: int, rows: int) -> None:
     assert Head(None, None, False).rows(tokens) == rows
@@ -104,7 +113,7 @@ def rank_inputs(context: ParallelContext, sequence_parallel: bool) -> Inputs:
 @ranks(tp=2)
 def test_equals_dense_on_two_ranks(context: ParallelContext, sequence_parallel: bool) -> None:
     for block_size in BLOCK_SIZES:
-        for given in ({}, {"label_smoothing": 0.1, "z_loss_coefficient": 1e-2}):
+        for given in ({}, {"label_smoothing": 0.1, "z_loss_coefficient": 1e-2, "softcap": 2.0}):
             losses, of_hidden, of_weight = dense(inputs(), **given)
             if sequence_parallel:
                 of_hidden = of_hidden.chunk(2)[context.tp_rank]
@@ -290,6 +299,7 @@ def test_loss_equals_eager_in_float32_and_sharp_logits_stay_finite() -> None:
     [
         ({"block_size": 0}, r"`block_size` \(0\) must be at least 1 token"),
         ({"label_smoothing": 1.0}, r"`label_smoothing` \(1.0\) must be in \[0, 1\)"),
+        ({"softcap": 0.0}, r"`softcap` \(0.0\) must be above 0"),
         ({"z_loss_coefficient": -1.0}, r"`z_loss_coefficient` \(-1.0\) must be 0 or more"),
     ],
 )

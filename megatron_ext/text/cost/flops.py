@@ -58,7 +58,8 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
     """Return the multiplications per token in a model's forward pass, by part of the model.
 
     Parts: ``projections`` of queries, keys, values and output in a layer; ``scores`` of causal
-    attention in a layer, with the product of scores and values; ``dense``, the MLP of a layer (with
+    attention in a layer, with the product of scores and values; ``windowed``, those of a layer with
+    the window of ``--window-size``; ``dense``, the MLP of a layer (with
     a third matrix if ``gated``); ``experts``, all experts of one token in a layer; ``depth``, the
     projection before the layer of an MTP depth; ``logits``, the output layer.
     """
@@ -69,6 +70,7 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
     return {
         "projections": h * d * (2 * n + 2 * (model.num_query_groups or n)),
         "scores": n * d * (model.seq_length or 0),
+        "windowed": n * d * _keys_in_window(model),
         "dense": h * f * matrices,
         "experts": h * (routed + shared) * matrices,
         "depth": 2 * h * h,
@@ -76,16 +78,33 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
     }
 
 
+def _keys_in_window(model: ModelConfig) -> int:
+    """Return twice the mean number of keys that a query of a windowed layer attends to, less 1.
+
+    That is the sequence length s where the window hides nothing, as in ``scores``. With w keys to
+    the left of their own, s queries attend to s (w + 1) - w (w + 1) / 2 keys.
+    """
+    length = model.seq_length or 0
+    left = -1 if model.window_size is None else model.window_size[0]
+    if not 0 <= left < length:
+        return length
+    return 2 * left + 1 - left * (left + 1) // length
+
+
 def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
     """Return the operations of one sequence in the forward and backward pass of the model.
 
     Recomputation is not counted. The formula is Megatron-LM's, for comparable figures: it counts
-    the norms of multi-token prediction, and the gate of SwiGLU but of no other gated MLP.
+    the norms of multi-token prediction, and the gate of SwiGLU but of no other gated MLP. Of layers
+    with a window only the keys in the window count.
     """
     products, depths = token_products(model, moe, gated=model.swiglu), model.mtp_num_layers or 0
     layers = moe.expert_layers(model.num_layers or 0)
     layers += layers[-1:] * depths
-    per_token = len(layers) * (products["projections"] + products["scores"])
+    windowed = model.windowed_layers()
+    windowed += windowed[-1:] * depths
+    per_token = len(layers) * products["projections"]
+    per_token += sum(products["windowed" if has else "scores"] for has in windowed)
     per_token += sum(products["experts" if experts else "dense"] for experts in layers)
     per_token += depths * (3 * (model.hidden_size or 0) + products["depth"])
     per_token += products["logits"] * (depths + 1)
@@ -107,7 +126,7 @@ class GptFlops:
     def layer_flops(self, number: int) -> Flops:
         """Return the operations of decoder layer ``number``, from 0, without recomputation."""
         linear = self._linear(self.sizes.experts[number])
-        scores, fp8 = self._on_rank("scores"), self.config.fp8
+        scores, fp8 = self._scores(number), self.config.fp8
         weights = self._trained(linear)
         if not self.sizes.in_8_bits(fp8, number):
             return Flops(linear, scores=scores, weights=weights)
@@ -147,7 +166,7 @@ class GptFlops:
     def _depth_flops(self) -> Flops:
         """Return the operations of one MTP depth without its logits; none of them is in 8 bits."""
         linear = self._linear(self.sizes.experts[-1]) + self._on_rank("depth")
-        scores = self._on_rank("scores")
+        scores = self._scores(self.sizes.layers - 1)
         return Flops(linear, scores=scores, weights=self._trained(linear))
 
     def _logits_flops(self) -> Flops:
@@ -178,7 +197,7 @@ class GptFlops:
     def _again(self, number: int) -> tuple[float, float]:
         """Return the operations that layer ``number`` recomputes: (linear, attention)."""
         model, experts = self.config.model, self.sizes.experts[number]
-        scores = self._on_rank("scores")
+        scores = self._scores(number)
         if model.recompute_granularity == "full":
             return self._linear(experts), scores
         selective = model.recompute_granularity == "selective"
@@ -187,6 +206,14 @@ class GptFlops:
         inner = again if experts else "mlp" in modules
         mlp = self._on_rank("experts" if experts else "dense") if inner else 0.0
         return mlp, scores if "core_attn" in modules else 0.0
+
+    @cached_property
+    def _windowed(self) -> list[bool]:
+        return self.config.model.windowed_layers()
+
+    def _scores(self, number: int) -> float:
+        """Return one rank's forward operations of attention in decoder layer ``number``, from 0."""
+        return self._on_rank("windowed" if self._windowed[number] else "scores")
 
     def _on_rank(self, part: str) -> float:
         """Return one rank's forward operations in ``part``, a key of `token_products`."""

@@ -115,16 +115,25 @@ class Parameters:
         found += self._attention_weights(f"{name}.self_attention")
         found += self._norm_weights(f"{name}.pre_mlp_layernorm")
         if experts:
-            return found + self._expert_weights(f"{name}.mlp")
-        return found + self._mlp_weights(f"{name}.mlp", self.sizes.f, self.sizes.tp)
+            found += self._expert_weights(f"{name}.mlp")
+        else:
+            bias = self.config.model.has_mlp_bias
+            found += self._mlp_weights(f"{name}.mlp", self.sizes.f, self.sizes.tp, bias=bias)
+        if self.config.model.sandwich_norm:
+            found += self._norm_weights(f"{name}.post_self_attn_layernorm")
+            found += self._norm_weights(f"{name}.post_mlp_layernorm")
+        return found
 
     def _matrix(self, name: str, outputs: int, inputs: int, **layout: Any) -> list[Weight]:
         return Linear(name, outputs, inputs, **layout).weights(self.config.lora)
 
     def _attention_weights(self, name: str) -> list[Weight]:
         x, model = self.sizes, self.config.model
-        bias, qkv_bias, qkv = model.add_bias_linear, bool(model.add_qkv_bias), x.n + 2 * x.g
-        found = self._matrix(f"{name}.linear_proj", x.h, x.n * x.d, columns=x.tp, bias=bias)
+        bias, qkv_bias, qkv = model.add_proj_bias, bool(model.add_qkv_bias), x.n + 2 * x.g
+        found: list[Weight] = []
+        if model.softmax_type == "learnable":
+            found.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
+        found += self._matrix(f"{name}.linear_proj", x.h, x.n * x.d, columns=x.tp, bias=bias)
         found += self._matrix(f"{name}.linear_qkv", qkv * x.d, x.h, rows=x.tp, bias=qkv_bias)
         if model.qk_layernorm:
             found += self._norm_weights(f"{name}.q_layernorm", x.d)
@@ -134,7 +143,8 @@ class Parameters:
     def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
         """Return names and sizes of an MLP's weights; ``ranks`` ranks divide ``width`` channels."""
         h, model = self.sizes.h, self.config.model
-        layout["bias"], outputs = model.add_bias_linear, width * (2 if model.gated else 1)
+        layout.setdefault("bias", model.add_bias_linear)
+        outputs = width * (2 if model.gated else 1)
         fc1 = self._matrix(f"{name}.linear_fc1", outputs, h, rows=ranks, **layout)
         return fc1 + self._matrix(f"{name}.linear_fc2", h, width, columns=ranks, **layout)
 

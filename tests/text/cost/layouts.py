@@ -36,6 +36,9 @@ MORE = {
     "gpt2": "--no-swiglu --add-bias-linear --normalization LayerNorm --position-embedding-type "
     "learned_absolute --no-untie-embeddings-and-output-weights --num-query-groups 4 "
     "--qk-layernorm",
+    "sinks, norms and biases tp2": "--softmax-type learnable --sandwich-norm --add-proj-bias "
+    "--add-mlp-bias --window-size 31 0 --window-attn-skip-freq [1,0,1,1] "
+    "--tensor-model-parallel-size 2 --nproc-per-node 2",
     "tied pp2": "--no-untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
     "--use-distributed-optimizer --nproc-per-node 2",
     "mtp1 pp2": "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --nproc-per-node 2 "

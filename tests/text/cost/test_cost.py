@@ -44,6 +44,17 @@ def test_operations_of_all_stages_are_those_of_the_training_log(name: str) -> No
     assert counted == pytest.approx(wanted, rel=1e-2 if depths else 1e-12)
 
 
+def test_layers_with_a_window_count_the_keys_in_it() -> None:
+    length, left = layouts.llama().model.seq_length or 0, 999
+    flags = f"--window-size {left} 0 --window-attn-skip-freq 4"
+    full, windowed = layouts.llama_network(""), layouts.llama_network(flags)
+    scores = [windowed.layer_flops(number).scores for number in range(4)]
+    whole = full.layer_flops(0).scores
+    assert scores[3] == whole
+    seen = sum(min(at, left) + 0.5 for at in range(length)) / sum(at + 0.5 for at in range(length))
+    assert scores[:3] == [pytest.approx(seen * whole, rel=1e-3)] * 3
+
+
 def test_full_recomputation_repeats_the_layers() -> None:
     config = layouts.llama()
     stage = GptNetwork.of(config).stages()[0]

@@ -1,0 +1,105 @@
+"""Frequencies of rotary positions, against those that transformers computes, to equality."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.layers import layers_without_rope, windowed_layers
+from megatron_ext.config.rotary import read_scaling
+from megatron_ext.layers.rotary import LayerRotary, RotaryEmbedding, inverse_frequencies
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext
+from tests.ranks import ranks
+from tests.training_runs import SMALL, config_of
+
+transformers = pytest.importorskip("transformers")
+ROPE: dict[str, Any] = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
+
+D, POSITIONS = 24, 4096
+DIVISORS = {name: [1 + 0.3 * i * k for i in range(D // 4)]
+            for k, name in enumerate(("short_factor", "long_factor"), start=1)}  # fmt: skip
+ORIGINAL = {"original_max_position_embeddings": 512}
+KINDS: list[tuple[dict[str, Any], float, float]] = [
+    ({"rope_type": "linear", "factor": 3.7}, 10000.0, 1.0),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 8192}, 500000.0, 1.0),
+    ({"rope_type": "llama3", "factor": 32.5, "low_freq_factor": 1.5, "high_freq_factor": 2.5,
+      **ORIGINAL}, 12345.5, 0.75),
+    ({"rope_type": "yarn", "factor": 4.0, **ORIGINAL}, 10000.0, 1.0),
+    ({"rope_type": "yarn", "factor": None, **ORIGINAL}, 10000.0, 1.0),
+    ({"rope_type": "yarn", "factor": 40.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
+      **ORIGINAL}, 150000.0, 0.5),
+    ({"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3, **ORIGINAL},
+     10000.0, 1.0),
+    ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25, **ORIGINAL}, 10000.0, 1.0),
+    ({"rope_type": "longrope", "factor": 8.0, **DIVISORS, **ORIGINAL}, 10000.0, 0.5),
+    ({"rope_type": "longrope", **DIVISORS, **ORIGINAL}, 10000.0, 0.5),
+    ({"rope_type": "longrope", "attention_factor": 1.5, **DIVISORS, **ORIGINAL}, 10000.0, 0.5),
+    ({"rope_type": "proportional", "factor": 2.0}, 1e6, 0.25),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "base", "percent"), KINDS)
+@pytest.mark.parametrize("length", [300, 600])
+def test_every_kind_has_the_frequencies_of_transformers(
+    values: dict[str, Any], base: float, percent: float, length: int
+) -> None:
+    parameters = {**values, "rope_theta": base, "partial_rotary_factor": percent}
+    config = transformers.PretrainedConfig(
+        head_dim=D, hidden_size=4 * D, num_attention_heads=4, max_position_embeddings=POSITIONS
+    )
+    config.rope_parameters = parameters
+    config.standardize_rope_params = lambda: None
+    kind = values["rope_type"]
+    want, magnitude = ROPE[kind](config, torch.device("cpu"), seq_len=length)
+    scaling = read_scaling(json.dumps(values), POSITIONS)
+    assert scaling is not None
+    assert torch.equal(inverse_frequencies(D, percent, base, scaling, length), want)
+    assert scaling.magnitude == magnitude
+
+
+def test_every_kind_of_transformers_is_known_or_refused_in_a_sentence() -> None:
+    known = {values["rope_type"] for values, _, _ in KINDS}
+    assert ROPE.keys() - known == {"dynamic"}
+    with pytest.raises(ValueError, match="is dynamic"):
+        read_scaling('{"rope_type": "dynamic", "factor": 2}', POSITIONS)
+
+
+def test_yarn_by_flags_has_megatron_cores_magnitude() -> None:
+    words = (
+        "--position-embedding-type yarn --yarn-rotary-scaling-factor 8 --yarn-mscale 2 "
+        "--yarn-mscale-all-dim 0 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 20"
+    )
+    model = config_of([*SMALL, *words.split()]).model
+    assert model.position_embedding_type == "rope"
+    scaling = read_scaling(model.rope_scaling, 32)
+    assert scaling is not None and (scaling.factor, scaling.beta_fast) == (8, 20)
+    assert scaling.magnitude == pytest.approx(1 + 0.2 * torch.log(torch.tensor(8.0)).item())
+
+
+@ranks()
+def test_layers_with_a_window_have_angles_of_their_own(context: ParallelContext) -> None:
+    words = (
+        "--position-embedding-type rope --rotary-base 1000000 --rope-local-base-freq 10000 "
+        "--window-size 4 0 --window-attn-skip-freq [1,0] --no-rope-freq [0,1] --rotary-percent 0.5"
+    )
+    config = config_of([*SMALL, *words.split()])
+    core = build_transformer_config(config)
+    angles = RotaryEmbedding(config.model, core, context.pgs.cp)(9)
+    assert angles.shape == (9, 1, 2, 4)
+    for index, base in enumerate((1e6, 1e4)):
+        once = torch.outer(torch.arange(9.0), 1.0 / base ** (torch.arange(0, 4, 2) / 4))
+        assert torch.equal(angles[:, 0, index], torch.cat((once, once), -1))
+    found = [LayerRotary.of(core, number, windowed=number == 1) for number in (1, 2, 3)]
+    assert [rotary.index for rotary in found] == [1, None, None]
+
+
+def test_lists_and_numbers_say_which_layers() -> None:
+    assert windowed_layers("2", 4) == [True, False, True, False]
+    assert windowed_layers("([1]*3+[0])", 4) == [True, True, True, False]
+    assert layers_without_rope("4", 4) == [False, False, False, True]
+    assert layers_without_rope(None, 2) == [False, False]
