@@ -48,6 +48,12 @@ class Activations:
             return layer_norm(tokens)
         return rms_norm(self.sizes, tokens, size, frozen=self.config.lora.lora_rank is not None)
 
+    def output_norm(self) -> int:
+        """Return the bytes that the norm of a branch's output keeps, with its input."""
+        if not self.config.model.sandwich_norm:
+            return 0
+        return self.residual + self.norm(self.sizes.residual_tokens, self.sizes.h)
+
     def dropout(self, elements: int, probability: float) -> int:
         """Return the bytes of a dropout mask; an element takes 1 byte on a GPU, more on a CPU."""
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
@@ -125,7 +131,7 @@ class Activations:
         sizes, model = self.sizes, self.config.model
         out = sizes.tokens * sizes.n // sizes.tp * sizes.d * sizes.width
         entering = self.residual + self.norm(sizes.residual_tokens, sizes.h)
-        kept = self.residual + entering + self.qk() + out
+        kept = self.residual + entering + self.qk() + out + self.output_norm()
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         scores = self.scores()
         if self._recomputes("core_attn"):
@@ -144,7 +150,7 @@ class Activations:
 
     def mlp(self, experts: bool) -> LayerBytes:
         sizes, model = self.sizes, self.config.model
-        kept = 2 * self.residual + self.norm(sizes.residual_tokens, sizes.h)
+        kept = 2 * self.residual + self.norm(sizes.residual_tokens, sizes.h) + self.output_norm()
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         dense = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
         inner = self._experts() if experts else dense
@@ -159,7 +165,7 @@ class Activations:
         """
         model, sizes = self.config.model, self.sizes
         tensor = tokens * width * sizes.width
-        fused = sizes.gpu and model.add_bias_linear
+        fused = sizes.gpu and model.has_mlp_bias
         # Gated: both halves of fc1's output, the activated half, the other one plus core's offset,
         # and their product; the fused kernel computes the middle ones again.
         gated = 3 if fused else 5 + (not model.swiglu)

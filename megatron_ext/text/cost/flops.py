@@ -152,7 +152,8 @@ class GptFlops:
     def joins_activation(self, number: int) -> bool:
         """Return whether a layer's casts compute its activation too (`layers.fp8.activation`)."""
         fp8, model = self.config.fp8, self.config.model
-        plain = self.config.lora.lora_rank is None and not model.add_bias_linear
+        changed = model.activation_func_clamp_value is not None or model.glu_linear_offset != 0
+        plain = self.config.lora.lora_rank is None and not (model.has_mlp_bias or changed)
         given = fp8.fp8_recipe == "delayed" and fp8.fp8_wgrad and self.sizes.in_8_bits(fp8, number)
         return given and plain and not self.sizes.experts[number]
 
