@@ -52,6 +52,7 @@ COMMON = (
 ).split()
 NO_RECOMPUTATION = "--recompute-double-blocks 0 --recompute-single-blocks 0"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+MUON = "--optimizer muon --bf16 --use-distributed-optimizer"
 DIT = "--video-model video-dit"
 CAUSAL = "--video-model causal-video-dit --frame-block 1 --window-frames 3 --sink-frames 1"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2"
@@ -71,6 +72,8 @@ LAYOUTS = {
     "dit recomputed": f"{DIT} --recompute-blocks 2",
     "dit tp2 sp": f"{DIT} {TP2}",
     "dit pp2": f"{DIT} {PP2}",
+    "mmdit muon dp2": f"{NO_RECOMPUTATION} {MUON} --nproc-per-node 2",
+    "dit muon tp2": f"{DIT} {MUON} {TP2}",
     "causal": CAUSAL,
     "causal cp2": f"{CAUSAL} {CP2}",
 }
