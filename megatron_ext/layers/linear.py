@@ -227,6 +227,8 @@ class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # 
 class _WholeLinear(MegatronModule):  # type: ignore[misc]
     """Y = X A with all of A on every tensor-parallel rank."""
 
+    is_expert = False
+
     def __init__(
         self,
         input_size: int,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.layers.fp8.scaling import Role
 from megatron_ext.train.reporting.files import read_metrics
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import (
@@ -51,15 +52,17 @@ def assert_near(fp8: list[float], bf16: list[float]) -> None:
     assert fp8 == pytest.approx(bf16, rel=0.01)
 
 
-def histories(save: Path, iteration: int, *, experts: bool = False) -> dict[str, Tensor]:
-    """Return the delayed state in a checkpoint by kind of layer.
+def histories(
+    save: Path, iteration: int, *, experts: bool = False, layers: int = 4
+) -> dict[str, Tensor]:
+    """Return the delayed state in a checkpoint by kind of linear layer, ``layers`` of them.
 
     ``[layers, steps, 3]``, or ``[layers, experts, steps, 3]`` of the experts alone.
     """
     tensors = whole_tensors(save / f"iter_{iteration:07d}", save / "whole.pt")
     ends = [name for name in tensors if name.endswith("amax_history")]
     found = {name: tensors[name] for name in ends if not experts or "experts" in name}
-    assert len(found) == (2 if experts else 4)
+    assert len(found) == (2 if experts else layers)
     assert all(tensor.shape[-2:] == (4, 3) for tensor in found.values())
     return found
 
@@ -149,6 +152,25 @@ def test_other_layouts_train_alike(
         ours, theirs = histories(tmp_path / "save", 4), histories(on_one_rank(recipe), 4)
         for name, history in ours.items():
             assert torch.allclose(history, theirs[name], rtol=0.1 if cuts else 0.0, atol=0), name
+
+
+LATENT = (
+    "--no-group-query-attention --multi-latent-attention --qk-layernorm --q-lora-rank 48 "
+    "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 32"
+)
+
+
+def test_latent_attention_is_near_bf16_on_other_layouts(tmp_path: Path) -> None:
+    """Projections to small vectors are whole on every rank; their scales are those of one rank."""
+    words = (LATENT, "--fp8-format hybrid", DELAYED)
+    assert_near(losses(run(tmp_path / "8", *words)), losses(run(tmp_path / "16", LATENT)))
+    run(tmp_path / "cut", *words, TP2, ranks=2)
+    one, cut = (histories(tmp_path / name, 4, layers=7) for name in ("8", "cut"))
+    for name, history in one.items():
+        # Gradients have passed one more matrix product, whose ranks round sums of their own.
+        for role, near in zip(Role, (0.02, 1e-6, 0.3), strict=True):
+            ours, theirs = cut[name][..., role], history[..., role]
+            assert torch.allclose(ours, theirs, rtol=near, atol=0), (name, role)
 
 
 @pytest.mark.parametrize(

@@ -197,12 +197,9 @@ def _size_errors(
     """Yield a sentence for each size on a rank that is unfit for 8-bit matrix products."""
     tp = parallel.tensor_model_parallel_size
     unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
-    heads, channels = model.num_attention_heads or 0, model.kv_channels or 0
-    queries, groups = heads * channels, (model.num_query_groups or heads) * channels
     sides = [
         ("--hidden-size", model.hidden_size, 1),
-        ("--num-attention-heads times --kv-channels", queries, tp),
-        ("the width of queries, keys and values", queries + 2 * groups, tp),
+        *_attention_sides(model, tp),
         ("--ffn-hidden-size", model.ffn_hidden_size, tp),
     ]
     if moe.num_experts is not None:
@@ -227,6 +224,27 @@ def _size_errors(
             f"`--seq-length` times `--micro-batch-size` ({tokens}) over {parts} rank(s) does not; "
             f"use a multiple of {unit * parts}."
         )
+
+
+def _attention_sides(model: ModelConfig, tp: int) -> list[tuple[str, int | None, int]]:
+    """Return the widths of attention's projections: name, width, and the ranks that share it."""
+    heads, channels = model.num_attention_heads or 0, model.kv_channels or 0
+    if not model.multi_latent_attention:
+        queries, groups = heads * channels, (model.num_query_groups or heads) * channels
+        return [
+            ("--num-attention-heads times --kv-channels", queries, tp),
+            ("the width of queries, keys and values", queries + 2 * groups, tp),
+        ]
+    keys = "--num-attention-heads times the sum of --qk-head-dim and"
+    rotated, rank = model.qk_pos_emb_head_dim, model.kv_lora_rank
+    return [
+        ("--q-lora-rank", model.q_lora_rank, 1),
+        ("--kv-lora-rank", rank, 1),
+        ("--kv-lora-rank plus --qk-pos-emb-head-dim", rank + rotated, 1),
+        (f"{keys} --qk-pos-emb-head-dim", heads * (model.qk_head_dim + rotated), tp),
+        (f"{keys} --v-head-dim", heads * (model.qk_head_dim + channels), tp),
+        ("--num-attention-heads times --v-head-dim", heads * channels, tp),
+    ]
 
 
 def cuda_graph_errors(run: RunConfig) -> Iterator[str]:

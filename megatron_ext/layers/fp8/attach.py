@@ -17,10 +17,10 @@ from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.rules.precision import UNIT
 from megatron_ext.device.gpus import FP8
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.fp8.scaling import RECIPES, ExpertParts, Parts
-from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.layers.fp8.scaling import RECIPES, ExpertParts, Parts, WholeParts
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
 
-Layer = ColumnParallelLinear | RowParallelLinear
+Layer = ColumnParallelLinear | RowParallelLinear | WholeLinear
 
 _IN_A_LAYER = re.compile(r"^(?!mtp\.).*\b(layers|blocks|double_blocks|single_blocks)\.")
 """Matches names within the layers of a model, except those of multi-token prediction."""
@@ -84,7 +84,8 @@ def _attach(
             f"`{name}` are {tuple(layer.weight.shape)}; change its width or leave it out."
         )
     is_row = isinstance(layer, RowParallelLinear)
-    parts = (ExpertParts if layer.is_expert else Parts)(
+    kind: type[Parts] = ExpertParts if layer.is_expert else Parts
+    parts = (WholeParts if isinstance(layer, WholeLinear) else kind)(
         pgs,
         cuts_input=is_row,
         cuts_sequence=not is_row and layer.sequence_parallel,

@@ -86,6 +86,25 @@ class Parts:
         return (self._pgs.tp_dp_cp,)
 
 
+class WholeParts(Parts):
+    """`Parts` for a layer whose weight is whole on every tensor-parallel rank.
+
+    Under sequence parallelism each rank multiplies its own tokens, so that input and output's
+    gradient are both split by tokens.
+    """
+
+    def of_tensor(self, role: Role) -> ProcessGroup | None:
+        return None if role is Role.WEIGHT else self.of_columns(role)
+
+    def of_rows(self, role: Role) -> ProcessGroup | None:
+        return None
+
+    def of_columns(self, role: Role) -> ProcessGroup | None:
+        if role is Role.WEIGHT:
+            return None
+        return _if_several(self._pgs.tp_cp if self._cuts_sequence else self._pgs.cp)
+
+
 class ExpertParts(Parts):
     """`Parts` for a layer of experts, whose input is the tokens dispatched to this rank.
 
