@@ -70,11 +70,11 @@ def attend(
     scale: float | None = None,
     backend: AttnBackend = AttnBackend.auto,
 ) -> Tensor:
-    """Return ``softmax(query key^T * scale) value``, ``[b, n, q, d]``, for q queries and k keys.
+    """Return ``softmax(query key^T * scale) value``, ``[b, n, q, dv]``, for q queries and k keys.
 
     Args:
         query: ``[b, n, q, d]``, with contiguous last dimension and any other strides.
-        key, value: ``[b, g, k, d]`` with g query groups.
+        key, value: ``[b, g, k, d]`` and ``[b, g, k, dv]`` with g query groups.
         mask: ``[b, 1, q, k]``, True where a query attends to a key, or a bias object of torch.
         causal: queries attend to no later keys; not together with a mask.
         scale: None means ``1 / sqrt(d)``.
@@ -83,6 +83,13 @@ def attend(
     Raises:
         ConfigError: the kernel of ``backend`` does not support the arguments.
     """
+    own, size = value.size(-1), max(query.size(-1), value.size(-1))
+    if not query.is_cuda and query.size(-1) != own:
+        # The fused kernel of a CPU takes heads of one size. Zeros change neither scores nor values.
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        query, key, value = (F.pad(x, (0, size - x.size(-1))) for x in (query, key, value))
+        padded = attend(query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale)
+        return padded[..., :own]
     kernels = kernels_for(query, key, backend, masked=mask is not None, dropout=dropout)
     chosen = sdpa_kernel(list(kernels), set_priority=True) if kernels else contextlib.nullcontext()
     try:

@@ -20,7 +20,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import bucket_size
 from megatron_ext.planning.stages import FP32, Ranks, Summed
 
-LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|q|kv)\.weight$")
+LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|(q|kv)(|_proj|_down_proj|_up_proj))\.weight$")
 """Names of the weights whose matrix products may be in 8 bits."""
 
 

@@ -167,8 +167,8 @@ def test_latent_attention_is_near_bf16_on_other_layouts(tmp_path: Path) -> None:
     run(tmp_path / "cut", *words, TP2, ranks=2)
     one, cut = (histories(tmp_path / name, 4, layers=7) for name in ("8", "cut"))
     for name, history in one.items():
-        # Gradients have passed one more matrix product, whose ranks round sums of their own.
-        for role, near in zip(Role, (0.02, 1e-6, 0.3), strict=True):
+        # Ranks round sums of their own, which grows with the matrix products since.
+        for role, near in zip(Role, (0.1, 1e-6, 0.3), strict=True):
             ours, theirs = cut[name][..., role], history[..., role]
             assert torch.allclose(ours, theirs, rtol=near, atol=0), (name, role)
 

@@ -27,6 +27,7 @@ from megatron_ext.planning.stages import (
     rms_norm,
 )
 from megatron_ext.text.cost.flops import Sizes
+from megatron_ext.text.cost.latent import LatentSizes
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,25 @@ class Activations:
         """Return the bytes of a dropout mask; an element takes 1 byte on a GPU, more on a CPU."""
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
+    def latent(self, latent: LatentSizes) -> int:
+        """Return the bytes that multi-latent attention keeps up to its queries, keys and values."""
+        sizes = self.sizes
+        kept = sizes.residual_tokens * latent.kept * sizes.width
+        for rank in (latent.query_rank, latent.rank):
+            kept += self.norm(sizes.residual_tokens, rank) if latent.norms and rank else 0
+        gathered = sizes.cp if self._exchange == "gather" else 1
+        channels = latent.key + (latent.key + latent.value) * gathered
+        if latent.key != latent.value and not (sizes.gpu or self.attends_eagerly):
+            # The fused kernel of a CPU gets copies with heads of one size, and so is its output.
+            size = max(latent.key, latent.value)
+            channels = (1 + 2 * gathered + 1) * size
+        return kept + sizes.tokens * sizes.n // sizes.tp * sizes.width * channels
+
     def qk(self) -> int:
         """Return the bytes kept for queries, keys and values, their norms and rotary tables."""
         model, sizes = self.config.model, self.sizes
+        if sizes.latent is not None:
+            return self.latent(sizes.latent)
         of_head = sizes.tokens * sizes.d * sizes.width
         queries, keys = of_head * sizes.n // sizes.tp, of_head * sizes.g // sizes.tp
         mixed, gathered = queries + 2 * keys, 2 * keys * sizes.cp
@@ -140,7 +157,7 @@ class Activations:
 
     def _attention_transient(self) -> int:
         sizes = self.sizes
-        qkv = (sizes.n + 2 * sizes.g) // sizes.tp * sizes.d
+        qkv = sizes.projected // sizes.tp
         weight = max(qkv, sizes.n * sizes.d // sizes.tp) * sizes.h * sizes.width
         scores = 0
         if self.attends_eagerly:
@@ -232,15 +249,20 @@ class Activations:
     def _inputs(self, number: int) -> dict[str, int]:
         """Return the number of input elements that a rank keeps for each linear layer, by name."""
         sizes, moe, experts = self.sizes, self.config.moe, self.sizes.experts[number]
-        qkv, proj = sizes.residual_tokens * sizes.h, sizes.tokens * sizes.n // sizes.tp * sizes.d
-        fc1, fc2 = qkv, sizes.tokens * sizes.f // sizes.tp
+        hidden, proj = sizes.residual_tokens * sizes.h, sizes.tokens * sizes.n // sizes.tp * sizes.d
+        fc1, fc2 = hidden, sizes.tokens * sizes.f // sizes.tp
         if experts:
             routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
             fc1 = routed * sizes.h
             fc2 = routed * (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
         if self._recomputes("moe" if experts else "mlp"):
             fc1 = fc2 = 0
-        return {"linear_qkv": qkv, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
+        first = {"linear_qkv": hidden}
+        if sizes.latent is not None:
+            # Two projections keep the hidden state: once in 16 bits, or each in 8.
+            ranks = {"q": sizes.latent.query_rank, "kv": sizes.latent.rank}
+            first = {f"linear_{x}_up_proj": sizes.residual_tokens * n for x, n in ranks.items()}
+        return {**first, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
 
     def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
         """Return the bytes that adapters add, minus the inputs that frozen layers do not keep.
@@ -287,8 +309,11 @@ class Activations:
         """
         sizes, moe = self.sizes, self.config.moe
         inner = 3 if self.config.model.gated else 2
-        qkv, out = (sizes.n + 2 * sizes.g) * sizes.d, sizes.n * sizes.d
-        attention = sizes.tokens * (qkv + out) // sizes.tp + 2 * sizes.residual_tokens * sizes.h
+        heads = sizes.projected + sizes.n * sizes.d
+        attention = sizes.tokens * heads // sizes.tp + 2 * sizes.residual_tokens * sizes.h
+        if sizes.latent is not None:
+            small = 2 * sizes.latent.small - sizes.latent.rotated
+            attention += sizes.residual_tokens * small
         found = 0
         for layer in stage.layers:
             tokens, width = sizes.tokens, sizes.f // sizes.tp

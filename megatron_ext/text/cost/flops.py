@@ -15,6 +15,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.kernels import cast_of
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops
 from megatron_ext.planning.stages import Ranks, Stage
+from megatron_ext.text.cost.latent import LatentSizes
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Sizes(Ranks):
             MLP, attention heads, query groups, head size, vocabulary.
         depths: number of MTP depths (prediction modules).
         experts: for each layer, whether it holds experts.
+        latent: the sizes of multi-latent attention, in which d is the size of a value; or None.
     """
 
     s: int
@@ -38,6 +40,19 @@ class Sizes(Ranks):
     layers: int
     depths: int
     experts: tuple[bool, ...]
+    latent: LatentSizes | None = None
+
+    @property
+    def projected(self) -> int:
+        """Return the channels of a token that attention's first projections put out, all heads."""
+        if self.latent is not None:
+            return self.latent.queries + self.latent.keys_and_values
+        return (self.n + 2 * self.g) * self.d
+
+    @property
+    def key(self) -> int:
+        """Return the channels of one head's key."""
+        return self.d if self.latent is None else self.latent.key
 
     @property
     def tokens(self) -> int:
@@ -64,13 +79,15 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
     projection before the layer of an MTP depth; ``logits``, the output layer.
     """
     h, f = model.hidden_size or 0, model.ffn_hidden_size or 0
-    n, d = model.num_attention_heads or 0, model.kv_channels or 0
+    n, d, latent = model.num_attention_heads or 0, model.kv_channels or 0, LatentSizes.of(model)
+    projections = h * d * (2 * n + 2 * (model.num_query_groups or n))
+    key = d if latent is None else latent.key
     routed = (moe.moe_ffn_hidden_size or f) * moe.moe_router_topk
     shared, matrices = moe.moe_shared_expert_intermediate_size or 0, 3 if gated else 2
     return {
-        "projections": h * d * (2 * n + 2 * (model.num_query_groups or n)),
-        "scores": n * d * (model.seq_length or 0),
-        "windowed": n * d * _keys_in_window(model),
+        "projections": projections if latent is None else latent.products,
+        "scores": n * (key + d) * (model.seq_length or 0) // 2,
+        "windowed": n * (key + d) * _keys_in_window(model) // 2,
         "dense": h * f * matrices,
         "experts": h * (routed + shared) * matrices,
         "depth": 2 * h * h,
@@ -143,7 +160,10 @@ class GptFlops:
         """Return the bytes per token that casts of inputs and output gradients of a layer move."""
         x, gated, each = self.sizes, self.config.model.gated, cast_of(self.config.fp8.fp8_recipe)[0]
         wide = (2 if gated else 1) * x.f
-        around = 2 * x.h + x.n * x.d + (x.n + 2 * x.g) * x.d + 2 * x.h
+        around = 2 * x.h + x.n * x.d + x.projected + 2 * x.h
+        if x.latent is not None:
+            # The hidden state enters two projections. Small vectors leave them, and enter two.
+            around += x.h * bool(x.latent.query_rank) + 2 * x.latent.small - x.latent.rotated
         if self.joins_activation(number):
             # The kernels of `layers.fp8.kernels` read what the activation and its gradient read.
             return around * each + x.f * (6 if gated else 4) + wide * (5 if gated else 6)

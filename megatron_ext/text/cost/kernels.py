@@ -95,7 +95,7 @@ class GptKernels(GptFlops):
         ``joins`` leaves out the activation, which casts to 8 bits compute.
         """
         x, model, moe = self.sizes, self.config.model, self.config.moe
-        r, qkv = self._stream, x.tokens * (x.n + 2 * x.g) * x.d // x.tp * x.width
+        r, qkv = self._stream, x.tokens * x.projected // x.tp * x.width
         f, routed = x.tokens * x.f // x.tp * x.width, 0
         if experts:
             count = moe.moe_router_topk * x.residual_tokens

@@ -28,6 +28,7 @@ from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.cost.activations import Activations
 from megatron_ext.text.cost.flops import Sizes
 from megatron_ext.text.cost.kernels import GptKernels
+from megatron_ext.text.cost.latent import LatentSizes
 
 RECOMPUTATION: dict[str, dict[str, object]] = {
     "none": {"recompute_granularity": None},
@@ -134,10 +135,24 @@ class Parameters:
         if model.softmax_type == "learnable":
             found.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
         found += self._matrix(f"{name}.linear_proj", x.h, x.n * x.d, columns=x.tp, bias=bias)
+        if x.latent is not None:
+            return found + self._latent_weights(name, x.latent)
         found += self._matrix(f"{name}.linear_qkv", qkv * x.d, x.h, rows=x.tp, bias=qkv_bias)
         if model.qk_layernorm:
             found += self._norm_weights(f"{name}.q_layernorm", x.d)
             found += self._norm_weights(f"{name}.k_layernorm", x.d)
+        return found
+
+    def _latent_weights(self, name: str, latent: LatentSizes) -> list[Weight]:
+        """Return the sizes of the weights of multi-latent attention but the last projection's."""
+        found: list[Weight] = []
+        for part, outputs, inputs, shared in latent.matrices():
+            rows = self.sizes.tp if shared else 1
+            found += self._matrix(f"{name}.{part}", outputs, inputs, rows=rows, bias=False)
+        ranks = {"q": latent.query_rank, "kv": latent.rank} if latent.norms else {}
+        for part, rank in ranks.items():
+            if rank:
+                found += self._norm_weights(f"{name}.{part}_layernorm", rank)
         return found
 
     def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
@@ -197,6 +212,7 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
             layers=model.num_layers or 0,
             depths=model.mtp_num_layers or 0,
             experts=tuple(config.moe.expert_layers(model.num_layers or 0)),
+            latent=LatentSizes.of(model),
         )
         return cls(config, sizes)
 
@@ -254,14 +270,16 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
 
     def layer_traffic(self, experts: bool) -> Volume:
         """Return the bytes that a rank sends in all passes of one layer, with recomputation."""
-        x = self.sizes
+        x, gather = self.sizes, self._gather()
+        # Multi-latent attention gathers its small vectors instead of its input.
+        entering = gather if x.latent is None else gather * x.latent.small / x.h
         forward = Volume(
-            tensor=(2 if experts else 4) * self._gather(),
+            tensor=entering + (1 if experts else 3) * gather,
             context=self._context(),
             expert=self._dispatch() if experts else 0.0,
         )
         # Under sequence parallelism the inputs of two matrices are gathered once more.
-        backward = forward + Volume(tensor=(1 if experts else 2) * self._gather())
+        backward = forward + Volume(tensor=entering + (0 if experts else 1) * gather)
         if not x.sequence_parallel:
             backward = forward
         model = self.config.model
@@ -279,10 +297,10 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
     def _context(self) -> float:
         """Return the bytes that a rank sends in a layer's forward pass for context parallelism."""
         x = self.sizes
-        tokens, size = x.tokens, x.d * x.width // x.tp
+        tokens, both = x.tokens * x.width // x.tp, x.key + x.d
         if self.config.parallel.cp_comm_type[0] == "a2a":
-            return ring(x.cp) * tokens * (2 * x.n + 2 * x.g) * size
-        return (x.cp - 1) * tokens * 2 * x.g * size
+            return ring(x.cp) * tokens * (x.n + x.g) * both
+        return (x.cp - 1) * tokens * x.g * both
 
     def _dispatch(self) -> float:
         """Return the bytes that a rank sends to experts and back in one layer's forward pass."""

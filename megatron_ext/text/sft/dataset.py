@@ -155,7 +155,7 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
     products = token_products(model, moe, gated=model.swiglu)
     mlp, layers = products["experts" if moe.num_experts else "dense"], model.num_layers or 1
     linear = layers * (products["projections"] + mlp) + products["logits"]
-    quadratic = layers * (model.num_attention_heads or 1) * (model.kv_channels or 1)
+    quadratic = layers * products["scores"] // (model.seq_length or 1)
     common = gcd(linear, quadratic)  # keeps the sums of long rows far below 2**63
     return CostModel(linear // common, quadratic // common)
 

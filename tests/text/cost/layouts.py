@@ -14,6 +14,12 @@ MODEL = (
     "--vocab-size 500"
 ).split()
 
+LATENT = (
+    "--no-group-query-attention --multi-latent-attention --qk-layernorm --kv-lora-rank 32 "
+    "--qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16 "
+    "--original-max-position-embeddings 128"
+)
+
 LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --nproc-per-node 2",
     "tp2sp": "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
@@ -58,6 +64,13 @@ PEAKS = {
     "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
     "fp8 tp2sp": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --sequence-parallel "
     "--tensor-model-parallel-size 2 --nproc-per-node 2",
+    "mla": f"{LATENT} --rope-type rope",
+    "mla tp2": f"{LATENT} --q-lora-rank 48 --tensor-model-parallel-size 2 --nproc-per-node 2",
+    "mla cp2": f"{LATENT} --q-lora-rank 48 --context-parallel-size 2 --nproc-per-node 2",
+    "mla tp2sp bf16": f"{LATENT} --q-lora-rank 48 --bf16 --tensor-model-parallel-size 2 "
+    "--sequence-parallel --use-distributed-optimizer --nproc-per-node 2",
+    "mla fp8 tp2sp": f"{LATENT} --q-lora-rank 48 --bf16 --fp8-format hybrid --sequence-parallel "
+    "--fp8-recipe tensorwise --tensor-model-parallel-size 2 --nproc-per-node 2",
     "lora": "--lora-rank 8",
     "lora bf16 dp2": "--lora-rank 8 --bf16 --use-distributed-optimizer --ema-decay 0.9 "
     "--nproc-per-node 2",
@@ -72,7 +85,7 @@ PEAKS = {
     "--lora-target-modules linear_qkv linear_proj",
 }
 """Formats and adapters, whose state and peak are measured."""
-QUICK = ("tp2sp", "pp2", "dp2", "ep2", "tied pp2", "lora", "fp8 tp2sp")
+QUICK = ("tp2sp", "pp2", "dp2", "ep2", "tied pp2", "lora", "fp8 tp2sp", "mla tp2sp bf16")
 """Runs of all three tables that are measured in every run of the tests."""
 
 

@@ -1,0 +1,93 @@
+"""The sizes of multi-latent attention (`layers.latent_attention`), for the cost of a GPT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Channels of one token in a layer of multi-latent attention, of all heads.
+
+    Attributes:
+        h, n: channels of the hidden state, and heads.
+        query_rank: channels of the vector that queries are computed from; 0 if it is the hidden
+            state.
+        rank, rotated: channels of the vector that keys and values are computed from, and of the
+            rotated part of a key, which all heads share.
+        key, value: channels of one head's key (and query) and value.
+        norms: whether the small vectors are normalized.
+    """
+
+    h: int
+    n: int
+    query_rank: int
+    rank: int
+    rotated: int
+    key: int
+    value: int
+    norms: bool
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> LatentSizes | None:
+        """Return the sizes of a resolved model; None without ``--multi-latent-attention``."""
+        if not model.multi_latent_attention:
+            return None
+        return cls(
+            h=model.hidden_size or 0,
+            n=model.num_attention_heads or 0,
+            query_rank=model.q_lora_rank or 0,
+            rank=model.kv_lora_rank,
+            rotated=model.qk_pos_emb_head_dim,
+            key=model.qk_head_dim + model.qk_pos_emb_head_dim,
+            value=model.v_head_dim,
+            norms=model.qk_layernorm,
+        )
+
+    @property
+    def queries(self) -> int:
+        """Return the outputs of the projection to queries."""
+        return self.n * self.key
+
+    @property
+    def keys_and_values(self) -> int:
+        """Return the outputs of the projection to unrotated keys and values."""
+        return self.n * (self.key - self.rotated + self.value)
+
+    @property
+    def small(self) -> int:
+        """Return the outputs of the projections that are whole on every tensor-parallel rank."""
+        return self.query_rank + self.rank + self.rotated
+
+    @property
+    def products(self) -> int:
+        """Return the multiplications of all projections, output included, and of both norms."""
+        of_queries = (self.query_rank or self.h) * self.queries
+        of_keys = self.rank * self.keys_and_values
+        norms = self.query_rank + self.rank
+        return self.h * (self.small + self.n * self.value) + of_queries + of_keys + norms
+
+    @property
+    def kept(self) -> int:
+        """Return the elements kept of the small vectors, before and after their norms."""
+        return self.small + (self.norms * (self.query_rank + self.rank))
+
+    def matrices(self) -> list[tuple[str, int, int, bool]]:
+        """Return name, outputs and inputs of each projection but the last, and if ranks share it.
+
+        The order is that in which the layer registers them.
+        """
+        rank = self.query_rank
+        first = [("linear_q_proj", self.queries, self.h, True)]
+        if rank:
+            first = [
+                ("linear_q_down_proj", rank, self.h, False),
+                ("linear_q_up_proj", self.queries, rank, True),
+            ]
+        return [
+            *first,
+            ("linear_kv_down_proj", self.rank + self.rotated, self.h, False),
+            ("linear_kv_up_proj", self.keys_and_values, self.rank, True),
+        ]
