@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.rules.optimizer import sharding_errors
 from megatron_ext.config.run import RunConfig
@@ -19,7 +20,7 @@ from megatron_ext.planning.budget import budget_table
 from megatron_ext.planning.hardware import assumed, gpu_named, size
 from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
 from megatron_ext.planning.network import Case, Network, Report, TaskCost, Volume, step_plan
-from megatron_ext.planning.state import distinct
+from megatron_ext.planning.state import ROUTED, distinct
 from megatron_ext.planning.step_time import Estimate, SearchResult, estimate, rank_volume
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
@@ -94,9 +95,12 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
         numbers += f", layers in fp8 ({config.fp8.fp8_format}, {config.fp8.fp8_recipe})"
     if config.model.transformer_impl == "transformer_engine":
         numbers += "; Transformer Engine's layers priced as the torch layers"
+    count, active = model_parameters(ranks), active_parameters(ranks, config.moe)
+    counted = f"{count / 10**6:,.1f} M parameters"
+    if active < count:
+        counted += f" ({active / 10**6:,.1f} M of them used by a token)"
     return (
-        f"plan: {config.parallel.world_size} ranks ({shown}), "
-        f"{model_parameters(ranks) / 10**6:,.1f} M parameters, "
+        f"plan: {config.parallel.world_size} ranks ({shown}), {counted}, "
         f"{network.num_microbatches} micro-batches of {x.b} × {network.tokens} tokens, "
         f"{numbers}"
     )
@@ -105,6 +109,14 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
 def model_parameters(ranks: list[RankMemory]) -> int:
     """Return the number of parameters of the whole model, from those of each rank."""
     return distinct(chunk for rank in ranks for chunk in rank.weights)
+
+
+def active_parameters(ranks: list[RankMemory], moe: MoEConfig) -> int:
+    """Return the number of parameters that one token uses: its experts', and all others."""
+    chunks = [chunk for rank in ranks for chunk in rank.weights]
+    routed = distinct([weight for weight in chunk if ROUTED in weight.name] for chunk in chunks)
+    count = moe.num_experts or 1
+    return distinct(chunks) - routed // count * (count - min(count, moe.moe_router_topk))
 
 
 def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:

@@ -23,6 +23,9 @@ from megatron_ext.planning.stages import FP32, Ranks, Summed
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|(q|kv)(|_proj|_down_proj|_up_proj))\.weight$")
 """Names of the weights whose matrix products may be in 8 bits."""
 
+ROUTED = ".experts."
+"""Part of the names of weights of experts to which only some tokens are sent."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:

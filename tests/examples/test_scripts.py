@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from benchmarks import cross_entropy, gpu_peers, gpu_throughput, gpu_try
 from benchmarks.peers import OURS, PEERS
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.planning.memory import memory
+from megatron_ext.planning.report import active_parameters, headline, model_parameters
+from megatron_ext.text.cost.network import GptNetwork
 from tests.config.test_cli import FP8, GPT3, LLAMA3, MIXTRAL
 from tests.examples.scripts import EXAMPLES, ROOT, calls, start, start_stubbed, stub
 from tests.text import tiny
@@ -22,7 +26,8 @@ TESTS = ROOT / "tests" / "examples"
 GPU_ALL = ROOT / "benchmarks" / "gpu_all.sh"
 SMOKING = {
     "test_examples.py": "quickstart.sh gpt/pretrain_gpt_1node.sh gpt/pretrain_llama3_8b.sh "
-    "gpt/pretrain_llama3_8b_fp8.sh slurm/pretrain_gpt.sbatch custom_model/train.sh "
+    "gpt/pretrain_llama3_8b_fp8.sh gpt/pretrain_deepseek_v3.sh slurm/pretrain_gpt.sbatch "
+    "custom_model/train.sh "
     "custom_loss/train.sh custom_model/dit.sh sft/quickstart.sh sft/sft_qwen_8gpu.sh "
     "video/quickstart.sh",
     "test_video.py": "video/pretrain_stage1_256px.sh video/pretrain_i2v_768px.sh",
@@ -33,7 +38,7 @@ SMOKED = {script: file for file, words in SMOKING.items() for script in words.sp
 FULL_SIZE = {
     "gpt/pretrain_gpt_1node.sh": 8, "gpt/pretrain_llama3_8b.sh": 8,
     "gpt/pretrain_llama3_8b_fp8.sh": 8, "slurm/pretrain_gpt.sbatch": 32, "custom_model/train.sh": 4,
-    "custom_loss/train.sh": 4,
+    "custom_loss/train.sh": 4, "gpt/pretrain_deepseek_v3.sh": 1024,
 }  # fmt: skip
 """Ranks of the scripts that take the data, the tokenizer and the checkpoints."""
 
@@ -77,6 +82,32 @@ def llama_example(name: str, folder: Path, **environment: str) -> RunConfig:
     code, shown = start_stubbed(folder, *words, **environment)
     assert code == 0, shown
     return config_of(calls(folder, "python")[-1][1:], ranks=8, device="cuda")
+
+
+def test_the_plan_of_deepseek_v3_counts_671_billion_parameters(tmp_path: Path) -> None:
+    """Transformers' own class has as many; a token uses 37 billion of them (arXiv:2412.19437)."""
+    stub(tmp_path, "python")
+    script = EXAMPLES / "gpt" / "pretrain_deepseek_v3.sh"
+    code, shown = start_stubbed(tmp_path, script, PLAN="1")
+    assert code == 0, shown
+    (words,) = calls(tmp_path, "python")
+    network = GptNetwork.of(config_of(words[1:], ranks=0))
+    ranks = memory(network)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(DeepseekV3Config())
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    used = sum(
+        parameter.numel() // (256 // 8 if ".experts." in name else 1)
+        for name, parameter in theirs.named_parameters()
+    )
+    assert (count // 10**9, used // 10**9) == (671, 37)
+    # A depth has a layer like the last one, a projection of two hidden states, and three norms.
+    (h, layer) = 7168, theirs.model.layers[-1]
+    depth = 2 * h * h + 3 * h + sum(parameter.numel() for parameter in layer.parameters())
+    unused = sum(x.numel() for x in layer.mlp.experts.parameters()) // 256 * 248
+    assert model_parameters(ranks) == count + depth
+    assert active_parameters(ranks, network.config.moe) == used + depth - unused
+    assert "of them used by a token" in headline(network, ranks)
 
 
 def test_the_fp8_example_is_llama_3_8b_in_8_bits(tmp_path: Path) -> None:
