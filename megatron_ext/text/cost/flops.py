@@ -69,6 +69,15 @@ class Sizes(Ranks):
         return fp8.fp8_format is not None and not fp8.keeps_bf16(number + 1, self.layers)
 
 
+def score_channels(model: ModelConfig) -> int:
+    """Return the multiplications of causal attention per token and position, in one layer.
+
+    A query meets half of all keys and values, on average.
+    """
+    n, d, latent = model.num_attention_heads or 0, model.kv_channels or 0, LatentSizes.of(model)
+    return n * d if latent is None else n * (latent.key + latent.value) // 2
+
+
 def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[str, int]:
     """Return the multiplications per token in a model's forward pass, by part of the model.
 
@@ -81,13 +90,12 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
     h, f = model.hidden_size or 0, model.ffn_hidden_size or 0
     n, d, latent = model.num_attention_heads or 0, model.kv_channels or 0, LatentSizes.of(model)
     projections = h * d * (2 * n + 2 * (model.num_query_groups or n))
-    key = d if latent is None else latent.key
     routed = (moe.moe_ffn_hidden_size or f) * moe.moe_router_topk
     shared, matrices = moe.moe_shared_expert_intermediate_size or 0, 3 if gated else 2
     return {
         "projections": projections if latent is None else latent.products,
-        "scores": n * (key + d) * (model.seq_length or 0) // 2,
-        "windowed": n * (key + d) * _keys_in_window(model) // 2,
+        "scores": score_channels(model) * (model.seq_length or 0),
+        "windowed": score_channels(model) * _keys_in_window(model),
         "dense": h * f * matrices,
         "experts": h * (routed + shared) * matrices,
         "depth": 2 * h * h,

@@ -24,7 +24,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
-from megatron_ext.text.cost.flops import token_products
+from megatron_ext.text.cost.flops import score_channels, token_products
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.sft.chat import build_chat
 from megatron_ext.text.sft.packing import BudgetEpochs, CostModel, PackedEpochs, PaddedEpochs
@@ -155,7 +155,7 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
     products = token_products(model, moe, gated=model.swiglu)
     mlp, layers = products["experts" if moe.num_experts else "dense"], model.num_layers or 1
     linear = layers * (products["projections"] + mlp) + products["logits"]
-    quadratic = layers * products["scores"] // (model.seq_length or 1)
+    quadratic = layers * max(1, score_channels(model))
     common = gcd(linear, quadratic)  # keeps the sums of long rows far below 2**63
     return CostModel(linear // common, quadratic // common)
 
