@@ -24,7 +24,7 @@ NO_PATH = {
     "M": "Mamba layers have kernels for GPUs only",
     "G": "gated-delta layers have kernels for GPUs only",
     "D": "sparse attention of DeepSeek has kernels for GPUs only",
-    "+": "latent attention is not among our layers",
+    "+": "multi-latent attention is not among the layers of a pattern",
 }
 """Layers of megatron-core that are refused, by their letters, each with the reason."""
 
@@ -171,6 +171,11 @@ def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[str]:
         yield (
             f"`{_FLAG}` needs our own layers, which `--transformer-impl {TE_IMPL}` replaces; use "
             "`--transformer-impl torch`."
+        )
+    if run.model.multi_latent_attention:
+        yield (
+            f"`{_FLAG}` has layers of halves, which `--multi-latent-attention` is not among; give "
+            "`--num-layers` instead."
         )
     if run.cuda_graphs.cuda_graph_impl != "none":
         yield (

@@ -54,7 +54,7 @@ def test_a_release_without_hybrid_model_is_named() -> None:
         ("M-*-", "(M-*-) has M, but Mamba layers have kernels for GPUs only; use *, - and E."),
         ("G-*-", "has G, but gated-delta layers have kernels for GPUs only;"),
         ("D-D-", "has D, but sparse attention of DeepSeek has kernels for GPUs only;"),
-        ("+-+-", "has +, but latent attention is not among our layers;"),
+        ("+-+-", "has +, but multi-latent attention is not among the layers of a pattern;"),
         ("*-x", "has x, which is no layer; use *, -, E, | and /."),
         ("**--", "must be pairs of *- or *E in each stage, which are the layers of a GPT;"),
         ("*|-*-", "must be pairs of *- or *E in each stage"),
@@ -79,6 +79,8 @@ def test_a_release_without_hybrid_model_is_named() -> None:
          "one of them."),
         ("*-*- --transformer-impl transformer_engine", "`--hybrid-layer-pattern` needs our own "
          "layers, which `--transformer-impl transformer_engine` replaces;"),
+        ("*-*- --multi-latent-attention --position-embedding-type rope", "has layers of halves, "
+         "which `--multi-latent-attention` is not among; give `--num-layers` instead."),
         ("*-*- --cuda-graph-impl local", "`--hybrid-layer-pattern` has layers of halves, but "
          "`--cuda-graph-impl local` captures whole layers; use none."),
     ],
