@@ -90,6 +90,7 @@ class LatentAttention(Attention):  # type: ignore[misc]
             config, submodules, layer_number, attn_mask_type, "self",
             pg_collection=groups, **kwargs,
         )  # fmt: skip
+        self.rotary_pos_emb = rotary_embedding(config, groups.cp)
         heads, rotated = config.num_attention_heads, config.qk_pos_emb_head_dim
         self.key_hidden_size = config.qk_head_dim + rotated
         hidden, of_queries = config.hidden_size, heads * self.key_hidden_size
@@ -136,7 +137,6 @@ class LatentAttention(Attention):  # type: ignore[misc]
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        sequence_len_offset: int | None = None,
         **_unused: Any,
     ) -> WithBias:
         """Return the output ``[s, b, h]``, and None or a bias that the caller must add.
@@ -145,11 +145,8 @@ class LatentAttention(Attention):  # type: ignore[misc]
 
         Args:
             attention_mask: documents or a dense mask, see `layers.masks`; None means causal.
-            sequence_len_offset: position of the first token; None means 0.
         """
-        query, key, value = self.get_query_key_value_tensors(
-            hidden_states, first_position=sequence_len_offset or 0
-        )
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
         checkpoints = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
         attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
@@ -160,8 +157,6 @@ class LatentAttention(Attention):  # type: ignore[misc]
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
-        *,
-        first_position: int = 0,
         **_unused: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys ``[s, b, n, dk]`` and values ``[s, b, n, dv]`` of n heads.
@@ -186,33 +181,40 @@ class LatentAttention(Attention):  # type: ignore[misc]
             query,
             keys_and_values,
             shared,
-            *self._table(length, first_position, query.dtype),
+            *self._table(length, query.dtype),
             self.num_attention_heads_per_partition,
             config.v_head_dim,
         )
 
-    def _table(self, length: int, first_position: int, dtype: torch.dtype) -> Table:
-        """Return cosines and sines ``[s, 1, 1, d/2]`` of this rank's positions."""
-        config = self.config
-        settings: dict[str, Any] = {"rotary_base": config.rotary_base}
-        if config.rope_type == "yarn":
-            settings |= {
-                "scaling_factor": config.rotary_scaling_factor,
-                "original_max_position_embeddings": config.original_max_position_embeddings,
-                "beta_fast": config.beta_fast,
-                "beta_slow": config.beta_slow,
-                "mscale": config.mscale,
-                "mscale_all_dim": config.mscale_all_dim,
-            }
-        else:
-            settings["rotary_percent"] = config.rotary_percent
-        rotary = _rotary(config.qk_pos_emb_head_dim, self.pg_collection.cp, **settings)
-        found = rotary(length, first_position)
+    def _table(self, length: int, dtype: torch.dtype) -> Table:
+        """Return cosines and sines ``[s, 1, 1, d/2]`` of this rank's part of ``length`` tokens."""
+        found = self.rotary_pos_emb(length)
         angles, factor = found if isinstance(found, tuple) else (found, 1.0)
         if factor == 1.0:
             return table_of(angles, dtype, interleaved=False)
         cos, sin = table_of(angles, torch.float32, interleaved=False)
         return (cos * factor).to(dtype), (sin * factor).to(dtype)
+
+
+def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:
+    """Return the rotary embedding of a config, with angles ``[s, 1, 1, d]`` for s tokens.
+
+    All layers share one module and the angles that it keeps. YaRN's (arXiv:2309.00071) returns a
+    factor of the cosines and sines too.
+    """
+    settings: dict[str, Any] = {"rotary_base": config.rotary_base}
+    if config.rope_type == "yarn":
+        settings |= {
+            "scaling_factor": config.rotary_scaling_factor,
+            "original_max_position_embeddings": config.original_max_position_embeddings,
+            "beta_fast": config.beta_fast,
+            "beta_slow": config.beta_slow,
+            "mscale": config.mscale,
+            "mscale_all_dim": config.mscale_all_dim,
+        }
+    else:
+        settings["rotary_percent"] = config.rotary_percent
+    return _rotary(config.qk_pos_emb_head_dim, cp_group, **settings)
 
 
 def _shared_out(gradient: Tensor, count: int) -> Tensor:
@@ -221,8 +223,10 @@ def _shared_out(gradient: Tensor, count: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _rotary(channels: int, cp_group: ProcessGroup, **settings: Any) -> Any:
-    """Return the rotary embedding of these settings; all layers share it and what it has cached."""
-    kind = YarnRotaryEmbedding if "scaling_factor" in settings else RotaryEmbedding
+def _rotary(channels: int, cp_group: ProcessGroup, **settings: Any) -> RotaryEmbedding:
+    kind: Any = YarnRotaryEmbedding if "scaling_factor" in settings else RotaryEmbedding
     # megatron-core moves the frequencies to the device when they are first needed.
-    return kind(channels, cp_group=cp_group, use_cpu_initialization=True, **settings)
+    made: RotaryEmbedding = kind(
+        channels, cp_group=cp_group, use_cpu_initialization=True, **settings
+    )
+    return made

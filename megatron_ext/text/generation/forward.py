@@ -135,7 +135,9 @@ class PackedForward:
         with ExitStack() as undo:
             undo.enter_context(torch.no_grad())
             undo.enter_context(evaluating(self.chunks))
-            for module in (module for chunk in self.chunks for module in chunk.modules()):
+            # Layers of multi-latent attention share a rotary embedding, over chunks too.
+            modules = (module for chunk in self.chunks for module in chunk.modules())
+            for module in dict.fromkeys(modules):
                 if isinstance(module, DotProductAttention):
                     module.cache = LayerCache(cache)
                     undo.callback(setattr, module, "cache", None)

@@ -67,3 +67,21 @@ def test_experts_windows_and_learned_positions(tmp_path: Path) -> None:
         assert ours(root, OPTIONS, tmp_path / str(index), **sizes) == one, sizes
     virtual = {"pp": 2, "vpp": 2}
     assert ours(root, OPTIONS, tmp_path / "vpp", **virtual) == one
+
+
+LATENT = (
+    "--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 12 --position-embedding-type rope --mscale-all-dim 0.7 "
+    "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --normalization RMSNorm"
+).split()
+
+
+def test_multi_latent_attention(tmp_path: Path) -> None:
+    """Keys and values are kept as its heads get them; layers share one rotary embedding."""
+    root = tmp_path / "run"
+    train([*EXPERTS, *LATENT], root)
+    one = ours(root, OPTIONS, tmp_path / "one")
+    assert one[0] == plainly(root, tmp_path / "plain")
+    assert ours(root, OPTIONS, tmp_path / "vpp", pp=2, vpp=2) == one
+    words = ["--sequence-parallel", "--expert-tensor-parallel-size", "1"]
+    assert ours(root, OPTIONS, tmp_path / "tp", words, tp=2, ep=2, etp=1) == one
