@@ -11,7 +11,6 @@ from megatron_ext.config.model import ModelConfig
 REPLACED = {
     "group_query_attention": "its heads have keys of their own, from one vector per token",
     "add_qkv_bias": "its projections have no biases",
-    "add_proj_bias": "its projections have no biases",
     "rotary_interleaved": "its channels are always rotated in neighbouring pairs",
     "rotary_seq_len_interpolation_factor": "its frequencies are scaled by `--rope-type yarn`",
     "use_rope_scaling": "its frequencies are scaled by `--rope-type yarn`",
