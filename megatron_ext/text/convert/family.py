@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.rotary import read_scaling
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.config import SHAPE
 from megatron_ext.text.convert.table import Table
@@ -122,10 +123,10 @@ def architecture_of(model: ModelConfig, moe: MoEConfig) -> Fields:
     # A number of groups equal to the number of heads, or none, are the same model.
     found["num_query_groups"] = model.num_query_groups or model.num_attention_heads
     found["window_size"] = None if model.window_size is None else tuple(model.window_size)
+    found["window_attn_skip_freq"] = model.windowed_layers()
+    found["rope_scaling"] = read_scaling(model.rope_scaling, model.max_position_embeddings or 0)
     if model.position_embedding_type == "learned_absolute":
         found["max_position_embeddings"] = model.max_position_embeddings
-    if model.window_size is None:
-        found["window_attn_skip_freq"] = None
     if moe.num_experts is None:
         return {**found, "num_experts": None}
     found |= {name: getattr(moe, name) for name in MOE_SHAPE}

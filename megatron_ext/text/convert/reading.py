@@ -6,6 +6,7 @@ multiplied by their scales when they are read.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -209,6 +210,19 @@ def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
     positions = torch.arange(size) * (entry.step or 1) + (entry.start or 0)
     first, last = int(positions[0]) // block, int(positions[-1]) // block
     return slice(first, last + 1), positions // block - first
+
+
+def with_held_depths(model: HuggingFaceModel) -> HuggingFaceModel:
+    """Return the model without depths of multi-token prediction if its folder has none.
+
+    transformers' classes leave such weights out, but not their number in config.json.
+    """
+    if not model.fields.get("mtp_num_layers"):
+        return model
+    with WeightFolder(model) as source:
+        held = beyond_decoder(source.names, model.fields["num_layers"])
+    fields = model.fields if held else {**model.fields, "mtp_num_layers": None}
+    return dataclasses.replace(model, fields=fields)
 
 
 def check_one_dtype(model: HuggingFaceModel) -> str:

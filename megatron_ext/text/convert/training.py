@@ -31,7 +31,7 @@ from megatron_ext.text.convert.config import (
     tokenizer_files,
     understand,
 )
-from megatron_ext.text.convert.reading import load_folder
+from megatron_ext.text.convert.reading import load_folder, with_held_depths
 from megatron_ext.text.convert.writing import write_model
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
@@ -67,7 +67,7 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
     folder = config.section(HuggingFaceConfig).load_hf
     if folder is None:
         return {}
-    fields = read_model(Path(folder)).fields
+    fields = with_held_depths(read_model(Path(folder))).fields
     own: dict[str, dict[str, Any]] = {
         name: {f.name: fields[f.name] for f in dataclasses.fields(kind) if f.name in fields}
         for name, kind in (("model", ModelConfig), ("moe", MoEConfig))

@@ -75,10 +75,69 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24, "norm_topk_prob": False, "head_dim": 16,
         "decoder_sparse_step": 2,
     },
+    "llama with biases": {
+        "model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_theta": 10000.5,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen2 with some windows": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
+        "max_window_layers": 1,
+    },
+    "phi3 longrope": {
+        "model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0 + i / 10 for i in range(8)],
+            "long_factor": [2.0 + i / 3 for i in range(8)],
+        },
+    },
+    "gpt2 with gelu_new": {
+        "model_type": "gpt2", "n_positions": 64, "n_embd": 60, "n_layer": 2, "n_head": 4,
+        "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 18, "sliding_window": 8, "query_pre_attn_scalar": 20,
+        "num_key_value_heads": 2,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4,
+        "num_key_value_heads": 1, "query_pre_attn_scalar": 16, "rope_theta": 1e6,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+        "sliding_window": 8, "intermediate_size": 24, "swiglu_limit": 0.5,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+            "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "use_qk_norm": True,
+        "attention_bias": True, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.5,
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2", "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "n_shared_experts": 2, "q_lora_rank": None,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4, "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24, "n_shared_experts": 1, "q_lora_rank": 20, "n_group": 4,
+        "topk_group": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6,
+        "v_head_dim": 10, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+            "beta_fast": 4, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7,
+        },
+    },
 }  # fmt: skip
-ONE_GROUP = ["mistral with a window"]
+ONE_GROUP = ["mistral with a window", "gemma3"]
 """Models that tensor parallelism cannot split, since their heads share one key and value."""
-EXPERTS = [name for name in MODELS if "moe" in name or "mixtral" in name]
+EXPERTS = [x for x in MODELS if any(k in x for k in ("moe", "mixtral", "gpt_oss", "deepseek"))]
 
 
 def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
@@ -87,8 +146,9 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: An
     config = AutoConfig.for_model(**{**SIZES, **MODELS[name]})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.copy_(0.3 * torch.randn_like(parameter) + (1 if "norm" in key else 0))
+        for key, parameter in model.state_dict().items():
+            size = 0.1 if "bias" in key else 0.3
+            parameter.copy_(size * torch.randn_like(parameter) + (1 if "norm" in key else 0))
     model.to(dtype).save_pretrained(folder, **save)
     return folder
 

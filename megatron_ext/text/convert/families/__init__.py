@@ -1,7 +1,13 @@
 """The families of Hugging Face models that can be converted, one file each."""
 
 from megatron_ext.text.convert.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    glm4_moe,
     gpt2,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -12,8 +18,7 @@ from megatron_ext.text.convert.families import (
     qwen3_moe,
 )
 
-FAMILIES = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, phi3, gpt2, mixtral, qwen2_moe, qwen3_moe)
-}
+_DENSE = (llama, mistral, qwen2, qwen3, phi3, gpt2, gemma2, gemma3)
+_EXPERTS = (mixtral, qwen2_moe, qwen3_moe, gpt_oss, glm4_moe, deepseek_v2, deepseek_v3)
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (*_DENSE, *_EXPERTS)}
 """Families by `model_type`; a model without an origin is exported as the first that fits."""

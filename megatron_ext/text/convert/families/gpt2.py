@@ -8,12 +8,16 @@ from megatron_ext.text.convert.family import Family, Fields, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, whole
 
 LAYER = "transformer.h.{layer}"
+_TANH = ("gelu_new", "gelu_pytorch_tanh")
+"""Names in transformers of GELU in its tanh approximation."""
 
 
 def read(settings: Settings) -> Fields:
-    if settings["activation_function"] != "gelu":
+    activation = settings["activation_function"]
+    if activation not in ("gelu", *_TANH):
         settings.refuse("activation_function")
     return {
+        "openai_gelu": activation in _TANH,
         "ffn_hidden_size": settings["n_inner"] or 4 * settings["n_embd"],
         "untie_embeddings_and_output_weights": not settings["tie_word_embeddings"],
         "attention_dropout": float(settings["attn_pdrop"]),
@@ -24,7 +28,7 @@ def read(settings: Settings) -> Fields:
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     return {
         "n_inner": model.ffn_hidden_size,
-        "activation_function": "gelu",
+        "activation_function": "gelu_new" if model.openai_gelu else "gelu",
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
     }
 

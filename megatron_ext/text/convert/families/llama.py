@@ -1,10 +1,12 @@
 """Llama, and what other families share with it: its names, and its rotary positions."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.rotary import read_scaling, written
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert.family import Family, Fields, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, grouped_qkv, joined, whole
@@ -64,61 +66,79 @@ def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
 def read_rotary(settings: Settings) -> Fields:
     """Return the fields of rotary positions; raise a CheckpointError for an unknown kind."""
     # transformers 4 keeps the base beside the scaling, and transformers 5 keeps it within.
-    scaling = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
-    base = scaling.get("rope_theta", settings["rope_theta"])
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    partial = scaling.get("partial_rotary_factor", settings["partial_rotary_factor"]) or 1.0
-    if base is None or int(base) != base:
-        raise CheckpointError(
-            f"{settings.path} says `rope_theta` {base!r}, but `--rotary-base` must be an integer; "
-            "use another model."
-        )
-    fields: Fields = {"rotary_base": int(base), "rotary_percent": float(partial)}
+    given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
+    base = given.pop("rope_theta", settings["rope_theta"])
+    partial = given.pop("partial_rotary_factor", settings["partial_rotary_factor"]) or 1.0
+    fields = {"rotary_base": float(base), "rotary_percent": float(partial)}
+    return fields | read_scaling_of(settings, given)
+
+
+def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
+    """Return the fields of a scaling of rotary frequencies, by flags of their own if there are."""
+    kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "default":
-        return fields
-    factor = float(scaling.get("factor") or 1.0)
-    same = all(scaling.get(name) == value for name, value in LLAMA3_CONSTANTS.items())
-    if kind == "llama3" and same:
-        return {**fields, "use_rope_scaling": True, "rope_scaling_factor": factor}
+        return {}
+    factor = float(given.get("factor") or 1.0)
+    if kind == "llama3" and all(given.get(x) == value for x, value in LLAMA3_CONSTANTS.items()):
+        return {"use_rope_scaling": True, "rope_scaling_factor": factor}
     if kind == "linear" and factor.is_integer():
-        return {**fields, "rotary_seq_len_interpolation_factor": int(factor)}
-    known = ", ".join(f"{name} {value}" for name, value in LLAMA3_CONSTANTS.items())
-    shown = {name: value for name, value in scaling.items() if name != "rope_theta"}
-    raise CheckpointError(
-        f"{settings.path} says `rope_scaling` {shown}, which our flags cannot describe; linear "
-        f"with an integer factor, and llama3 with {known}, can be converted."
-    )
+        return {"rotary_seq_len_interpolation_factor": int(factor)}
+    original = settings["original_max_position_embeddings"]
+    if original and kind in ("longrope", "yarn"):
+        given.setdefault("original_max_position_embeddings", original)
+    try:
+        scaling = read_scaling(json.dumps(given), settings["max_position_embeddings"])
+    except ValueError as error:
+        raise CheckpointError(f"{settings.path} says a `rope_scaling` that {error}.") from error
+    return {} if scaling is None else {"rope_scaling": written(scaling)}
 
 
 def write_rotary(model: ModelConfig) -> dict[str, Any]:
     """Return the entries of config.json that `read_rotary` reads."""
-    found: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}
+    found: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_scaling": write_scaling(model)}
     if model.rotary_percent != 1:
         found["partial_rotary_factor"] = model.rotary_percent
-    if model.use_rope_scaling:
-        factor = model.rope_scaling_factor
-        found["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3_CONSTANTS}
-    elif model.rotary_seq_len_interpolation_factor:
-        factor = float(model.rotary_seq_len_interpolation_factor)
-        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return found
 
 
-def read_window(settings: Settings, key: str = "sliding_window") -> Fields:
-    """Return the field of a sliding window in all layers.
+def write_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the scaling of rotary frequencies as transformers writes it; None without one."""
+    if model.use_rope_scaling:
+        factor = model.rope_scaling_factor
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3_CONSTANTS}
+    if model.rotary_seq_len_interpolation_factor:
+        return {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)}
+    return None if model.rope_scaling is None else dict(json.loads(model.rope_scaling))
+
+
+def read_window(settings: Settings) -> Fields:
+    """Return the fields of a sliding window, in all layers or in those of ``layer_types``.
 
     transformers' window counts the tokens that a query sees, with its own; ours counts those to the
     left of it.
     """
-    window = settings[key]
-    if not window or window >= settings["max_position_embeddings"]:
+    window, kinds = settings["sliding_window"], settings["layer_types"]
+    has = [int(kind == "sliding_attention") for kind in kinds or ["sliding_attention"]]
+    if not window or window >= settings["max_position_embeddings"] or not any(has):
         return {}
-    return {"window_size": (int(window) - 1, 0)}
+    found: Fields = {"window_size": (int(window) - 1, 0)}
+    return found if all(has) else found | {"window_attn_skip_freq": listed(has)}
 
 
 def write_window(model: ModelConfig) -> dict[str, Any]:
     """Return the entry of config.json that `read_window` reads."""
     return {"sliding_window": None if model.window_size is None else model.window_size[0] + 1}
+
+
+def write_layer_types(model: ModelConfig) -> dict[str, Any]:
+    """Return the entry of config.json that says which layers have the sliding window."""
+    names = {False: "full_attention", True: "sliding_attention"}
+    return {"layer_types": [names[has] for has in model.windowed_layers()]}
+
+
+def listed(layers: Iterable[int]) -> str:
+    """Return a flag's list of a number for each layer, such as ``[1,0]``."""
+    return f"[{','.join(map(str, layers))}]"
 
 
 def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
@@ -144,8 +164,9 @@ def norms() -> dict[str, Parts]:
 def attention(model: ModelConfig) -> dict[str, Parts]:
     """Return the parts of an attention with separate projections, biases and norms included."""
     theirs = f"{LAYER}.self_attn"
-    found = {"self_attention.linear_proj.weight": whole(f"{theirs}.o_proj.weight")}
+    found = {}
     for kind in ("weight", "bias"):
+        found[f"self_attention.linear_proj.{kind}"] = whole(f"{theirs}.o_proj.{kind}")
         names = [f"{theirs}.{part}_proj.{kind}" for part in "qkv"]
         found[f"self_attention.linear_qkv.{kind}"] = grouped_qkv(model, *names)
     for part in "qk":
@@ -160,8 +181,12 @@ def gated_mlp(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Parts]:
     """Return the parts of a gated MLP, given the paths of it and its three projections' names."""
-    gate, up, down = (f"{LAYER}.{theirs}.{name}.weight" for name in names)
-    return {f"{ours}.linear_fc1.weight": joined(gate, up), f"{ours}.linear_fc2.weight": whole(down)}
+    found = {}
+    for kind in ("weight", "bias"):
+        gate, up, down = (f"{LAYER}.{theirs}.{name}.{kind}" for name in names)
+        found[f"{ours}.linear_fc1.{kind}"] = joined(gate, up)
+        found[f"{ours}.linear_fc2.{kind}"] = whole(down)
+    return found
 
 
 def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
@@ -175,9 +200,23 @@ def relative(changed: Mapping[str, Any], **attributes: Any) -> Family:
     return Family(**{**own, "weights": weights, **attributes})
 
 
+def read_with_biases(settings: Settings) -> Fields:
+    """Return the fields of a Llama, whose attention and MLP may have biases."""
+    attention = bool(settings["attention_bias"])
+    biases = {"add_qkv_bias": attention, "add_proj_bias": attention}
+    return read(settings) | biases | {"add_mlp_bias": bool(settings["mlp_bias"])}
+
+
+def write_with_biases(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return the entries of config.json that `read_with_biases` reads."""
+    biases = {"attention_bias": model.add_proj_bias, "mlp_bias": model.add_mlp_bias}
+    return write(model, moe) | biases
+
+
 FAMILY = relative(
     {},
     model_type="llama",
     architecture="LlamaForCausalLM",
-    only=ONLY | {"attention_bias": False, "mlp_bias": False},
+    read=read_with_biases,
+    write=write_with_biases,
 )

@@ -8,35 +8,16 @@ from megatron_ext.text.convert.families import llama
 from megatron_ext.text.convert.family import Fields, Settings
 
 
-def read_window(settings: Settings) -> Fields:
-    """Return the field of a sliding window that all layers have, or none."""
-    if not settings["use_sliding_window"]:
-        return {}
-    found = llama.read_window(settings)
-    kinds = set(settings["layer_types"] or ["sliding_attention"])
-    if found and kinds == {"sliding_attention"}:
-        return found
-    if found and kinds != {"full_attention"}:
-        settings.refuse(
-            "sliding_window", advice="use a model whose layers all have it, or none of them"
-        )
-    return {}
-
-
-def write_window(model: ModelConfig) -> dict[str, Any]:
-    """Return the entries of config.json that `read_window` reads."""
-    if model.window_size is None:
-        return {"use_sliding_window": False}
-    all_layers = {"max_window_layers": 0, "layer_types": None}
-    return {"use_sliding_window": True, **all_layers, **llama.write_window(model)}
-
-
 def read(settings: Settings) -> Fields:
-    return llama.read(settings) | read_window(settings)
+    found = llama.read(settings)
+    return found | llama.read_window(settings) if settings["use_sliding_window"] else found
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    return llama.write(model, moe) | write_window(model)
+    found = llama.write(model, moe) | {"use_sliding_window": model.window_size is not None}
+    if model.window_size is None:
+        return found
+    return found | llama.write_window(model) | llama.write_layer_types(model)
 
 
 FAMILY = llama.relative(

@@ -20,7 +20,7 @@ def read_experts(settings: Settings) -> Fields:
     step, dense = settings["decoder_sparse_step"] or 1, settings["mlp_only_layers"] or []
     layers = range(settings["num_hidden_layers"])
     holds = [int(x not in dense and (x + 1) % step == 0) for x in layers]
-    freq = "1" if all(holds) else f"[{','.join(map(str, holds))}]"
+    freq = "1" if all(holds) else llama.listed(holds)
     # Without renormalization the scores come from the softmax over all experts.
     return {"moe_layer_freq": freq, "moe_router_pre_softmax": not settings["norm_topk_prob"]}
 

@@ -1,12 +1,27 @@
 """Qwen3: Llama with norms of queries and keys."""
 
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, qwen2
+from megatron_ext.text.convert.family import Fields, Settings
+
+
+def read(settings: Settings) -> Fields:
+    """Return the fields of a Qwen3, whose attention may have biases."""
+    biases = dict.fromkeys(("add_qkv_bias", "add_proj_bias"), bool(settings["attention_bias"]))
+    return qwen2.read(settings) | biases
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    return qwen2.write(model, moe) | {"attention_bias": model.add_proj_bias}
+
 
 FAMILY = llama.relative(
     {"qk_layernorm": True},
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    only=llama.ONLY | {"attention_bias": False},
-    read=qwen2.read,
-    write=qwen2.write,
+    read=read,
+    write=write,
 )

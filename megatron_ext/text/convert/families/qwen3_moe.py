@@ -4,23 +4,20 @@ from typing import Any
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
-from megatron_ext.text.convert.families import llama, qwen2_moe
+from megatron_ext.text.convert.families import llama, qwen2_moe, qwen3
 from megatron_ext.text.convert.family import Fields, Settings
 from megatron_ext.text.convert.table import Table
 
 
 def read(settings: Settings) -> Fields:
-    window = llama.read_window(settings) if settings["use_sliding_window"] else {}
     # transformers calls their number num_experts in files, and num_local_experts in memory.
     experts = settings["num_experts"] or settings["num_local_experts"]
-    found = llama.read(settings) | window | qwen2_moe.read_experts(settings)
-    return found | {"num_experts": experts}
+    return qwen3.read(settings) | qwen2_moe.read_experts(settings) | {"num_experts": experts}
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    window = {"use_sliding_window": model.window_size is not None, **llama.write_window(model)}
-    own = window | {"num_experts": moe.num_experts}
-    return llama.write(model, moe) | qwen2_moe.write_experts(model, moe) | own
+    own = qwen2_moe.write_experts(model, moe) | {"num_experts": moe.num_experts}
+    return qwen3.write(model, moe) | own
 
 
 def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
@@ -33,7 +30,6 @@ FAMILY = llama.relative(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     same={ours: key for ours, key in qwen2_moe.SAME.items() if ours != "num_experts"},
-    only=llama.ONLY | {"attention_bias": False},
     read=read,
     write=write,
     weights=weights,

@@ -1,0 +1,44 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, experts scored by a softmax, no bias of experts."""
+
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.convert.families import deepseek_v3, llama
+from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.table import Table
+
+
+def read(settings: Settings) -> Fields:
+    found = deepseek_v3.read_latent(settings) | deepseek_v3.read_experts(settings)
+    if settings["topk_method"] == "greedy":
+        return found | {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    # A group is ranked by its best expert.
+    deepseek_v3.check_groups(settings, 1)
+    return found
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    grouped = moe.moe_router_num_groups is not None
+    own = {
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+    }
+    return deepseek_v3.write_latent(model) | deepseek_v3.write_experts(model, moe) | own
+
+
+def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+    return Table(llama.outer(vocab_size), deepseek_v3.decoder_layer())
+
+
+FAMILY = llama.relative(
+    {"multi_latent_attention": True, "qk_layernorm": True, "moe_router_pre_softmax": True},
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    same=deepseek_v3.SAME,
+    only=deepseek_v3.ONLY | {"norm_topk_prob": False, "mlp_bias": False},
+    read=read,
+    write=write,
+    weights=weights,
+)

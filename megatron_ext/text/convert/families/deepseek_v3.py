@@ -1,0 +1,217 @@
+"""DeepSeek-V3 and R1: latent attention, grouped experts with a bias, multi-token prediction.
+
+The rotary channels of queries and keys are rotated in neighbouring pairs there and here. The
+depths of multi-token prediction are the layers after the decoder's last; each repeats the
+embedding and the head.
+"""
+
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.convert.families import llama, qwen2_moe
+from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.table import Parts, Table, whole
+
+SAME = llama.SAME | {
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+ONLY = llama.ONLY | {"attention_bias": False}
+BIAS = "e_score_correction_bias"
+_YARN = ("beta_fast", "beta_slow")
+
+
+def read_latent(settings: Settings) -> Fields:
+    """Return the fields of latent attention, its rotary positions, dropout and tied embeddings."""
+    if settings["rms_norm_eps"] != 1e-6:
+        # transformers' norms of the latent vectors always have this epsilon.
+        settings.refuse("rms_norm_eps", advice="use a model with 1e-06")
+    given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
+    fields: Fields = {
+        "rotary_base": float(given.pop("rope_theta", settings["rope_theta"])),
+        "rope_type": "rope",
+        "untie_embeddings_and_output_weights": not settings["tie_word_embeddings"],
+        "attention_dropout": float(settings["attention_dropout"] or 0.0),
+    }
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    if kind == "default":
+        return fields
+    whole_growth = given.pop("mscale_all_dim", None) or 0.0
+    growth = given.pop("mscale", None) or 0.0
+    # transformers takes the growth's weights only if both are given.
+    known = kind == "yarn" and (growth or not whole_growth)
+    scaling = {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(given.pop("factor", 1.0)),
+        "original_max_position_embeddings": given.pop("original_max_position_embeddings", None),
+        "mscale": float(growth if whole_growth else 1.0),
+        "mscale_all_dim": float(whole_growth),
+        **{name: float(given.pop(name)) for name in _YARN if given.get(name) is not None},
+    }
+    if not known or any(value is not None for value in given.values()):
+        settings.refuse("rope_parameters", settings["rope_parameters"] or settings["rope_scaling"])
+    return fields | scaling
+
+
+def write_latent(model: ModelConfig) -> dict[str, Any]:
+    """Return the entries of config.json that `read_latent` reads."""
+    scaling: dict[str, Any] | None = None
+    if model.rope_type == "yarn":
+        scaling = {
+            "rope_type": "yarn",
+            "factor": model.rotary_scaling_factor,
+            "original_max_position_embeddings": model.original_max_position_embeddings,
+            "mscale": model.mscale,
+            "mscale_all_dim": model.mscale_all_dim,
+            **{name: getattr(model, name) for name in _YARN},
+        }
+    return {
+        "num_key_value_heads": model.num_attention_heads,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+    }
+
+
+def read_experts(settings: Settings) -> Fields:
+    """Return the fields of shared experts, dense first layers, groups of experts and depths."""
+    dense, layers = settings["first_k_dense_replace"] or 0, settings["num_hidden_layers"]
+    holds = [int(layer >= dense) for layer in range(layers)]
+    shared = settings["n_shared_experts"] or 0
+    groups, chosen = settings["n_group"] or 1, settings["topk_group"] or 1
+    scale = float(settings["routed_scaling_factor"] or 1.0)
+    return {
+        "moe_layer_freq": "1" if all(holds) else llama.listed(holds),
+        "moe_shared_expert_intermediate_size": shared * settings["moe_intermediate_size"] or None,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": chosen if groups > 1 else None,
+        "moe_router_topk_scaling_factor": scale if scale != 1 else None,
+    }
+
+
+def write_experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return the entries of config.json that `read_experts` reads."""
+    holds = moe.expert_layers(model.num_layers or 0)
+    width = moe.moe_ffn_hidden_size or model.ffn_hidden_size or 1
+    return {
+        "first_k_dense_replace": holds.index(True) if any(holds) else len(holds),
+        "moe_intermediate_size": width,
+        "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
+        "n_group": moe.moe_router_num_groups or 1,
+        "topk_group": moe.moe_router_group_topk or 1,
+        "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
+    }
+
+
+def check_groups(settings: Settings, counted: int) -> None:
+    """Raise a CheckpointError if groups of experts are not ranked by so many of their scores.
+
+    megatron-core ranks a group by its best ``topk // group_topk`` scores.
+    """
+    groups, chosen = settings["n_group"] or 1, settings["topk_group"] or 1
+    if groups > 1 and settings["num_experts_per_tok"] // chosen != counted:
+        settings.refuse(
+            "topk_group",
+            advice=f"use a model with {settings['num_experts_per_tok'] // counted} groups",
+        )
+
+
+def read(settings: Settings) -> Fields:
+    if settings["norm_topk_prob"] is False or settings["rope_interleave"] is False:
+        key = "norm_topk_prob" if settings["norm_topk_prob"] is False else "rope_interleave"
+        settings.refuse(key, advice="use a model with true")
+    check_groups(settings, 2)
+    depths = {"mtp_num_layers": settings["num_nextn_predict_layers"] or None}
+    return read_latent(settings) | read_experts(settings) | depths
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    own = {
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": model.mtp_num_layers or 0,
+    }
+    return write_latent(model) | write_experts(model, moe) | own
+
+
+def latent_attention() -> dict[str, Parts]:
+    """Return the parts of latent attention, with and without a latent vector of queries."""
+    names = {
+        "linear_q_proj.weight": "q_proj",
+        "linear_q_down_proj.weight": "q_a_proj",
+        "linear_q_up_proj.layer_norm_weight": "q_a_layernorm",
+        "linear_q_up_proj.weight": "q_b_proj",
+        "linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
+        "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm",
+        "linear_kv_up_proj.weight": "kv_b_proj",
+        "linear_proj.weight": "o_proj",
+    }
+    return {
+        f"self_attention.{ours}": whole(f"{llama.LAYER}.self_attn.{theirs}.weight")
+        for ours, theirs in names.items()
+    }
+
+
+def decoder_layer() -> dict[str, Parts]:
+    """Return the parts of a layer, dense or with experts."""
+    return {
+        **llama.norms(),
+        "input_layernorm.weight": whole(f"{llama.LAYER}.input_layernorm.weight"),
+        **latent_attention(),
+        **qwen2_moe.routed_experts(),
+        **llama.gated_mlp("mlp.shared_experts", "mlp.shared_experts"),
+    }
+
+
+def with_depths(model: ModelConfig, vocab_size: int, layer: dict[str, Parts]) -> Table:
+    """Return the table of a model whose router has a bias, and of its depths."""
+    names = {
+        "enorm.weight": "enorm",
+        "hnorm.weight": "hnorm",
+        "eh_proj.weight": "eh_proj",
+        "final_layernorm.weight": "shared_head.norm",
+    }
+    first = model.num_layers or 0
+    copies = {}
+    for number in range(first, first + (model.mtp_num_layers or 0)):
+        copies[f"model.layers.{number}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        copies[f"model.layers.{number}.shared_head.head.weight"] = "lm_head.weight"
+    bias = {"mlp.router.expert_bias": whole(f"{llama.LAYER}.mlp.gate.{BIAS}")}
+    return Table(
+        llama.outer(vocab_size),
+        {**layer, **bias},
+        {ours: whole(f"{llama.LAYER}.{theirs}.weight") for ours, theirs in names.items()},
+        copies,
+        (BIAS,),
+    )
+
+
+def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+    return with_depths(model, vocab_size, decoder_layer())
+
+
+FAMILY = llama.relative(
+    {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    same=SAME,
+    only=ONLY,
+    read=read,
+    write=write,
+    weights=weights,
+)

@@ -1,0 +1,78 @@
+"""Gemma 2: GELU gates, norms before and after, soft caps, and windows in every other layer."""
+
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.convert.families import llama
+from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.table import Table, whole
+
+FIXED = {
+    "swiglu": False,
+    "geglu": True,
+    "apply_layernorm_1p": True,
+    "sandwich_norm": True,
+}
+ONLY = {
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+}
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def read_scales(settings: Settings) -> Fields:
+    """Return the fields of the factors of embeddings and scores, and of the soft caps."""
+    return {
+        "embedding_multiplier": float(settings["hidden_size"]) ** 0.5,
+        "softmax_scale": float(settings["query_pre_attn_scalar"]) ** -0.5,
+        **{name: settings[name] for name in CAPS},
+    }
+
+
+def write_scales(model: ModelConfig) -> dict[str, Any]:
+    """Return the entries of config.json that `read_scales` reads."""
+    scale = model.softmax_scale or (model.kv_channels or 1) ** -0.5
+    scalar = round(scale**-2, 6)
+    own: dict[str, Any] = {name: getattr(model, name) for name in CAPS}
+    return own | {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
+
+
+def read(settings: Settings) -> Fields:
+    return llama.read(settings) | read_scales(settings) | llama.read_window(settings)
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    # Without a window in any layer, the size of one must still be a number.
+    windows = llama.write_layer_types(model)
+    if model.window_size is not None:
+        windows |= llama.write_window(model)
+    return llama.write(model, moe) | write_scales(model) | windows
+
+
+def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+    norms = {
+        llama.INPUT_NORM: "input_layernorm",
+        "post_self_attn_layernorm.weight": "post_attention_layernorm",
+        llama.DENSE_NORM: "pre_feedforward_layernorm",
+        "post_mlp_layernorm.weight": "post_feedforward_layernorm",
+    }
+    layer = {
+        **{ours: whole(f"{llama.LAYER}.{theirs}.weight") for ours, theirs in norms.items()},
+        **llama.attention(model),
+        **llama.gated_mlp(),
+    }
+    return Table(llama.outer(vocab_size), layer)
+
+
+FAMILY = llama.relative(
+    FIXED,
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    only=ONLY,
+    read=read,
+    write=write,
+    weights=weights,
+)

@@ -1,0 +1,44 @@
+"""Gemma 3, text only: Gemma 2 with norms of queries and keys, and a base of its own in windows."""
+
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.convert.families import gemma2, llama
+from megatron_ext.text.convert.family import Fields, Settings
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+def read(settings: Settings) -> Fields:
+    """Return the fields of a Gemma 3, whose rotary positions depend on the kind of a layer."""
+    rotary = {kind: dict(settings["rope_parameters"][kind]) for kind in (FULL, WINDOW)}
+    own = Settings(settings.path, {**settings.values, "rope_parameters": rotary[FULL]})
+    fields = llama.read(own) | gemma2.read_scales(settings) | llama.read_window(settings)
+    if rotary[WINDOW].get("rope_type", "default") != "default":
+        settings.refuse("rope_parameters", rotary)
+    return fields | {"rope_local_base_freq": float(rotary[WINDOW]["rope_theta"])}
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    found = gemma2.write(model, moe)
+    scaling = found.pop("rope_scaling") or {"rope_type": "default"}
+    local = model.rope_local_base_freq or model.rotary_base
+    return found | {
+        "rope_local_base_freq": local,
+        "rope_parameters": {
+            FULL: {**scaling, "rope_theta": found.pop("rope_theta")},
+            WINDOW: {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+FAMILY = llama.relative(
+    gemma2.FIXED | {"qk_layernorm": True},
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    only=gemma2.ONLY,
+    read=read,
+    write=write,
+    weights=gemma2.weights,
+)

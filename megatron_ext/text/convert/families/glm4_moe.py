@@ -1,0 +1,59 @@
+"""GLM-4.5 and 4.6: partly rotary attention with biases, and DeepSeek-V3's experts."""
+
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.convert.families import deepseek_v3, llama, qwen2_moe
+from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.table import Table
+
+SAME = llama.SAME | {
+    "num_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+
+
+def read(settings: Settings) -> Fields:
+    if settings["norm_topk_prob"] is False:
+        settings.refuse("norm_topk_prob", advice="use a model with true")
+    deepseek_v3.check_groups(settings, 2)
+    own = {
+        "qk_layernorm": bool(settings["use_qk_norm"]),
+        "add_qkv_bias": bool(settings["attention_bias"]),
+        "mtp_num_layers": settings["num_nextn_predict_layers"] or None,
+    }
+    return llama.read(settings) | deepseek_v3.read_experts(settings) | own
+
+
+def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    own = {
+        "partial_rotary_factor": model.rotary_percent,
+        "use_qk_norm": model.qk_layernorm,
+        "attention_bias": model.add_qkv_bias,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": model.mtp_num_layers or 0,
+    }
+    return llama.write(model, moe) | deepseek_v3.write_experts(model, moe) | own
+
+
+def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+    layer = {
+        **llama.norms(),
+        **llama.attention(model),
+        **qwen2_moe.routed_experts(),
+        **llama.gated_mlp("mlp.shared_experts", "mlp.shared_experts"),
+    }
+    return deepseek_v3.with_depths(model, vocab_size, layer)
+
+
+FAMILY = llama.relative(
+    {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    same=SAME,
+    read=read,
+    write=write,
+    weights=weights,
+)
