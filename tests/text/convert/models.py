@@ -140,15 +140,23 @@ ONE_GROUP = ["mistral with a window", "gemma3"]
 EXPERTS = [x for x in MODELS if any(k in x for k in ("moe", "mixtral", "gpt_oss", "deepseek"))]
 
 
-def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+def make(
+    name: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    changed: dict[str, Any] | None = None,
+    **save: Any,
+) -> Path:
     """Save a random model; norms and biases are random too, so that none can be mixed up."""
     torch.manual_seed(len(name))
-    config = AutoConfig.for_model(**{**SIZES, **MODELS[name]})
+    config = AutoConfig.for_model(**{**SIZES, **MODELS[name], **(changed or {})})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for key, parameter in model.state_dict().items():
             size = 0.1 if "bias" in key else 0.3
-            parameter.copy_(size * torch.randn_like(parameter) + (1 if "norm" in key else 0))
+            # Gemma's norms hold the gain minus one.
+            mean = 1 if "norm" in key and "gemma" not in name else 0
+            parameter.copy_(size * torch.randn_like(parameter) + mean)
     model.to(dtype).save_pretrained(folder, **save)
     return folder
 

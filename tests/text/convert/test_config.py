@@ -35,7 +35,7 @@ def test_flags_of_a_model(tmp_path: Path) -> None:
     assert " ".join(words_of(model.fields)) == (
         "--num-layers 2 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4 "
         "--kv-channels 16 --group-query-attention --num-query-groups 2 "
-        "--max-position-embeddings 64 --position-embedding-type rope --rotary-base 50000 "
+        "--max-position-embeddings 64 --position-embedding-type rope --rotary-base 50000.0 "
         "--normalization RMSNorm --norm-epsilon 1e-06 --swiglu --disable-bias-linear "
         "--add-qkv-bias --untie-embeddings-and-output-weights --attention-dropout 0.0 "
         "--hidden-dropout 0.0"
@@ -72,7 +72,8 @@ def test_rotary_frequencies(tmp_path: Path, scaling: dict[str, Any] | None, thet
 
 
 QWEN2 = {"model_type": "qwen2", "sliding_window": 32}
-POSITIONS = "original_max_position_embeddings"
+DEEPSEEK = MODELS["deepseek_v3"]
+MXFP4 = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
 
 
 @pytest.mark.parametrize(
@@ -81,17 +82,21 @@ POSITIONS = "original_max_position_embeddings"
         ({"model_type": "olmo2", "hidden_act": "silu", "clip_qkv": 1}, "it has `clip_qkv` besides"),
         ({"model_type": "bert"}, "`model_type` 'bert', which cannot be converted; use one of"),
         ({"model_type": None}, "`model_type` None, which cannot be converted"),
-        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "`sliding_window` 32"),
-        ({"attention_bias": True}, "`attention_bias` True"),
-        ({"mlp_bias": True}, "`mlp_bias` True"),
+        ({**DEEPSEEK, "rms_norm_eps": 1e-5}, "`rms_norm_eps` 1e-05, which the converted model"),
+        ({**DEEPSEEK, "topk_group": 4}, "`topk_group` 4, which the converted model would not have"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, "`activation_function` 'relu'"),
+        (MXFP4, "`quantization_config` {'quant_method': 'mxfp4'}, which the converted model"),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "`quantization_config` {'quant_method"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "`architectures` ['LlamaForSeq"),
-        ({"rope_theta": 10000.5}, "`rope_theta` 10000.5, but `--rotary-base` must be an integer"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "describe; linear with an int"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'rope_type': 'dynamic'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "'factor': 2.5"),
-        ({"rope_scaling": {**LLAMA3, POSITIONS: 32}}, f"'{POSITIONS}': 32}}, which our flags"),
+        (
+            {"rope_scaling": {"rope_type": "warp", "factor": 4.0}},
+            "has the rope_type warp, which mus",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "is dynamic, which changes freq",
+        ),
         ({"num_attention_heads": "four"}, "config.json is refused by transformers"),
     ],
 )
@@ -118,6 +123,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"model_type": "mistral", "sliding_window": 4096}, None),
         (QWEN2, None),
         ({**QWEN2, "use_sliding_window": True, "max_window_layers": 0}, (31, 0)),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, (31, 0)),
     ],
 )
 def test_windows(tmp_path: Path, changed: dict[str, Any], window: tuple[int, int] | None) -> None:

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.convert.huggingface import Export, export_model
 from megatron_ext.train.run import Run
-from tests.text.convert.models import EXPERTS, MODELS, ONE_GROUP, make
-from tests.training_runs import Rows, train, training_rows
+from tests.text.convert.models import EXPERTS, MODELS, ONE_GROUP, in_child, make
+from tests.training_runs import Rows, check_refused, prepared, train, training_rows
+from tools.lora import main as lora
 
 STEPS, RATE, DECAY = 2, 1e-3, 0.1
 EPSILON = 1e-5
@@ -22,7 +26,7 @@ FLAGS = (
     f"--log-interval 1 --train-iters {STEPS} --lr {RATE} --min-lr {RATE} --lr-decay-style constant "
     f"--weight-decay {DECAY} --adam-eps {EPSILON} --clip-grad 1 --attention-dropout 0 "
     "--hidden-dropout 0 "
-    "--accumulate-allreduce-grads-in-fp32"
+    "--accumulate-allreduce-grads-in-fp32 --moe-router-bias-update-rate 0"
 ).split()
 LAYOUTS = {
     "tp2pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
@@ -102,8 +106,10 @@ def check_model(name: str, layouts: list[str], tmp_path: Path) -> None:
         flags = flags_of(source, *words.split())
         found[layout] = curve_of(train(flags, tmp_path / layout, count))
     for layout, curve in found.items():
-        for ours, theirs in zip(curve, want, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-6), (layout, ours, theirs)
+        assert curve[0] == pytest.approx(want[0], rel=1e-6), layout
+        # Updated weights differ by rounding, which the second step's gradients multiply.
+        assert curve[1][0] == pytest.approx(want[1][0], rel=1e-6), layout
+        assert curve[1][1] == pytest.approx(want[1][1], rel=5e-6), layout
 
 
 QUICK = {"qwen2 tied": ["tp2pp2"], "qwen3_moe": ["tp2pp2ep2"], "mistral with a window": ["pp2dp2"]}
@@ -124,3 +130,86 @@ def test_steps_of_every_family_on_six_layouts(name: str, tmp_path: Path) -> None
     else:
         layouts = ["tp2pp2", "pp2dp2", "tp2sp", "dp2", "cp2"]
     check_model(name, layouts, tmp_path)
+
+
+def same_tensors(one: Path, two: Path) -> bool:
+    """Return whether two folders hold equal tensors."""
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, two))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def exported(run: Path, target: Path, *merge: str) -> Path:
+    """Export the checkpoint of a run in a process of its own, with adapters merged if so asked."""
+
+    def export() -> None:
+        load = run
+        if merge:
+            load = run.with_name(f"{run.name}_merged")
+            assert lora(["merge", "--load", str(run), "--save", str(load)]) == 0
+        export_model(Export(load, target))
+
+    in_child(export, target.with_suffix(".export"))
+    return target
+
+
+@pytest.mark.parametrize("adapters", [[], ["--lora-rank", "4"]], ids=["all weights", "LoRA"])
+def test_folders_written_in_training(adapters: list[str], tmp_path: Path) -> None:
+    source, written = make("qwen3", tmp_path / "hf"), tmp_path / "written"
+    (source / "tokenizer_config.json").write_text("{}")
+    count, words = LAYOUTS["tp2pp2"]
+    flags = [*flags_of(source, *words.split(), *adapters), "--save-hf", str(written)]
+    train([*flags, "--save-hf-interval", "1"], tmp_path / "run", count)
+    assert sorted(x.name for x in written.iterdir()) == ["iter_0000001", "iter_0000002"]
+    merge = ["merge"] if adapters else []
+    back = exported(tmp_path / "run", tmp_path / "back", *merge)
+    assert same_tensors(written / "iter_0000002", back)
+    assert not same_tensors(written / "iter_0000001", written / "iter_0000002")
+    assert not same_tensors(source, written / "iter_0000001")
+    model = AutoModelForCausalLM.from_pretrained(written / "iter_0000002")
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    more = ["--train-iters", "3", "--override-opt-param-scheduler"]
+    # The same command goes on from its checkpoint, not from the folder.
+    rows = train([*flags, "--load", str(tmp_path / "run"), *more], tmp_path / "on", 4)
+    assert [row["iteration"] for row in training_rows(rows)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--hidden-size 32", "`--hidden-size` is 32, but {hf}/config.json says 64, with which its"),
+        ("--num-layers 4 --kv-channels 8", "`--num-layers` is 4, but {hf}/config.json says 2"),
+        ("--no-swiglu", "`--swiglu` is False, but {hf}/config.json says True"),
+        ("--num-experts 2", "`--num-experts` is 2, but {hf}/config.json says None"),
+        ("--rotary-base 10000", "`--rotary-base` is 10000.0, but {hf}/config.json says 50000.0"),
+        ("--padded-vocab-size 256", "`--padded-vocab-size` (256) must be at least the 300 entries"),
+        ("--pretrained-checkpoint X", "`--load-hf` ({hf}) and `--pretrained-checkpoint` (X) both"),
+        ("--use-checkpoint-args --load X", "`--load-hf` and `--use-checkpoint-args` both give the"),
+        ("--save-hf-interval 2", "`--save-hf-interval` needs `--save-hf`; give a folder"),
+        ("--save-hf /proc/x", "`--save-hf` (/proc/x) cannot be written"),
+    ],
+)
+def test_flags_that_disagree_with_the_folder(words: str, sentence: str, source: Path) -> None:
+    check_refused(flags_of(source, *words.split()), sentence.format(hf=source))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("llama") / "hf")
+
+
+def test_a_tokenizer_with_more_entries(source: Path) -> None:
+    flags = [*flags_of(source), "--vocab-size", "400", "--padded-vocab-size", "512"]
+    with pytest.raises(ConfigError, match=r"The tokenizer has 401 entries, but the model of `--lo"):
+        prepared(flags)
+
+
+def test_a_model_of_no_family_is_told_before_training(tmp_path: Path) -> None:
+    flags = f"--save-hf {tmp_path} --num-layers 1 --hidden-size 8 --num-attention-heads 1 "
+    flags += "--max-position-embeddings 16 --position-embedding-type none"
+    check_refused([*flags.split(), *FLAGS], "`--save-hf` is not possible: The checkpoint's model")
+
+
+def test_weights_need_no_initialization(source: Path, tmp_path: Path) -> None:
+    flags = flags_of(source)
+    drawn = curve_of(train(flags, tmp_path / "drawn"))
+    assert curve_of(train([*flags, "--no-initialization"], tmp_path / "left")) == drawn

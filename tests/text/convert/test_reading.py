@@ -1,0 +1,190 @@
+"""Folders are read slice by slice: bytes and memory are counted, and faults are sentences."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.reading import load_folder
+from megatron_ext.text.convert.training import write_run
+from megatron_ext.text.model.gpt import build_gpt_chunk
+from tests.ranks import on_ranks, ranks
+from tests.text.convert.models import make
+from tests.training_runs import config_of
+
+PLAIN = "--seq-length 16 --micro-batch-size 1 --skip-train --tokenizer-type NullTokenizer".split()
+LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
+    "tp2pp2": ("qwen2 tied", {"tp": 2, "pp": 2}),
+    "tp2ep2": ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}),
+    "ep2": ("gpt_oss", {"ep": 2, "dp": 2}),
+    "tp2": ("gpt2 with gelu_new", {"tp": 2}),
+}
+SIZES = {
+    "tp": "--tensor-model-parallel-size {} --sequence-parallel",
+    "pp": "--pipeline-model-parallel-size {}",
+    "ep": "--expert-model-parallel-size {}",
+    "etp": "--expert-tensor-parallel-size {}",
+    "dp": "",
+}
+
+
+def build(context: ParallelContext, source: Path, *words: str, **sizes: int) -> tuple[Any, Any]:
+    """Return the configuration and this rank's chunk of the model of a folder."""
+    layout = [word for name, x in sizes.items() for word in SIZES[name].format(x).split()]
+    flags = ["--load-hf", str(source), *PLAIN, *layout, *words]
+    config = config_of(flags, ranks=context.layout.world_size)
+    (chunk,) = build_chunks(build_gpt_chunk, config, build_transformer_config(config), context)
+    return config, chunk
+
+
+def check_bytes(context: ParallelContext, *, source: Path, split: dict[str, int]) -> None:
+    _, chunk = build(context, source, **split)
+    loaded = load_folder([chunk], source, context)
+    own = sum(shard.tensor.numel() * 4 for shard in shards_of(chunk, buffers=True))
+    assert 0.9 * own < loaded.bytes_read <= 1.1 * own, (loaded.bytes_read, own)
+    for name, parameter in chunk.named_parameters():
+        assert not parameter.isnan().any(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_reads_its_own_bytes(layout: str, tmp_path: Path) -> None:
+    name, sizes = LAYOUTS[layout]
+    on_ranks(check_bytes, sizes, source=make(name, tmp_path / "hf"), split=sizes)
+
+
+def anonymous() -> int:
+    """Return this process's memory that is no mapped file, in bytes."""
+    with Path("/proc/self/status").open(encoding="utf-8") as file:
+        line = next(x for x in file if x.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@ranks()
+def test_memory_is_that_of_the_model_and_the_largest_tensor(
+    context: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 4096}
+    source = make("llama", tmp_path / "hf", changed=sizes)
+    config, chunk = build(context, source, "--bf16")
+    largest = 2 * 4096 * 512 * 2
+    peak, copy_ = [anonymous()], Tensor.copy_
+
+    def counted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = copy_(self, *args, **kwargs)
+        peak.append(anonymous())
+        return result
+
+    monkeypatch.setattr(Tensor, "copy_", counted)
+    load_folder([chunk], source, context)
+    assert len(peak) > 10
+    assert max(peak) - peak[0] <= 2 * largest
+    peak[:] = [anonymous()]
+    write_run(tmp_path / "back", config, [chunk], context)
+    assert len(peak) > 10
+    assert max(peak) - peak[0] <= 2 * largest
+
+
+def scaled(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return a weight in fp8 and the scale of each of its blocks."""
+    rows, columns = (-(-size // block) for size in weight.shape)
+    scales = torch.empty(rows, columns)
+    stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i in range(rows):
+        for j in range(columns):
+            own = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            scales[i, j] = weight[own].abs().max() / 448
+            stored[own] = (weight[own] / scales[i, j]).to(torch.float8_e4m3fn)
+    return stored, scales
+
+
+def quantize(folder: Path, block: int) -> None:
+    """Store the projections of a folder in fp8, and put their rounded values beside it."""
+    path = folder / "model.safetensors"
+    tensors, plain = load_file(path), {}
+    for name, weight in list(tensors.items()):
+        if "proj" in name and weight.dim() == 2:
+            stored, scales = scaled(weight, block)
+            whole = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
+            plain[name] = stored.float() * whole[: weight.shape[0], : weight.shape[1]]
+            tensors[name], tensors[f"{name}_scale_inv"] = stored, scales
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    target = folder.with_name("plain")
+    target.mkdir()
+    save_file({**load_file(path), **plain}, target / path.name, metadata={"format": "pt"})
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def check_fp8(context: ParallelContext, *, source: Path, split: dict[str, int]) -> None:
+    _, chunk = build(context, source, **split)
+    load_folder([chunk], source, context)
+    found = {name: parameter.clone() for name, parameter in chunk.named_parameters()}
+    load_folder([chunk], source.with_name("plain"), context)
+    for name, parameter in chunk.named_parameters():
+        assert torch.equal(found[name], parameter), name
+
+
+def test_weights_in_fp8_get_their_scales(tmp_path: Path) -> None:
+    source = make("deepseek_v3", tmp_path / "hf")
+    quantize(source, 16)
+    sizes = {"tp": 2, "ep": 2, "etp": 1}
+    on_ranks(check_fp8, sizes, source=source, split=sizes)
+
+
+def add_depth(folder: Path) -> None:
+    """Add the weights of a depth of multi-token prediction, as DeepSeek's folders have them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    last = "model.layers.1."
+    depth = {x.replace(last, "model.layers.2."): y + 0.5 for x, y in tensors.items() if last in x}
+    hidden = tensors["model.norm.weight"].shape[0]
+    own = {
+        "enorm.weight": torch.randn(hidden),
+        "hnorm.weight": torch.randn(hidden),
+        "eh_proj.weight": torch.randn(hidden, 2 * hidden),
+        "shared_head.norm.weight": torch.randn(hidden),
+        "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        "shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+    depth |= {f"model.layers.2.{name}": tensor for name, tensor in own.items()}
+    save_file(tensors | depth, path, metadata={"format": "pt"})
+
+
+def check_depths(context: ParallelContext, *, root: Path, split: dict[str, int]) -> None:
+    config, chunk = build(context, root / "hf", **split)
+    assert config.model.mtp_num_layers == 1
+    assert load_folder([chunk], root / "hf", context).notes == []
+    write_run(root / "back", config, [chunk], context)
+    _, chunk = build(context, root / "hf", "--mtp-num-layers", "0", **split)
+    (note,) = load_folder([chunk], root / "hf", context).notes
+    assert "holds weights of multi-token prediction, which a run without" in note
+    _, chunk = build(context, root / "without", "--mtp-num-layers", "1", **split)
+    before = {x: y.clone() for x, y in chunk.named_parameters() if x.startswith("mtp.")}
+    (note,) = load_folder([chunk], root / "without", context).notes
+    assert "holds no weights of multi-token prediction, so its depths start from" in note
+    after = dict(chunk.named_parameters())
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    with pytest.raises(CheckpointError, match="`--no-initialization` gives them no values"):
+        load_folder([chunk], root / "without", context, may_lack_depths=False)
+
+
+def test_depths_of_multi_token_prediction(tmp_path: Path) -> None:
+    source = make("deepseek_v3", tmp_path / "hf")
+    make("deepseek_v3", tmp_path / "without")
+    add_depth(source)
+    on_ranks(check_depths, {"tp": 2}, root=tmp_path, split={"tp": 2})
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("hf", "back"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
