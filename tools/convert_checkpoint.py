@@ -4,10 +4,10 @@
     python tools/convert_checkpoint.py import --hf FOLDER --save CHECKPOINT
     python tools/convert_checkpoint.py export --load CHECKPOINT --hf FOLDER --hf-like ORIGINAL
 
-Folders are local and hold safetensors; nothing is fetched. Language models are dense llama,
-mistral, qwen2 and qwen3. Imported weights load in any layout, with --pretrained-checkpoint
+Folders are local and hold safetensors; nothing is fetched. Language models are those of the
+families in docs/huggingface.md. Imported weights load in any layout, with --pretrained-checkpoint
 CHECKPOINT or with --load CHECKPOINT --finetune; add --use-checkpoint-args to the latter to take the
-model's shape from the checkpoint.
+model's shape from the checkpoint. pretrain_gpt.py --load-hf FOLDER needs no checkpoint in between.
 
 Video models are Wan 2.1 text to video, in the naming of diffusers or of the original repository,
 or a file of torch.save such as Self-Forcing and LongLive publish. Imported weights are for
@@ -89,6 +89,12 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         type=COUNT.integer,
         help="sequence length that --use-checkpoint-args gives (the longest position)",
     )
+    language.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare logits of the imported model with those of transformers, which takes the "
+        "memory of the model once more, in float32",
+    )
     wan = parser.add_argument_group("Wan")
     wan.add_argument(
         "--entry", help="entry of a .pt file to read, such as generator_ema (the only one)"
@@ -156,7 +162,8 @@ def _import(args: argparse.Namespace) -> None:
     given = _given(args, _LANGUAGE)
     if "target_tensor_parallel_size" in given:
         given["tensor_parallel_size"] = given.pop("target_tensor_parallel_size")
-    order = Import(source=args.hf, save=args.save, dtype=args.dtype, **given)
+    verify = args.verify
+    order = Import(source=args.hf, save=args.save, dtype=args.dtype, verify=verify, **given)
     words, notes = import_model(order)
     for note in notes:
         print(f"> {note}")
@@ -166,6 +173,8 @@ def _import(args: argparse.Namespace) -> None:
 
 def _import_wan(args: argparse.Namespace) -> None:
     _refuse(args, _LANGUAGE, "Wan, which has no vocabulary")
+    if args.verify:
+        raise CheckpointError("`--verify` is for language models; leave it out.")
     size, dtype = import_wan(args.hf, args.save, args.dtype, args.entry)
     print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
     root = str(args.save.resolve())

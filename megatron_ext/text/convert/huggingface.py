@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.checkpoint import conversion, safetensors_files
@@ -176,6 +177,7 @@ class Import:
         make_vocab_size_divisible_by: divisor of the vocabulary size on each tensor-parallel rank.
         seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores
             max_position_embeddings.
+        verify: compare logits with transformers before anything is written.
     """
 
     source: Path
@@ -184,6 +186,7 @@ class Import:
     tensor_parallel_size: int = 1
     make_vocab_size_divisible_by: int = 128
     seq_length: int | None = None
+    verify: bool = False
 
 
 def import_model(order: Import) -> tuple[list[str], list[str]]:
@@ -203,9 +206,43 @@ def import_model(order: Import) -> tuple[list[str], list[str]]:
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         notes = load_folder([chunk], order.source, context).notes
+        if order.verify:
+            notes.append(verify_logits(chunk, model))
         stored = config.with_section(HuggingFaceConfig(origin=model.raw)).to_dict()
         conversion.save_imported(chunk, config.checkpoint, context, stored)
     return words, notes
+
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of logits over the largest logit, by the dtype of the imported weights."""
+
+
+@torch.no_grad()
+def verify_logits(chunk: Any, model: HuggingFaceModel, num_tokens: int = 16) -> str:
+    """Compare logits of random tokens with those of transformers in float32; return a note.
+
+    Raise a CheckpointError if they differ by more than the rounding of the weights explains.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.vocab_size, (1, num_tokens), generator=generator)
+    reference = AutoModelForCausalLM.from_pretrained(
+        model.path.parent, dtype=torch.float32, local_files_only=True
+    )
+    theirs = reference.eval()(tokens).logits
+    ours = chunk.eval()(tokens, torch.arange(num_tokens)[None], None)[..., : model.vocab_size]
+    difference = float((ours.float() - theirs).abs().max() / theirs.abs().max())
+    dtype = next(chunk.parameters()).dtype
+    if not difference <= TOLERANCES[dtype]:
+        raise CheckpointError(
+            f"The logits of {model.path.parent} differ from those of transformers by "
+            f"{difference:.1e} of the largest, more than {TOLERANCES[dtype]:g}; do not use the "
+            "imported model, and report its config.json."
+        )
+    return f"logits differ from those of transformers by {difference:.1e} of the largest"
 
 
 def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
