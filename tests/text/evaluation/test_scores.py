@@ -2,22 +2,20 @@
 
 import json
 import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra `eval`)")
 
 from megatron_ext.text.evaluation.tool import evaluate
 from megatron_ext.train.launch import fork_ranks
-from tests.text.convert.models import SIZES, imported, in_child
+from tests.text.convert.models import imported, in_child
 from tests.text.evaluation.tasks import TASKS, prompts, write_tasks
-from tests.text.tiny import hf_folder
+from tests.text.generation.tiny import speaking_model
 
 LAYOUTS = {
     "one rank": [],
@@ -40,18 +38,7 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a random model with a tokenizer, whose texts are not all alike."""
-    folder = tmp_path_factory.mktemp("scores") / "hf"
-    torch.manual_seed(11)
-    sizes = {**SIZES, "vocab_size": 600, "model_type": "qwen3", "head_dim": 16}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.copy_(0.3 * torch.randn_like(parameter) + (1 if "norm" in key else 0))
-    model.save_pretrained(folder)
-    for path in hf_folder().iterdir():
-        shutil.copy(path, folder)
-    return folder
+    return speaking_model(tmp_path_factory.mktemp("scores") / "hf")
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
 """Prompts for tiny models, transformers' texts for them, and ours in any layout."""
 
 import pickle
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.run import RunConfig
@@ -18,10 +19,26 @@ from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, stored_defaults
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.ranks import on_ranks
+from tests.text.convert.models import SIZES
+from tests.text.tiny import hf_folder
 from tests.training_runs import config_of
 
 VOCABULARY = 300
 NEW_TOKENS = 12
+
+
+def speaking_model(folder: Path) -> Path:
+    """Save a random Qwen3 model with a tokenizer of as many tokens."""
+    torch.manual_seed(11)
+    sizes = {**SIZES, "vocab_size": 600, "model_type": "qwen3", "head_dim": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter) + (1 if "norm" in key else 0))
+    model.save_pretrained(folder)
+    for path in hf_folder().iterdir():
+        shutil.copy(path, folder)
+    return folder
 
 
 def prompts(count: int = 8) -> list[tuple[int, ...]]:

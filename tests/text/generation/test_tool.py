@@ -1,0 +1,230 @@
+"""The program tools/generate_text.py: jsonl in and out, chats, typed prompts, and bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.generation import tool
+from megatron_ext.text.generation.decode import Request, Writing
+from megatron_ext.text.generation.requests import check_vocabulary
+from megatron_ext.text.generation.sampling import Sampling
+from megatron_ext.text.generation.tool import generate_text
+from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
+from megatron_ext.train.launch import fork_ranks
+from tests.text.convert.models import imported
+from tests.text.generation.tiny import speaking_model
+from tests.text.tiny import ROOT, sentences, write_jsonl
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return speaking_model(tmp_path_factory.mktemp("tool") / "hf")
+
+
+@pytest.fixture(scope="module")
+def root(source: Path) -> Path:
+    imported(source, source.parent / "ours")
+    return source.parent / "ours"
+
+
+def expected(source: Path, text: str, count: int) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(source)
+    out = model.generate(ids, max_new_tokens=count, do_sample=False)
+    return str(tokenizer.decode(out[0, ids.size(1) :], skip_special_tokens=True))
+
+
+def run(words: list[str], ranks: int = 1) -> int:
+    if ranks == 1:
+        return fork_ranks(lambda: generate_text(words), 1)
+    return generate_text([*words, "--nproc-per-node", str(ranks)])
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_rows_of_a_file_get_completions_in_their_order(
+    source: Path, root: Path, tmp_path: Path
+) -> None:
+    texts = [" ".join(text.split()[: 2 + i]) for i, text in enumerate(sentences()[:5])]
+    file = write_jsonl(tmp_path / "in.jsonl", [{"id": i, "prompt": t} for i, t in enumerate(texts)])
+    words = ["--load", str(root), "--prompt-file", str(file), "--max-new-tokens", "8"]
+    words += ["--output-file", str(tmp_path / "out.jsonl"), "--generation-batch-size", "2"]
+    assert run([*words, "--tensor-model-parallel-size", "2"], ranks=4) == 0
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert [row["id"] for row in rows] == [0, 1, 2, 3, 4]
+    for row, text in zip(rows, texts, strict=True):
+        assert row["completion"] == expected(source, text, 8)
+        assert row["finish_reason"] in ("length", "eos")
+
+
+def test_messages_go_through_the_chat_template_and_stop_strings_end_texts(
+    source: Path, root: Path, tmp_path: Path
+) -> None:
+    said = [{"role": "user", "content": sentences()[3]}]
+    templated = f"user: {sentences()[3]}\nassistant:"
+    whole = expected(source, templated, 10)
+    stop = whole[4:7]
+    file = write_jsonl(tmp_path / "in.jsonl", [{"messages": said}, {"prompt": sentences()[3]}])
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    words = ["--load", str(root), "--prompt-file", str(file), "--max-new-tokens", "10", "--chat"]
+    words += ["--chat-template", str(tmp_path / "template.jinja")]
+    words += ["--output-file", str(tmp_path / "out.jsonl"), "--stop-strings", stop]
+    assert run(words) == 0
+    for row in rows_of(tmp_path / "out.jsonl"):
+        assert row["completion"] == whole[: whole.index(stop)]
+        assert row["finish_reason"] == "stop"
+
+
+def test_typed_prompts_are_answered_one_after_the_other(source: Path, root: Path) -> None:
+    words = ["--load", str(root), "--interactive", "--max-new-tokens", "6", "--nproc-per-node", "2"]
+    words += ["--pipeline-model-parallel-size", "2"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "tools/generate_text.py", *words],
+        input=f"{sentences()[0]}\n\n{'word ' * 100}\n{sentences()[1]}\n",
+        capture_output=True, text=True, cwd=ROOT, timeout=120, check=True,
+    )  # fmt: skip
+    for text in sentences()[:2]:
+        assert expected(source, text, 6).strip("\ufffd") in done.stdout
+    assert "must have fewer than the model has positions" in done.stdout
+
+
+def test_pieces_of_a_text_add_up_and_hold_back_what_may_change() -> None:
+    sampling = Sampling(max_new_tokens=20, stop_strings=("end",))
+    prompt = tuple(b"abc")
+    writing = Writing(Request(0, prompt, sampling), ByteLevelTokenizer(), ())
+    pieces, ids = [], list(prompt)
+    for byte in "d\u00e9 e enx end of".encode():
+        logits = torch.zeros(512).scatter(0, torch.tensor([byte]), 1.0)
+        ids.append(writing.choose(logits, ids))
+        pieces.append(writing.further_text())
+        if writing.reason:
+            break
+    assert writing.reason == "stop"
+    assert "".join(pieces) == writing.text == "d\u00e9 e enx "
+    assert "\ufffd" not in "".join(pieces)
+    # An "e" may begin the stop string.
+    assert pieces[4:6] == ["", "e "]
+
+
+BAD = {
+    "no checkpoint": ([], "`--load` is missing; give tools/generate_text.py the --save folder"),
+    "missing checkpoint": (["--load", "nowhere"], "nowhere"),
+    "no prompt": (["--load", "ROOT"], "There is nothing to continue; give `--prompt`"),
+    "two sources": (
+        ["--load", "ROOT", "--prompt", "a", "--interactive"],
+        "`--prompt` and `--interactive` exclude each other",
+    ),
+    "temperature 0": (
+        ["--load", "ROOT", "--prompt", "a", "--do-sample", "--temperature", "0"],
+        "`--temperature` (0.0) must be above 0 and at most 1000; leave out --do-sample to take",
+    ),
+    "negative temperature": (
+        ["--load", "ROOT", "--prompt", "a", "--do-sample", "--temperature", "-1"],
+        "`--temperature` (-1.0) must be above 0",
+    ),
+    "temperature without draws": (
+        ["--load", "ROOT", "--prompt", "a", "--temperature", "0.5"],
+        "`--temperature` (0.5) has an effect only with `--do-sample`",
+    ),
+    "top p": (
+        ["--load", "ROOT", "--prompt", "a", "--do-sample", "--top-p", "1.5"],
+        "`--top-p` (1.5) must be above 0 and at most 1; use 0.9",
+    ),
+    "top k": (
+        ["--load", "ROOT", "--prompt", "a", "--do-sample", "--top-k", "0"],
+        "`--top-k` (0) must be at least 1",
+    ),
+    "penalty": (
+        ["--load", "ROOT", "--prompt", "a", "--repetition-penalty", "0"],
+        "`--repetition-penalty` (0.0) must be above 0",
+    ),
+    "no new tokens": (
+        ["--load", "ROOT", "--prompt", "a", "--max-new-tokens", "0"],
+        "`--max-new-tokens` (0) must be at least 1",
+    ),
+    "long prompt": (
+        ["--load", "ROOT", "--prompt", "word " * 100],
+        "must have fewer than the model has positions (`--max-position-embeddings` 64)",
+    ),
+    "no file": (["--load", "ROOT", "--prompt-file", "nowhere"], "`--prompt-file` (nowhere) cannot"),
+    "not JSON": (["--load", "ROOT", "--prompt-file", "BAD"], "line 2 is not JSON"),
+    "no prompt in a row": (["--load", "ROOT", "--prompt-file", "LACKS"], 'object with "prompt"'),
+    "no template": (
+        ["--load", "ROOT", "--prompt", "a", "--chat"],
+        "has no chat template, so conversations cannot be tokenized; give one with "
+        "`--chat-template`",
+    ),
+    "a template without a chat": (
+        ["--load", "ROOT", "--prompt", "a", "--chat-template", "x"],
+        "`--chat-template` (x) has an effect only with `--chat`",
+    ),
+    "context parallelism": (
+        [
+            "--load",
+            "ROOT",
+            "--prompt",
+            "a",
+            "--context-parallel-size",
+            "2",
+            "--nproc-per-node",
+            "2",
+        ],
+        "`--context-parallel-size` (2) must be 1 where text is generated",
+    ),
+    "output of typed prompts": (
+        ["--load", "ROOT", "--interactive", "--output-file", "x"],
+        "`--output-file` (x) does not go with `--interactive`",
+    ),
+    "empty stop string": (
+        ["--load", "ROOT", "--prompt", "a", "--stop-strings", ""],
+        "`--stop-strings` must hold no empty text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_in_one_sentence(
+    case: str, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words, sentence = BAD[case]
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{\n')
+    (tmp_path / "lacks.jsonl").write_text('{"text": "a"}\n')
+    named = {
+        "ROOT": str(root),
+        "BAD": str(tmp_path / "bad.jsonl"),
+        "LACKS": str(tmp_path / "lacks.jsonl"),
+    }
+    assert generate_text([named.get(word, word) for word in words]) == 2
+    told = capfd.readouterr().err.strip()
+    assert sentence in told
+    assert len(told.splitlines()) == 1, told
+
+
+def test_a_checkpoint_of_another_program_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "read_run_config", lambda *_: {"model": {}, "video": {}})
+    assert generate_text(["--load", "other", "--prompt", "a"]) == 2
+    assert "(other) must be a checkpoint of pretrain_gpt.py" in capfd.readouterr().err
+
+
+def test_a_tokenizer_with_fewer_tokens_than_the_trained_one_is_refused() -> None:
+    check_vocabulary(512, ByteLevelTokenizer())
+    check_vocabulary(None, ByteLevelTokenizer())
+    with pytest.raises(ConfigError, match=r"has 600 tokens, but the tokenizer \(ByteLevelToken"):
+        check_vocabulary(600, ByteLevelTokenizer())
