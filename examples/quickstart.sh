@@ -6,6 +6,7 @@
 #   2. turn the corpus into Megatron's .bin/.idx files
 #   3. train on 4 ranks: 2-way tensor parallel, 2 pipeline stages; stop half way
 #   4. go on from the checkpoint in another layout: 2-way context parallel, 2 data-parallel copies
+#   5. let the trained model write sentences, on 2 ranks: tensor parallel
 #
 # On a CPU the ranks are processes here; with 4 GPUs the same commands use them. The weights are fp32,
 # which CPUs are fast at; on GPUs add --bf16.
@@ -24,12 +25,12 @@ fi
 rm -rf "$OUT"
 mkdir -p "$OUT"
 
-echo "== 1/4 corpus and tokenizer"
+echo "== 1/5 corpus and tokenizer"
 "$PYTHON" examples/make_corpus.py --documents "$DOCUMENTS" \
     --output "$OUT/corpus.jsonl" --tokenizer "$OUT/tokenizer.model"
 head -n 1 "$OUT/corpus.jsonl"
 
-echo "== 2/4 preprocess"
+echo "== 2/5 preprocess"
 "$PYTHON" tools/preprocess_data.py \
     --input "$OUT/corpus.jsonl" --output-prefix "$OUT/corpus" \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model" \
@@ -53,16 +54,21 @@ TRAINING=(
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval "$HALF"
 )
 
-echo "== 3/4 train on 4 ranks (TP2 x PP2) and stop at iteration $HALF"
+echo "== 3/5 train on 4 ranks (TP2 x PP2) and stop at iteration $HALF"
 "$PYTHON" pretrain_gpt.py --nproc-per-node 4 \
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel \
     "${MODEL[@]}" "${DATA[@]}" "${TRAINING[@]}" --exit-interval "$HALF"
 
-echo "== 4/4 go on from the checkpoint on 4 ranks (CP2 x DP2)"
+echo "== 4/5 go on from the checkpoint on 4 ranks (CP2 x DP2)"
 "$PYTHON" pretrain_gpt.py --nproc-per-node 4 \
     --context-parallel-size 2 \
     "${MODEL[@]}" "${DATA[@]}" "${TRAINING[@]}"
-
 echo
 echo "loss of every iteration: $OUT/checkpoints/metrics.jsonl"
 echo "loss plot:               $OUT/checkpoints/loss.png"
+echo
+
+echo "== 5/5 what the model writes (TP2)"
+"$PYTHON" tools/generate_text.py --nproc-per-node 2 --tensor-model-parallel-size 2 \
+    --load "$OUT/checkpoints" --prompt "There was" "In the evening" \
+    --max-new-tokens 40 --do-sample --temperature 0.8 --top-p 0.95

@@ -68,7 +68,9 @@ def test_quickstart_resumes_in_another_layout(tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows if row["kind"] == "resumed"] == [4]
     assert (out / "checkpoints" / "iter_0000004").is_dir()
     assert (out / "checkpoints" / "loss.png").read_bytes().startswith(PNG)
-    assert shown.rstrip().endswith("loss.png")
+    written = shown.partition("what the model writes")[2]
+    assert "[1] There was" in written and "[2] In the evening" in written
+    assert len(written.rstrip().rpartition("[2] In the evening")[2]) > 10
 
 
 @pytest.mark.slow
