@@ -34,7 +34,7 @@ from megatron_ext.text.convert.huggingface import Import, import_model
 from megatron_ext.text.generation.decode import Decoder, Request
 from megatron_ext.text.generation.forward import PackedForward
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, stored_defaults
+from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, model_defaults
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from megatron_ext.train.launch import fork_ranks
 
@@ -82,7 +82,7 @@ def theirs(model: Any, texts: Texts, new_tokens: int) -> Texts:
 def our_decoder(root: Path, context: Any, batch_size: int) -> Decoder:
     """Load the imported model as tools/generate_text.py does."""
     words, task = ["--load", str(root)], inference_task()
-    defaults = stored_defaults(words, task, "the benchmark")
+    defaults = model_defaults(words, task, "the benchmark")
     config = parse_args(words, task, world_size=1, device="cpu", defaults=defaults).config
     transformer_config = build_transformer_config(config)
     chunks = build_chunks(build_frozen_chunk, config, transformer_config, context, VOCABULARY)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-r"""Score a checkpoint of pretrain_gpt.py on tasks of lm-eval, in any layout.
+r"""Score a checkpoint or a Hugging Face model on tasks of lm-eval, in any layout.
 
     python tools/evaluate.py --load RUN --eval-tasks hellaswag arc_easy --results-file scores.json
     python tools/evaluate.py --load RUN --nproc-per-node 4 --tensor-model-parallel-size 2 \
         --pipeline-model-parallel-size 2 --eval-tasks-path my_tasks --eval-tasks my_task
 
-Model, tokenizer and precision are the checkpoint's; all other flags are those of pretrain_gpt.py.
+With ``--load`` model, tokenizer and precision are the checkpoint's; ``--load-hf`` names a folder
+of a Hugging Face model. All other flags are those of pretrain_gpt.py.
 It needs the package lm_eval (the extra ``eval``). Tasks in YAML files of yours need no network.
 """
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-r"""Write texts with a checkpoint of pretrain_gpt.py, in any layout.
+r"""Write texts with a checkpoint of pretrain_gpt.py or a Hugging Face model, in any layout.
 
     python tools/generate_text.py --load RUN --prompt "The river" "In winter" --max-new-tokens 40
     python tools/generate_text.py --load RUN --nproc-per-node 4 --tensor-model-parallel-size 2 \
         --prompt-file prompts.jsonl --output-file texts.jsonl --do-sample --temperature 0.8
     python tools/generate_text.py --load RUN --interactive --chat
 
-Model, tokenizer and precision are the checkpoint's; all other flags are those of pretrain_gpt.py.
+With ``--load`` model, tokenizer and precision are the checkpoint's; ``--load-hf`` names a folder
+of a Hugging Face model. All other flags are those of pretrain_gpt.py.
 The same seed gives the same texts in every layout, in fp32. Multi-token prediction is not used.
 """
 

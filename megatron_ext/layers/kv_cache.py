@@ -63,6 +63,14 @@ class PackedTokens:
         self._kept: dict[Hashable, Any] = {}
 
     @property
+    def lengths(self) -> Tensor:
+        """Return for each token the length of its sequence with the new tokens, ``[T]``."""
+        counts = torch.tensor([segment.length for segment in self.segments])
+        ends = torch.tensor([segment.end for segment in self.segments])
+        padding = torch.zeros(self.length - self.num_tokens, dtype=torch.int64)
+        return torch.cat([ends.repeat_interleave(counts), padding]).to(self.device)
+
+    @property
     def last_tokens(self) -> Tensor:
         """Return the index of the last new token of each segment, ``[segments]``."""
         lengths = torch.tensor([segment.length for segment in self.segments], device=self.device)
@@ -196,8 +204,18 @@ class KeyValueCache:
         return self.max_length, *arguments[1:]
 
     def of_the_tokens(self, module: Any, _arguments: Any, output: Any) -> Any:
-        """Return the angles ``[T, 1, 1, d]`` of the tokens, from those of all positions."""
+        """Return the angles ``[T, 1, k, d]`` of the tokens, from those of all positions."""
         angles, *rest = output if isinstance(output, tuple) else (output,)
         # All layers of a pass share the tensor, and the tables that are computed of it.
-        own = self.tokens.kept(id(module), lambda: angles[self.tokens.positions])
+        own = self.tokens.kept(id(module), lambda: self._angles(module, angles))
         return (own, *rest) if isinstance(output, tuple) else own
+
+    def _angles(self, module: Any, angles: Tensor) -> Tensor:
+        """Return the tokens' angles; those of a LongRoPE depend on the length of each text."""
+        tokens, short = self.tokens, getattr(module, "short_length", None)
+        own = angles[tokens.positions]
+        if short is None or short >= self.max_length:
+            return own
+        of_short_texts = module.forward(short)[tokens.positions.clamp(max=short - 1)]
+        is_long = (tokens.lengths > short)[:, None, None, None]
+        return torch.where(is_long, own, of_short_texts)

@@ -119,6 +119,13 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
         self.sizes = transformer_config.kv_channels, model.rotary_percent
         self.base, self.local_base = model.rotary_base, model.rope_local_base_freq
 
+    @property
+    def short_length(self) -> int | None:
+        """Return the length up to which a LongRoPE takes the short divisors; None for others."""
+        if self.scaling is None or self.scaling.rope_type != "longrope":
+            return None
+        return self.scaling.original_max_position_embeddings
+
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the angles ``[s, 1, k, d]`` of the s positions from ``offset`` on."""
         self.inv_freq: Tensor = self.inv_freq.to(device=torch.cuda.current_device())

@@ -137,7 +137,7 @@ class ModelService:
 
     def _token_scores(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of C targets ``[C]``, and whether each is the likeliest."""
-        logits = self.forward.logits(states)
+        logits = self.forward.logits(states, self.forward.model_vocab_size)
         at_target = logits.gather(1, targets[:, None])[:, 0]
         return at_target - logits.logsumexp(-1), logits.argmax(-1) == targets
 

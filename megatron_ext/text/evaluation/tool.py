@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import why_not_writable
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.text.config import TokenizerConfig, text_rules
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import check_tasks, scored, table
-from megatron_ext.text.generation.tool import inference_task, prepare, stored_defaults
+from megatron_ext.text.generation.tool import (
+    inference_rules,
+    inference_task,
+    model_defaults,
+    prepare,
+)
 from megatron_ext.text.sft.chat import load_chat_tokenizer
 from megatron_ext.text.task import with_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 
 def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return the errors of all flags of tools/evaluate.py."""
-    found = text_rules(given, run)
+    found = inference_rules(given, run)
     if not run.section(TaskEvaluationConfig).eval_tasks:
         found.append("`--eval-tasks` is missing; give names of tasks, or YAML files.")
     if run.section(TaskEvaluationConfig).eval_tasks_interval is not None:
@@ -70,7 +75,7 @@ def evaluate(argv: Sequence[str]) -> int:
     try:
         defaults = {}
         if not {"-h", "--help"} & {*argv}:
-            defaults = stored_defaults(argv, EVALUATION, "tools/evaluate.py")
+            defaults = model_defaults(argv, EVALUATION, "tools/evaluate.py")
     except MegatronExtError as error:
         return refuse(error)
     return main(EVALUATION, argv, defaults=defaults, work=evaluate_model)

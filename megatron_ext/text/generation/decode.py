@@ -106,7 +106,10 @@ class _Text:
     cached: int = 0
     writing: Writing | None = field(default=None)
 
-    def new_tokens(self) -> NewTokens:
+    def new_tokens(self, short_length: int | None) -> NewTokens:
+        """Return the tokens that are not cached; see `PackedForward.short_length`."""
+        if short_length is not None and self.cached <= short_length < len(self.ids):
+            self.cached = 0
         segment = Segment(self.slot, self.cached, len(self.ids) - self.cached)
         return NewTokens(segment, self.ids[self.cached :])
 
@@ -146,7 +149,9 @@ class Decoder:
         with forward.ready(max(1, len(slots)), max(longest, default=1)):
             while forward.any_left(bool(waiting or active)):
                 active += self._admitted(waiting, slots)
-                logits = forward.next_logits([text.new_tokens() for text in active])
+                logits = forward.next_logits(
+                    [text.new_tokens(forward.short_length) for text in active]
+                )
                 choices = self._choices(active, logits)
                 for text, (token, ended) in zip(active, choices, strict=True):
                     text.cached = len(text.ids)

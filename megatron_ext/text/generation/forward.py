@@ -26,6 +26,7 @@ from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache, PackedTokens
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
 from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.text.convert.training import HuggingFaceConfig
 from megatron_ext.text.model.language import TextModel
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class PackedForward:
     ) -> None:
         self.chunks, self.context, self.device = list(chunks), context, device
         self._engine = engine or forward_engine(chunks, transformer_config, context)
-        self._config, self._model = transformer_config, config.model
+        self._config, self._run_config, self._model = transformer_config, config, config.model
         self._halves = config.precision.bf16 or config.precision.fp16
         self._multiple = context.pgs.tp.size() if config.parallel.sequence_parallel else 1
         layout = context.layout
@@ -119,6 +120,16 @@ class PackedForward:
     def decides(self) -> bool:
         """Return whether this rank chooses the tokens of its replica, and knows its results."""
         return self.context.rank == self.deciding_rank
+
+    @functools.cached_property
+    def short_length(self) -> int | None:
+        """Return the length after which all positions of a text are rotated otherwise (LongRoPE).
+
+        It is None for other models. A text that becomes longer must be given whole.
+        """
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        found = (getattr(module, "short_length", None) for module in modules)
+        return next((length for length in found if length is not None), None)
 
     @functools.cached_property
     def deciding_rank(self) -> int:
@@ -209,10 +220,19 @@ class PackedForward:
             arguments["fp32_output"] = False
         return MicroBatch(tokens, arguments)
 
-    def logits(self, states: Tensor) -> Tensor:
+    @functools.cached_property
+    def model_vocab_size(self) -> int | None:
+        """Return the tokens of the model: those of its Hugging Face model, else the tokenizer's."""
+        if self._run_config.has(HuggingFaceConfig):
+            source = self._run_config.section(HuggingFaceConfig).model()
+            if source is not None:
+                return source.vocab_size
+        return self._model.unpadded_vocab_size
+
+    def logits(self, states: Tensor, vocab_size: int | None = None) -> Tensor:
         """Return the float32 logits ``[N, v]`` of N hidden states ``[N, 1, h]``, on the last stage.
 
-        The padding of the vocabulary is left out.
+        They are those of the first ``vocab_size`` tokens, by default of the tokenizer's.
         """
         model: TextModel = unwrap_model(self.chunks[-1])
         number, tp = states.size(0), self.context.pgs.tp
@@ -225,7 +245,8 @@ class PackedForward:
         if tp.size() > 1:
             parts = [torch.empty_like(own) for _ in range(tp.size())]
             torch.distributed.all_gather(parts, own, group=tp)
-        return torch.cat(parts, dim=-1)[:, : self._model.unpadded_vocab_size]
+        size = self._model.unpadded_vocab_size if vocab_size is None else vocab_size
+        return torch.cat(parts, dim=-1)[:, :size]
 
     def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, Tensor]:
         """Return the logits ``[v]`` of the token after each text, by slot, on the last stage."""

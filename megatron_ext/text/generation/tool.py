@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import why_not_writable
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import text_rules
+from megatron_ext.text.convert.config import read_model
+from megatron_ext.text.convert.training import folder_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Completion, Decoder, OnText, Request
@@ -57,7 +59,7 @@ def inference_task(*sections: type) -> Task:
     without = tuple(kind for kind in GPT.sections if kind is not TaskEvaluationConfig)
     return GPT.replace(
         sections=without,
-        rules=text_rules,
+        rules=inference_rules,
         datasets=no_datasets,
         callbacks=(),
         model_chunk=build_frozen_chunk,
@@ -65,23 +67,48 @@ def inference_task(*sections: type) -> Task:
     ).with_sections(*sections)
 
 
-def stored_defaults(argv: Sequence[str], program: Task, tool: str) -> dict[str, Any]:
-    """Return the defaults of flags, by name, that follow from the checkpoint in ``--load``.
+def inference_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return the errors of the flags of model, tokenizer and Hugging Face folder."""
+    return [*text_rules(given, run), *folder_errors(run)]
+
+
+def model_defaults(argv: Sequence[str], program: Task, tool: str) -> dict[str, Any]:
+    """Return the defaults of flags, by name, that follow from ``--load`` or ``--load-hf``.
 
     Raises:
-        ConfigError: ``--load`` is missing, or the checkpoint is not of a text model.
-        CheckpointError: the checkpoint or its configuration is missing.
+        ConfigError: neither or both are given, or the checkpoint is not of a text model.
+        CheckpointError: the checkpoint, the folder or its configuration is missing or damaged.
     """
-    given = read_words(argv, program).values.get("checkpoint", {})
-    if not given.get("load"):
+    values = read_words(argv, program).values
+    given = values.get("checkpoint", {})
+    load, folder = given.get("load"), values.get("hugging_face", {}).get("load_hf")
+    if bool(load) == bool(folder):
         raise ConfigError(
-            f"`--load` is missing; give {tool} the --save folder of a run of pretrain_gpt.py."
+            f"`--load` ({load}) and `--load-hf` ({folder}) both give a model; leave one out."
+            if load
+            else f"`--load` is missing; give {tool} the --save folder of a run of "
+            "pretrain_gpt.py, or the folder of a Hugging Face model as `--load-hf`."
         )
-    stored = read_run_config(Path(given["load"]), given.get("ckpt_step"))
+    found = {
+        "transformer_impl": "torch",
+        "skip_train": True,
+        "micro_batch_size": 1,
+        "eval_iters": 0,
+    }
+    if load is None:
+        assert folder is not None
+        source = read_model(Path(folder))
+        return {**found, "seq_length": source.fields["max_position_embeddings"]}
+    stored = read_run_config(Path(load), given.get("ckpt_step"))
+    return {**found, **_stored_model(stored, program, load), "finetune": True}
+
+
+def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[str, Any]:
+    """Return the flags in a stored configuration that decide what its model computes."""
     if "tokenizer" not in stored:
         raise ConfigError(
-            f"`--load` ({given['load']}) must be a checkpoint of pretrain_gpt.py, but holds "
-            "another kind of model; give another."
+            f"`--load` ({load}) must be a checkpoint of pretrain_gpt.py, but holds another kind of "
+            "model; give another."
         )
     decisive = {name for name, answer in if_changed(ModelConfig).items() if "refuse" in answer}
     found = {k: v for k, v in stored["model"].items() if k in decisive}
@@ -92,11 +119,7 @@ def stored_defaults(argv: Sequence[str], program: Task, tool: str) -> dict[str, 
         **{k: v for k, v in found.items() if k not in NOT_STORED},
         **{name: stored["precision"].get(name) for name in ("bf16", "fp16")},
         "unpadded_vocab_size": stored["model"].get("unpadded_vocab_size"),
-        "transformer_impl": "torch",
-        "finetune": True,
-        "skip_train": True,
-        "micro_batch_size": 1,
-        "eval_iters": 0,
+        "origin": (stored.get("hugging_face") or {}).get("origin"),
     }
 
 
@@ -135,7 +158,7 @@ def _requests(config: RunConfig, encode: Encoder, prompts: Sequence[Prompt]) -> 
 
 def generation_rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return the errors of all flags of tools/generate_text.py."""
-    return [*text_rules(given, run), *run.section(GenerationConfig).own_errors()]
+    return [*inference_rules(given, run), *run.section(GenerationConfig).own_errors()]
 
 
 GENERATION = replace(
@@ -148,7 +171,7 @@ def generate_text(argv: Sequence[str]) -> int:
     try:
         defaults = {}
         if not {"-h", "--help"} & {*argv}:
-            defaults = stored_defaults(argv, GENERATION, "tools/generate_text.py")
+            defaults = model_defaults(argv, GENERATION, "tools/generate_text.py")
         if "--interactive" in argv:
             defaults["distributed_timeout_minutes"] = PATIENCE
     except MegatronExtError as error:

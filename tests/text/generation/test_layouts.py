@@ -7,6 +7,7 @@ import pytest
 from megatron_ext.text.generation.sampling import Sampling
 from tests.text.convert.models import imported, make
 from tests.text.generation.tiny import NEW_TOKENS, ours, plainly, theirs
+from tests.text.model.test_families import FAMILIES as PARTS
 from tests.training_runs import train
 
 GREEDY = Sampling(max_new_tokens=NEW_TOKENS)
@@ -85,3 +86,34 @@ def test_multi_latent_attention(tmp_path: Path) -> None:
     assert ours(root, OPTIONS, tmp_path / "vpp", pp=2, vpp=2) == one
     words = ["--sequence-parallel", "--expert-tensor-parallel-size", "1"]
     assert ours(root, OPTIONS, tmp_path / "tp", words, tp=2, ep=2, etp=1) == one
+
+
+FAMILIES = {
+    "mistral with a window": {"pp": 2},
+    "gpt2": {"tp": 2},
+    "mixtral": {"ep": 2, "dp": 2},
+    "qwen2_moe": {"ep": 2, "dp": 2, "pp": 2},
+    "phi3": {"tp": 2, "pp": 2},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_folders_of_hugging_face_models_write_what_transformers_writes(
+    name: str, tmp_path: Path
+) -> None:
+    source = make(name, tmp_path / "hf")
+    assert ours(source, [GREEDY], tmp_path / "parallel", **FAMILIES[name])[0] == theirs(source)
+
+
+IN_PARTS = ("gpt_oss", "gemma2", "gemma3", "phi3")
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_the_cache_holds_what_every_kind_of_attention_needs(name: str, tmp_path: Path) -> None:
+    """Sinks, soft caps, windows, two rotary bases, LongRoPE: as without cache."""
+    root = tmp_path / "run"
+    sizes = "--vocab-size 299 --padded-vocab-size 300 --train-iters 1 --init-method-std 0.25"
+    train([*PARTS[name].flags, *sizes.split(), "--lr", "1e-3", "--eval-iters", "0"], root)
+    expected = plainly(root, tmp_path / "plain")
+    assert len(set(expected)) == len(expected)
+    assert ours(root, [GREEDY], tmp_path / "pp2", pp=2)[0] == expected

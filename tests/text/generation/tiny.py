@@ -13,10 +13,11 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.text.convert.training import load_initial_weights
 from megatron_ext.text.generation.decode import Completion, Decoder, Request
 from megatron_ext.text.generation.forward import PackedForward
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, stored_defaults
+from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, model_defaults
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.ranks import on_ranks
 from tests.text.convert.models import SIZES
@@ -64,9 +65,10 @@ def theirs(folder: Path, **options: Any) -> list[tuple[int, ...]]:
 
 
 def run_config(context: Any, root: Path, flags: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration to load a checkpoint of ours in the layout of the ranks."""
+    """Return the configuration to load a checkpoint or a folder in the layout of the ranks."""
     layout = context.layout
-    words = ["--load", str(root), *flags]
+    is_folder = (root / "config.json").is_file()
+    words = ["--load-hf" if is_folder else "--load", str(root), *flags]
     sizes = {
         "--tensor-model-parallel-size": layout.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": layout.pipeline_model_parallel_size,
@@ -76,7 +78,7 @@ def run_config(context: Any, root: Path, flags: Sequence[str] = ()) -> RunConfig
     if layout.virtual_pipeline_model_parallel_size:
         words += ["--num-virtual-stages-per-pipeline-rank", "2"]
     task = inference_task()
-    defaults = stored_defaults(words, task, "the test")
+    defaults = model_defaults(words, task, "the test")
     return config_of(words, task, ranks=layout.world_size, defaults=defaults)
 
 
@@ -86,8 +88,9 @@ def forward_of(context: Any, config: RunConfig) -> PackedForward:
     chunks = build_chunks(build_frozen_chunk, config, transformer_config, context, VOCABULARY)
     device = torch.device("cpu")
     wrapped = wrap_chunks(chunks, config, transformer_config, context, device)
-    manager = CheckpointManager(config.checkpoint, context)
-    manager.load(model=wrapped, optimizer=None, scheduler=None)
+    if load_initial_weights(config, context, wrapped) is None:
+        manager = CheckpointManager(config.checkpoint, context)
+        manager.load(model=wrapped, optimizer=None, scheduler=None)
     return PackedForward(wrapped, transformer_config, config, context, device)
 
 
