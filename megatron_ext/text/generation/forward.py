@@ -127,8 +127,7 @@ class PackedForward:
 
         It is None for other models. A text that becomes longer must be given whole.
         """
-        modules = (module for chunk in self.chunks for module in chunk.modules())
-        found = (getattr(module, "short_length", None) for module in modules)
+        found = (getattr(module, "short_length", None) for module in self._rotary_embeddings)
         return next((length for length in found if length is not None), None)
 
     @functools.cached_property
@@ -146,18 +145,25 @@ class PackedForward:
         with ExitStack() as undo:
             undo.enter_context(torch.no_grad())
             undo.enter_context(evaluating(self.chunks))
-            # Layers of multi-latent attention share a rotary embedding, over chunks too.
-            modules = (module for chunk in self.chunks for module in chunk.modules())
-            for module in dict.fromkeys(modules):
+            for module in self._modules:
                 if isinstance(module, DotProductAttention):
                     module.cache = LayerCache(cache)
                     undo.callback(setattr, module, "cache", None)
-                elif isinstance(module, RotaryEmbedding):
-                    before = module.register_forward_pre_hook(cache.all_positions)
-                    after = module.register_forward_hook(cache.of_the_tokens)
-                    undo.callback(before.remove)
-                    undo.callback(after.remove)
+            for module in self._rotary_embeddings:
+                undo.callback(module.register_forward_pre_hook(cache.all_positions).remove)
+                undo.callback(module.register_forward_hook(cache.of_the_tokens).remove)
             yield
+
+    @property
+    def _modules(self) -> list[torch.nn.Module]:
+        return [module for chunk in self.chunks for module in chunk.modules()]
+
+    @functools.cached_property
+    def _rotary_embeddings(self) -> list[torch.nn.Module]:
+        """Return the rotary embeddings of all chunks; layers of latent attention share theirs."""
+        found = (getattr(module, "rotary_pos_emb", None) for module in self._modules)
+        own = [each for each in found if isinstance(each, RotaryEmbedding)]
+        return list(dict.fromkeys(own))
 
     def any_left(self, has_texts: bool) -> bool:
         """Return whether this replica, or one that it works in step with, has texts left."""

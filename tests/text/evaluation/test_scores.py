@@ -16,6 +16,8 @@ from megatron_ext.train.launch import fork_ranks
 from tests.text.convert.models import imported, in_child
 from tests.text.evaluation.tasks import TASKS, prompts, write_tasks
 from tests.text.generation.tiny import speaking_model
+from tests.text.tiny import hf_folder
+from tests.training_runs import train, training_rows
 
 LAYOUTS = {
     "one rank": [],
@@ -107,3 +109,56 @@ def test_scores_are_those_of_lm_evals_own_model(
 @pytest.mark.slow
 def test_scores_in_further_layouts(source: Path, tasks: Path, tmp_path: Path) -> None:
     check_scores(source, tasks, tmp_path, [name for name in LAYOUTS if name not in IN_CI])
+
+
+def test_training_logs_scores_and_goes_on_as_without_them(tasks: Path, tmp_path: Path) -> None:
+    flags = [
+        *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split(),
+        *"--max-position-embeddings 64 --position-embedding-type rope --mock-data".split(),
+        *"--tokenizer-type HuggingFaceTokenizer --micro-batch-size 1 --global-batch-size 2".split(),
+        *"--train-iters 3 --lr 1e-3 --num-workers 0 --eval-iters 0 --log-interval 1".split(),
+        *"--tensor-model-parallel-size 2 --sequence-parallel".split(),
+        *["--tokenizer-model", str(hf_folder())],
+    ]
+    scored = ["--eval-tasks", *TASKS, "--eval-tasks-path", str(tasks), "--eval-tasks-interval", "2"]
+    rows = train([*flags, *scored, "--eval-tasks-limit", "4"], tmp_path / "scored", 2)
+    plain = train(flags, tmp_path / "plain", 2)
+    losses = [[row["lm loss"] for row in training_rows(found)] for found in (rows, plain)]
+    assert losses[0] == losses[1]
+    scores = [row for row in rows if row["kind"] == "evaluation"]
+    assert [(row["split"], row["iteration"]) for row in scores] == [("tasks", 2), ("tasks", 3)]
+    assert {"tiny_choice acc", "tiny_writing exact_match"} <= set(scores[0])
+    # The model has not yet learnt to write: its tokens are almost equally likely.
+    assert 2 < scores[0]["tiny_perplexity bits_per_byte"] < 5
+
+
+BAD = {
+    "no tasks": ([], "`--eval-tasks` is missing; give names of tasks, or YAML files."),
+    "unknown task": (["--eval-tasks", "tiny_none"], "`--eval-tasks` (tiny_none) is no task of"),
+    "missing file": (["--eval-tasks", "none.yaml"], "`--eval-tasks` (none.yaml) is no file"),
+    "missing folder": (
+        ["--eval-tasks", "tiny_choice", "--eval-tasks-path", "none"],
+        "`--eval-tasks-path` (none) is no folder",
+    ),
+    "interval": (
+        ["--eval-tasks", "tiny_choice", "--eval-tasks-interval", "2"],
+        "`--eval-tasks-interval` is a flag of training; leave it out.",
+    ),
+    "no template": (
+        ["--eval-tasks", "TASK", "--apply-chat-template"],
+        "has no chat template, so conversations cannot be tokenized; leave out "
+        "`--apply-chat-template`.",
+    ),
+}
+
+
+def test_bad_input_is_told_in_one_sentence(
+    source: Path, tasks: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words, sentence in BAD.values():
+        file = str(tasks / f"{TASKS[0]}.yaml")
+        asked = [file if word == "TASK" else word for word in words]
+        assert evaluate(["--load-hf", str(source), *asked]) == 2
+        told = capfd.readouterr().err.strip()
+        assert sentence in told
+        assert len(told.splitlines()) == 1, told
