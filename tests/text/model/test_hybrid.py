@@ -98,6 +98,9 @@ def test_every_layout_trains_as_the_gpt_on_one_rank(
 @pytest.mark.parametrize(
     "options",
     [
+        "--softmax-type learnable --embedding-multiplier 4 --window-size 7 0 "
+        "--window-attn-skip-freq [1,0]*2 --rope-local-base-freq 500 --no-rope-freq 3 "
+        '--rope-scaling {"rope_type":"linear","factor":2.5} --attn-logit-softcapping 2',
         "--use-rope-scaling --rotary-interleaved --rotary-percent 0.5 --normalization RMSNorm "
         "--swiglu --qk-layernorm --window-size 7 0 --window-attn-skip-freq 2",
         "--bf16 --fp32-residual-connection --apply-query-key-layer-scaling --lora-rank 2",
