@@ -92,8 +92,8 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     language.add_argument(
         "--verify",
         action="store_true",
-        help="compare logits of the imported model with those of transformers, which takes the "
-        "memory of the model once more, in float32",
+        help="compare logits of the imported model with those of transformers, which takes memory "
+        "for the model in float32, before the import",
     )
     wan = parser.add_argument_group("Wan")
     wan.add_argument(

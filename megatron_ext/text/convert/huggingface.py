@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.checkpoint import conversion, safetensors_files
@@ -203,11 +204,12 @@ def import_model(order: Import) -> tuple[list[str], list[str]]:
     keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
     flags = [*words, *NO_TRAINING, *keeping]
     config = parse_args(flags, TEXT, world_size=1, device="cpu").config
+    expected = reference_logits(model) if order.verify else None
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         notes = load_folder([chunk], order.source, context).notes
-        if order.verify:
-            notes.append(verify_logits(chunk, model))
+        if expected is not None:
+            notes.append(compare_logits(chunk, model, *expected))
         stored = config.with_section(HuggingFaceConfig(origin=model.raw)).to_dict()
         conversion.save_imported(chunk, config.checkpoint, context, stored)
     return words, notes
@@ -218,22 +220,31 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @torch.no_grad()
-def verify_logits(chunk: Any, model: HuggingFaceModel, num_tokens: int = 16) -> str:
-    """Compare logits of random tokens with those of transformers in float32; return a note.
+def reference_logits(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
+    """Return random tokens ``[1, s]``, and their logits ``[1, s, v]`` in transformers in float32.
 
-    Raise a CheckpointError if they differ by more than the rounding of the weights explains.
+    Call it before any process group exists: transformers would leave buffers uninitialized.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.vocab_size, (1, num_tokens), generator=generator)
+    tokens = torch.randint(model.vocab_size, (1, 16), generator=generator)
     reference = AutoModelForCausalLM.from_pretrained(
         model.path.parent, dtype=torch.float32, local_files_only=True
     )
-    theirs = reference.eval()(tokens).logits
-    ours = chunk.eval()(tokens, torch.arange(num_tokens)[None], None)[..., : model.vocab_size]
+    return tokens, reference.eval()(tokens).logits
+
+
+@torch.no_grad()
+def compare_logits(chunk: Any, model: HuggingFaceModel, tokens: Tensor, theirs: Tensor) -> str:
+    """Compare our logits with those of `reference_logits`; return a note with the difference.
+
+    Raise a CheckpointError if they differ by more than the rounding of the weights explains.
+    """
+    positions = torch.arange(tokens.shape[1])[None]
+    ours = chunk.eval()(tokens, positions, None)[..., : model.vocab_size]
     difference = float((ours.float() - theirs).abs().max() / theirs.abs().max())
     dtype = next(chunk.parameters()).dtype
     if not difference <= TOLERANCES[dtype]:

@@ -33,7 +33,12 @@ def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
 
 
 FAMILY = llama.relative(
-    {"multi_latent_attention": True, "qk_layernorm": True, "moe_router_pre_softmax": True},
+    {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "moe_router_pre_softmax": True,
+        **deepseek_v3.ROUTER,
+    },
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     same=deepseek_v3.SAME,

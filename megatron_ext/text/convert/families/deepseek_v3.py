@@ -25,6 +25,8 @@ SAME = llama.SAME | {
 }
 ONLY = llama.ONLY | {"attention_bias": False}
 BIAS = "e_score_correction_bias"
+ROUTER = {"moe_router_dtype": "fp32"}
+"""What a router computes in, whatever the dtype of the model."""
 _YARN = ("beta_fast", "beta_slow")
 
 
@@ -206,6 +208,7 @@ FAMILY = llama.relative(
         "qk_layernorm": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
+        **ROUTER,
     },
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
