@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    _gather_along_first_dim,
-    _reduce_scatter_along_first_dim,
-)
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -100,14 +97,14 @@ class Head:
     def tokens(self, hidden: Tensor) -> Tensor:
         """Return hidden states as ``[s * b, h]``, gathered along the sequence if it is split."""
         if self.sequence_parallel and self.tp_size > 1:
-            hidden = _gather_along_first_dim(hidden, self.tp_group)
+            hidden = mappings._gather_along_first_dim(hidden, self.tp_group)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def reduce(self, gradient: Tensor, like: Tensor) -> Tensor:
         """Sum a gradient ``[s * b, h]`` over the ranks, and return it in the shape of ``like``."""
         gradient = gradient.view(-1, *like.shape[1:])
         if self.sequence_parallel and self.tp_size > 1:
-            gradient = _reduce_scatter_along_first_dim(gradient, self.tp_group)
+            gradient = mappings._reduce_scatter_along_first_dim(gradient, self.tp_group)
         else:
             self.all_reduce(gradient, ReduceOp.SUM)
         return gradient
