@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -30,6 +31,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.rules.build import RECOMPUTED_LATENT
 from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.linear import enter
 from megatron_ext.layers.pointwise import fusions_of, rotated
@@ -74,6 +76,10 @@ class LatentAttention(Attention):  # type: ignore[misc]
     """Multi-latent self-attention; its config has megatron-core's sizes and our fusions.
 
     The config's ``kv_channels`` are the channels of a value, and its ``softmax_scale`` is given.
+
+    Attributes:
+        recomputes_heads: free queries, keys and values once attention is computed, and compute them
+            again in the backward pass (``--recompute-modules mla_up_proj``).
     """
 
     def __init__(
@@ -90,6 +96,9 @@ class LatentAttention(Attention):  # type: ignore[misc]
             config, submodules, layer_number, attn_mask_type, "self",
             pg_collection=groups, **kwargs,
         )  # fmt: skip
+        modules = config.recompute_modules or ()
+        selective = config.recompute_granularity == "selective"
+        self.recomputes_heads = selective and RECOMPUTED_LATENT in modules
         self.rotary_pos_emb = rotary_embedding(config, groups.cp)
         heads, rotated = config.num_attention_heads, config.qk_pos_emb_head_dim
         self.key_hidden_size = config.qk_head_dim + rotated
@@ -146,10 +155,18 @@ class LatentAttention(Attention):  # type: ignore[misc]
         Args:
             attention_mask: documents or a dense mask, see `layers.masks`; None means causal.
         """
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        small, again = self._small_vectors(hidden_states), None
+        if self.recomputes_heads and self.training and torch.is_grad_enabled():
+            again = CheckpointWithoutOutput()
+            again.fp8 = False  # It would ask Transformer Engine, whatever it is given.
+            query, key, value = again.checkpoint(self._heads, *small)
+        else:
+            query, key, value = self._heads(*small)
         checkpoints = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
         attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
+        if again is not None:
+            again.discard_output_and_register_recompute(attended)
         output: WithBias = self.linear_proj(attended)
         return output
 
@@ -163,17 +180,32 @@ class LatentAttention(Attention):  # type: ignore[misc]
 
         dk is ``qk_head_dim + qk_pos_emb_head_dim``, and dv is ``v_head_dim``.
         """
+        return self._heads(*self._small_vectors(hidden_states))
+
+    def _small_vectors(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what queries are computed from, what keys and values are, and the shared key.
+
+        The first two are of this rank's part of the sequence, the shared key of all of it.
+        """
         config = self.config
-        if config.q_lora_rank is None:
-            query, _ = self.linear_q_proj(hidden_states)
-        else:
-            compressed, _ = self.linear_q_down_proj(hidden_states)
-            query, _ = self.linear_q_up_proj(self.q_layernorm(compressed))
-        mixed, _ = self.linear_kv_down_proj(hidden_states)
+        of_queries = hidden
+        if config.q_lora_rank is not None:
+            compressed, _ = self.linear_q_down_proj(hidden)
+            of_queries = self.q_layernorm(compressed)
+        mixed, _ = self.linear_kv_down_proj(hidden)
         latent, shared = mixed.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1)
-        keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         # Each rank's heads give a part of the shared key's gradient.
         shared = enter(shared, self.tp_group, config.sequence_parallel)
+        return of_queries, self.kv_layernorm(latent), shared
+
+    def _heads(
+        self, of_queries: Tensor, latent: Tensor, shared: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of this rank's heads, from what `_small_vectors` does."""
+        config = self.config
+        of_heads = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query, _ = of_heads(of_queries)
+        keys_and_values, _ = self.linear_kv_up_proj(latent)
         length = shared.size(0) * self.pg_collection.cp.size()
         fuses = fusions_of(config).rotary
         function = latent_heads if fuses else split_latent_heads

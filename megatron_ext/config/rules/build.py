@@ -11,7 +11,8 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 
 RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts")
-RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")
+RECOMPUTED_WITH_TE = ("layernorm", "moe_act")
+RECOMPUTED_LATENT = "mla_up_proj"
 CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 TENSOR = "--tensor-model-parallel-size"
 
@@ -105,10 +106,15 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
             "them already; leave it out."
         )
     modules = (model.recompute_modules or []) if selective else []
-    known = (*RECOMPUTED, *RECOMPUTED_WITH_TE)
+    known = (*RECOMPUTED, RECOMPUTED_LATENT, *RECOMPUTED_WITH_TE)
     unknown = [name for name in modules if name not in known]
     if unknown:
         yield f"`--recompute-modules` ({' '.join(unknown)}) must be names among {', '.join(known)}."
+    if RECOMPUTED_LATENT in modules and not model.multi_latent_attention:
+        yield (
+            f"`--recompute-modules` ({RECOMPUTED_LATENT}) needs `--multi-latent-attention`; use "
+            f"{', '.join(RECOMPUTED)}."
+        )
     with_te = [name for name in modules if name in RECOMPUTED_WITH_TE]
     if with_te and model.transformer_impl != "transformer_engine":
         yield (

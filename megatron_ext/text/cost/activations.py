@@ -65,12 +65,14 @@ class Activations:
         kept = sizes.residual_tokens * latent.kept * sizes.width
         for rank in (latent.query_rank, latent.rank):
             kept += self.norm(sizes.residual_tokens, rank) if latent.norms and rank else 0
-        gathered = sizes.cp if self._exchange == "gather" else 1
-        channels = latent.key + (latent.key + latent.value) * gathered
+        gathers = self._exchange == "gather"
+        channels = latent.key + (latent.key + latent.value) * (sizes.cp if gathers else 1)
         if latent.key != latent.value and not (sizes.gpu or self.attends_eagerly):
             # The fused kernel of a CPU gets copies with heads of one size, and so is its output.
-            size = max(latent.key, latent.value)
-            channels = (1 + 2 * gathered + 1) * size
+            channels = (2 + 2 * (sizes.cp if gathers else 1)) * max(latent.key, latent.value)
+        elif self._recomputes("mla_up_proj"):
+            # Queries, keys and values are freed, but not what other ranks have sent.
+            channels = (latent.key + latent.value) * sizes.cp if gathers else 0
         return kept + sizes.tokens * sizes.n // sizes.tp * sizes.width * channels
 
     def qk(self) -> int:

@@ -233,8 +233,11 @@ class GptFlops:
         modules = (model.recompute_modules or ["core_attn"]) if selective else []
         again = "moe" in modules or self.config.moe.moe_layer_recompute
         inner = again if experts else "mlp" in modules
-        mlp = self._on_rank("experts" if experts else "dense") if inner else 0.0
-        return mlp, scores if "core_attn" in modules else 0.0
+        linear = self._on_rank("experts" if experts else "dense") if inner else 0.0
+        if self.sizes.latent is not None and "mla_up_proj" in modules:
+            of_heads = self.sizes.latent.of_heads
+            linear += MULTIPLY_AND_ADD * of_heads * self.sizes.tokens / self.sizes.tp
+        return linear, scores if "core_attn" in modules else 0.0
 
     @cached_property
     def _windowed(self) -> list[bool]:

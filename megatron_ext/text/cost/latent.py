@@ -64,10 +64,13 @@ class LatentSizes:
     @property
     def products(self) -> int:
         """Return the multiplications of all projections, output included, and of both norms."""
-        of_queries = (self.query_rank or self.h) * self.queries
-        of_keys = self.rank * self.keys_and_values
         norms = self.query_rank + self.rank
-        return self.h * (self.small + self.n * self.value) + of_queries + of_keys + norms
+        return self.h * (self.small + self.n * self.value) + self.of_heads + norms
+
+    @property
+    def of_heads(self) -> int:
+        """Return the multiplications of the projections to queries, keys and values."""
+        return (self.query_rank or self.h) * self.queries + self.rank * self.keys_and_values
 
     @property
     def kept(self) -> int:

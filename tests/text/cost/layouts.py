@@ -69,6 +69,8 @@ PEAKS = {
     "mla cp2": f"{LATENT} --q-lora-rank 48 --context-parallel-size 2 --nproc-per-node 2",
     "mla tp2sp bf16": f"{LATENT} --q-lora-rank 48 --bf16 --tensor-model-parallel-size 2 "
     "--sequence-parallel --use-distributed-optimizer --nproc-per-node 2",
+    "mla recomputed bf16": f"{LATENT} --q-lora-rank 48 --bf16 --recompute-granularity selective "
+    "--recompute-modules mla_up_proj",
     "mla fp8 tp2sp": f"{LATENT} --q-lora-rank 48 --bf16 --fp8-format hybrid --sequence-parallel "
     "--fp8-recipe tensorwise --tensor-model-parallel-size 2 --nproc-per-node 2",
     "lora": "--lora-rank 8",

@@ -170,7 +170,11 @@ def test_layouts_train_alike(layouts: str, capfd: pytest.CaptureFixture[str]) ->
     train_alike(layouts, RECIPE, capfd)
 
 
-def test_documents_and_dropout_without_experts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_documents_dropout_and_recomputation_without_experts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Ranks share heads without sequence parallelism too; attention keeps all probabilities."""
     dropout = "--attention-dropout 0.1 --hidden-dropout 0.1 --deterministic-dropout"
-    train_alike("tp2,cp2tp2sp", f"{TRAINED} {dropout} --reset-attention-mask", capfd)
+    recomputed = "--recompute-granularity selective --recompute-modules mla_up_proj"
+    layouts = f"tp2,cp2tp2sp,tp2sp[{recomputed}],pp2zbh1cp2[{recomputed} core_attn]"
+    train_alike(layouts, f"{TRAINED} {dropout} --reset-attention-mask", capfd)
