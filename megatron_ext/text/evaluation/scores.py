@@ -107,7 +107,10 @@ class TaskScores(Callback):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._flags = run.config.section(TaskEvaluationConfig)
+        has = run.config.has(TaskEvaluationConfig)
+        self._flags = run.config.section(TaskEvaluationConfig) if has else TaskEvaluationConfig()
+        if self._flags.eval_tasks:
+            PackedForward.of_run(run)  # refuses a model that it cannot run, before the first step
         self._tokenizer: Tokenizer | None = None
         self._scored_at: int | None = None
 

@@ -82,6 +82,9 @@ class PackedForward:
 
     Args:
         engine: the engine of a training run; None makes one for forward passes.
+
+    Raises:
+        ConfigError: the model is not a `TextModel`.
     """
 
     def __init__(
@@ -93,6 +96,12 @@ class PackedForward:
         device: torch.device,
         engine: PipelineEngine | None = None,
     ) -> None:
+        model = unwrap_model(chunks[-1])
+        if not isinstance(model, TextModel):
+            raise ConfigError(
+                f"The model `{type(model).__name__}` cannot write or score texts; derive it from "
+                "`megatron_ext.text.model.gpt.GPTModel`."
+            )
         self.chunks, self.context, self.device = list(chunks), context, device
         self._engine = engine or forward_engine(chunks, transformer_config, context)
         self._config, self._run_config, self._model = transformer_config, config, config.model
