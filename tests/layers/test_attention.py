@@ -302,3 +302,22 @@ def test_kinds_that_it_does_not_have_are_refused(context: ParallelContext) -> No
     odd = [torch.zeros(S // 2, B, 3, CP_WIDTH)] * 3
     with pytest.raises(ConfigError, match=r"heads of a tensor-parallel rank \(3\) to be divisible"):
         module(*odd, None)
+
+
+@pytest.mark.parametrize("value_size", [5, 12])
+@ranks(cp=2)
+def test_values_of_another_size_than_keys(context: ParallelContext, value_size: int) -> None:
+    """Ranks gather both at once, or trade heads; CPU kernels get zeros beside the shorter ones."""
+    query, key, _ = random_qkv(N)
+    generator = torch.Generator().manual_seed(8)
+    qkv = [query, key, torch.randn(S, B, N, value_size, generator=generator).requires_grad_()]
+    rank = context.pgs.cp.rank()
+    own = [plain.zigzag(x.detach(), rank, 2) for x in qkv]
+    want = plain.attention(*(x.detach().double() for x in qkv), plain.causal(S, B))
+    for kind, dropout in product(("p2p", "a2a"), (0.0, 1e-12)):
+        module = build(
+            DotProductAttention, config(), context, cp_comm_type=kind, attention_dropout=dropout
+        )
+        # With dropout, here of nothing, attention keeps all probabilities.
+        got = module(*own, None)
+        torch.testing.assert_close(got.double(), plain.zigzag(want, rank, 2), rtol=0, atol=1e-6)
