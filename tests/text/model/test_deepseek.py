@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.model.gpt import build_gpt_chunk
+from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import on_ranks
 from tests.text.convert.models import tokens
-from tests.training_runs import config_of
+from tests.training_runs import config_of, train_steps
 from tools.parity import main
 
 SIZES: dict[str, Any] = {
@@ -178,3 +180,17 @@ def test_documents_dropout_and_recomputation_without_experts(
     recomputed = "--recompute-granularity selective --recompute-modules mla_up_proj"
     layouts = f"tp2,cp2tp2sp,tp2sp[{recomputed}],pp2zbh1cp2[{recomputed} core_attn]"
     train_alike(layouts, f"{TRAINED} {dropout} --reset-attention-mask", capfd)
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """Norms have the names in the checkpoint that Transformer Engine's layers give them."""
+    words = f"{RECIPE} --train-iters 3 --log-interval 1 --eval-iters 0 --save-interval 2".split()
+    saved = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+    first = [*words, *saved.split(), "--expert-tensor-parallel-size", "1"]
+    whole = train_steps(first, tmp_path / "run", ranks=2)
+    goes_on = f"--pipeline-model-parallel-size 2 --load {tmp_path / 'run'} --ckpt-step 2"
+    (step,) = train_steps([*words, *goes_on.split()], tmp_path / "again", ranks=2)
+    for name in ("lm loss", "mtp_1 loss", "grad_norm"):
+        assert step[name] == pytest.approx(whole[2][name], rel=1e-6), name
+    names = whole_tensors(tmp_path / "run" / "iter_0000002", tmp_path / "whole.pt")
+    assert "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight" in names
