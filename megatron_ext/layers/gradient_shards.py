@@ -124,7 +124,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
     def __init__(self, *, bucket_size: int | None, overlap: bool, **arguments: Any) -> None:
         self._bucket_size, self._overlap = bucket_size, overlap
         super().__init__(**arguments)
-        order = {parameter: index for index, parameter in enumerate(self.params_with_grad)}
+        order = _places(self.module, self.params_with_grad)
         found = [
             bucket
             for buffer in (*self.buffers, *self.expert_parallel_buffers)
@@ -226,6 +226,21 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
             self._show(whole=False)
             for bucket in self.gradient_buckets:
                 bucket.free()
+
+
+def _places(chunk: torch.nn.Module, parameters: Sequence[Any]) -> dict[Any, int]:
+    """Return the place of each parameter in a forward pass; a backward pass goes back from the last.
+
+    It is the parameter's place in the chunk, but that a layer runs its shared experts before the
+    others, which would else keep their memory until the gradients of the shared ones came.
+    """
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    for layer in chunk.modules():
+        shared = getattr(layer, "shared_experts", None)
+        if isinstance(shared, torch.nn.Module):
+            first = min((places[p] for p in layer.parameters() if p in places), default=0)
+            places |= {p: first for p in shared.parameters() if p in places}
+    return places
 
 
 def _sharded(buffer: Any) -> Iterable[GradientBucket]:

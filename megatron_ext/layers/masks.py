@@ -126,7 +126,9 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 @lru_cache(maxsize=16)
 def limit_on(device: torch.device, softcap: float) -> Tensor:
     """Return the soft cap of scores as a tensor, which a compiled function takes for any value."""
-    return torch.full((), softcap, device=device)
+    # As in `_of_positions`, evaluation may be the first to ask.
+    with torch.inference_mode(False):
+        return torch.full((), softcap, device=device)
 
 
 def _kind_of(arg: Any) -> Any:

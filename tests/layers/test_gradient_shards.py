@@ -170,6 +170,13 @@ LAYOUTS = {
     "tp2 dp2": ({"tp": 2, "dp": 2}, "--tensor-model-parallel-size 2 --sequence-parallel "
                 "--qk-layernorm"),
     "pp2 dp2": ({"pp": 2, "dp": 2}, f"--pipeline-model-parallel-size 2 {TIED}"),
+    "dp2 latent attention, shared experts, Muon": (
+        {"dp": 2},
+        "--multi-latent-attention --no-group-query-attention --qk-layernorm --qk-head-dim 8 "
+        "--q-lora-rank 24 --kv-lora-rank 16 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
+        "--num-experts 4 --moe-router-load-balancing-type none --optimizer muon "
+        "--moe-shared-expert-intermediate-size 32 --muon-extra-scale-factor 0.2",
+    ),
     "pp2 vpp2 dp2": ({"pp": 2, "vpp": 2, "dp": 2}, f"{INTERLEAVED} --mtp-num-layers 1"),
 }  # fmt: skip
 
