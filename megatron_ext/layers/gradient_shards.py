@@ -229,7 +229,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
 
 def _places(chunk: torch.nn.Module, parameters: Sequence[Any]) -> dict[Any, int]:
-    """Return the place of each parameter in a forward pass; a backward pass goes back from the last.
+    """Return the place of each parameter in a forward pass, which a backward pass goes back.
 
     It is the parameter's place in the chunk, but that a layer runs its shared experts before the
     others, which would else keep their memory until the gradients of the shared ones came.
