@@ -72,7 +72,16 @@ def exported(load: Path, target: Path, **options: Any) -> list[str]:
     return list(in_child(lambda: huggingface.export_model(order), target.with_suffix(".notes")))
 
 
-@pytest.mark.parametrize("name", MODELS)
+MORE = [
+    "llama", "mistral without groups", "qwen2 with a window", "phi3 partly rotary", "gpt2",
+    "qwen3_moe unnormalized", "qwen2 tied",
+]  # fmt: skip
+"""Models that differ from others of their families in settings of config.json only."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in MORE else x for x in MODELS]
+)
 def test_logits_and_the_way_back(tmp_path: Path, name: str) -> None:
     source, root = make(name, tmp_path / "hf"), tmp_path / "ours"
     words = ["--pretrained-checkpoint", str(root), *imported(source, root)]

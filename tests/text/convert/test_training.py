@@ -39,6 +39,10 @@ LAYOUTS = {
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     ),
     "tp2etp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2vpp2": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    ),
     "cp2": (2, "--context-parallel-size 2"),
     "dp2": (2, "--use-distributed-optimizer"),
 }
@@ -126,7 +130,7 @@ def test_steps_of_every_family_on_six_layouts(name: str, tmp_path: Path) -> None
     if name in EXPERTS:
         layouts = ["tp2pp2ep2", "pp2ep2", "tp2etp2", "pp2dp2", "dp2", "cp2"]
     elif name in ONE_GROUP:
-        layouts = ["pp2dp2", "dp2", "cp2"]
+        layouts = ["pp2dp2", "dp2", "cp2", *(["pp2vpp2"] if name == "gemma3" else [])]
     else:
         layouts = ["tp2pp2", "pp2dp2", "tp2sp", "dp2", "cp2"]
     check_model(name, layouts, tmp_path)
