@@ -110,7 +110,9 @@ def check_model(name: str, layouts: list[str], tmp_path: Path) -> None:
         flags = flags_of(source, *words.split())
         found[layout] = curve_of(train(flags, tmp_path / layout, count))
     for layout, curve in found.items():
-        assert curve[0] == pytest.approx(want[0], rel=1e-6), layout
+        # Ranks of context parallelism sum the gradients of a sequence's parts in another order.
+        limit = 2e-6 if layout == "cp2" else 1e-6
+        assert curve[0] == pytest.approx(want[0], rel=limit), layout
         # Updated weights differ by rounding, which the second step's gradients multiply.
         assert curve[1][0] == pytest.approx(want[1][0], rel=1e-6), layout
         assert curve[1][1] == pytest.approx(want[1][1], rel=5e-6), layout
@@ -128,7 +130,9 @@ def test_steps_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_of_every_family_on_six_layouts(name: str, tmp_path: Path) -> None:
     if name in EXPERTS:
-        layouts = ["tp2pp2ep2", "pp2ep2", "tp2etp2", "pp2dp2", "dp2", "cp2"]
+        layouts = ["tp2pp2ep2", "pp2ep2", "pp2dp2", "dp2", "cp2"]
+        # Experts with biases are not split.
+        layouts += [] if name == "gpt_oss" else ["tp2etp2"]
     elif name in ONE_GROUP:
         layouts = ["pp2dp2", "dp2", "cp2", *(["pp2vpp2"] if name == "gemma3" else [])]
     else:
