@@ -26,7 +26,7 @@ SAME = llama.SAME | {
 ONLY = llama.ONLY | {"attention_bias": False}
 BIAS = "e_score_correction_bias"
 ROUTER = {"moe_router_dtype": "fp32"}
-"""What a router computes in, whatever the dtype of the model."""
+"""The field of the dtype in which routers compute, whatever the dtype of the model."""
 _YARN = ("beta_fast", "beta_slow")
 
 
