@@ -231,8 +231,9 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 def _places(chunk: torch.nn.Module, parameters: Sequence[Any]) -> dict[Any, int]:
     """Return the place of each parameter in a forward pass, which a backward pass goes back.
 
-    It is the parameter's place in the chunk, but that a layer runs its shared experts before the
-    others, which would else keep their memory until the gradients of the shared ones came.
+    It is the parameter's index, except for shared experts, which a layer runs before its other
+    experts though it holds them after these. By their index, the buckets of the other experts would
+    wait for gradients that come last, and keep their memory until then.
     """
     places = {parameter: place for place, parameter in enumerate(parameters)}
     for layer in chunk.modules():

@@ -100,8 +100,7 @@ class StepGradients:
 
     A linear layer whose products add to the buffer need not find zeros there: the first product of
     a step overwrites the old gradient of the weight. So does the first gradient of the output head.
-    Until then the weight is marked by
-    ``overwrite_main_grad``, a name that Transformer Engine has for the same.
+    Until then the weight is marked by ``overwrite_main_grad``, Transformer Engine's name for it.
 
     Args:
         chunks: model chunks that are wrapped for data parallelism.
