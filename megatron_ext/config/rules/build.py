@@ -130,9 +130,13 @@ def _expert_errors(moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig)
     shared_width = moe.moe_shared_expert_intermediate_size
     yield from must_divide("--moe-ffn-hidden-size", width, "--expert-tensor-parallel-size", etp)
     yield from must_divide("--moe-shared-expert-intermediate-size", shared_width, TENSOR, tp)
-    if model.add_bias_linear and (shared_width or etp > 1):
-        what = "a shared expert" if shared_width else f"`--expert-tensor-parallel-size` ({etp})"
-        yield f"Experts with biases do not go with {what}; give `--disable-bias-linear`."
+    if model.add_bias_linear and shared_width:
+        yield "Experts with biases do not go with a shared expert; give `--disable-bias-linear`."
+    elif model.add_bias_linear and etp > 1:
+        yield (
+            f"Experts with biases do not go with `--expert-tensor-parallel-size` ({etp}); give "
+            "`--expert-tensor-parallel-size 1` or `--disable-bias-linear`."
+        )
     if model.add_mlp_bias and not model.add_bias_linear:
         yield (
             "`--add-mlp-bias` gives biases to dense MLPs, not to experts; leave it out, or use "

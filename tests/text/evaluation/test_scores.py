@@ -26,8 +26,9 @@ LAYOUTS = {
     "tp2 pp2": ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
     "dp2": [],
     "pp2 dp2": ["--pipeline-model-parallel-size", "2"],
+    "ep2": ["--expert-model-parallel-size", "2"],
 }
-RANKS = {"one rank": 1, "tp2": 2, "pp2": 2, "tp2 pp2": 4, "dp2": 2, "pp2 dp2": 4}
+RANKS = {"one rank": 1, "tp2": 2, "pp2": 2, "tp2 pp2": 4, "dp2": 2, "pp2 dp2": 4, "ep2": 2}
 IN_CI = ("one rank", "tp2 pp2", "dp2")
 
 
@@ -43,9 +44,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return speaking_model(tmp_path_factory.mktemp("scores") / "hf")
 
 
-@pytest.fixture(scope="module")
-def tasks(source: Path) -> Path:
-    """Write tasks; every second answer is what the model writes."""
+def tasks_of(source: Path) -> Path:
+    """Write tasks beside a model; every second answer is what the model writes."""
     model = AutoModelForCausalLM.from_pretrained(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     answers = []
@@ -54,6 +54,11 @@ def tasks(source: Path) -> Path:
         out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.size(1) :]
         answers.append(tokenizer.decode(out).split(".")[0] if index % 2 else "none")
     return write_tasks(source.parent / "tasks", answers)
+
+
+@pytest.fixture(scope="module")
+def tasks(source: Path) -> Path:
+    return tasks_of(source)
 
 
 def theirs(source: Path, tasks: Path) -> dict[str, dict[str, float]]:
@@ -108,7 +113,13 @@ def test_scores_are_those_of_lm_evals_own_model(
 
 @pytest.mark.slow
 def test_scores_in_further_layouts(source: Path, tasks: Path, tmp_path: Path) -> None:
-    check_scores(source, tasks, tmp_path, [name for name in LAYOUTS if name not in IN_CI])
+    further = [name for name in LAYOUTS if name not in (*IN_CI, "ep2")]
+    check_scores(source, tasks, tmp_path, further)
+
+
+def test_scores_with_experts_on_two_ranks(tmp_path: Path) -> None:
+    source = speaking_model(tmp_path / "hf", "qwen3_moe")
+    check_scores(source, tasks_of(source), tmp_path, ["ep2"])
 
 
 def test_training_logs_scores_and_goes_on_as_without_them(tasks: Path, tmp_path: Path) -> None:

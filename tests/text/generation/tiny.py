@@ -20,7 +20,7 @@ from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, model_defaults
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.ranks import on_ranks
-from tests.text.convert.models import SIZES
+from tests.text.convert.models import MODELS, SIZES
 from tests.text.tiny import hf_folder
 from tests.training_runs import config_of
 
@@ -28,10 +28,10 @@ VOCABULARY = 300
 NEW_TOKENS = 12
 
 
-def speaking_model(folder: Path) -> Path:
-    """Save a random Qwen3 model with a tokenizer of as many tokens."""
+def speaking_model(folder: Path, name: str = "qwen3") -> Path:
+    """Save a random model of a family like Qwen3's, with a tokenizer of as many tokens."""
     torch.manual_seed(11)
-    sizes = {**SIZES, "vocab_size": 600, "model_type": "qwen3", "head_dim": 16}
+    sizes = {**SIZES, **MODELS[name], "vocab_size": 600, "head_dim": 16}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
