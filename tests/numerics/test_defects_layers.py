@@ -332,3 +332,7 @@ def test_what_load_balancing_depends_on(
     one = [norm for _, norm in curve(flags, tmp_path / "one")]
     other = [norm for _, norm in curve([*flags, *more.split()], tmp_path / "other", ranks)]
     assert (other == pytest.approx(one, rel=1e-5)) is equal
+
+
+def test_d42_stock_counts_the_norm_of_compressed_queries_on_each_rank() -> None:
+    check_ratio(reproduce_layers.d42, {"0.16": 2.0, "0.19": 2.0})

@@ -180,3 +180,14 @@ def misread_vocabulary(x: Flags) -> bool:
 def no_vocabulary_size(x: Flags) -> bool:
     """Return whether no flag says the size of the vocabulary."""
     return not x.has("--vocab-size", "--padded-vocab-size")
+
+
+def whole_query_norm(x: Flags) -> bool:
+    """Return whether tensor-parallel ranks have a norm of whole compressed queries."""
+    latent = x.has("--multi-latent-attention") and x.has("--q-lora-rank")
+    return latent and x.has("--qk-layernorm") and x.tp > 1 and not x.sequence_parallel
+
+
+def modelopt(x: Flags) -> bool:
+    """Return whether a flag asks for the layers of NVIDIA's Model Optimizer."""
+    return x.has("--modelopt-enabled", "--export-kd-teacher-load")

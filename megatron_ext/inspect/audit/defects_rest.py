@@ -1,4 +1,4 @@
-"""The defects of data, layers and checkpoints: D29 to D41."""
+"""The defects of data, layers and checkpoints: D29 to D42."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from megatron_ext.inspect.audit.defect import (
     depth_pieces,
     local,
     misread_vocabulary,
+    modelopt,
     no_vocabulary_size,
     uneven_pieces,
+    whole_query_norm,
 )
 
 REST: tuple[Defect, ...] = (
@@ -338,6 +340,39 @@ REST: tuple[Defect, ...] = (
                 ),
                 "Optimizer values behind the first padding are shifted after a resume.",
                 "Leave --dist-ckpt-optim-fully-reshardable out.",
+            ),
+        ),
+    ),
+    Defect(
+        number="D42",
+        affected=(
+            "multi-latent attention with `--q-lora-rank` and `--qk-layernorm`, tensor parallelism "
+            "without sequence parallelism, in layers whose `q_layernorm` is a module: ModelOpt's "
+            "and those of a `--spec`; Transformer Engine's hold that norm in `linear_q_up_proj`"
+        ),
+        stock=(
+            "gradients of all weights with `q_layernorm` in their names are summed over the "
+            "tensor-parallel ranks, but those of this norm are whole on each rank: 2.0000 of the "
+            "right ones at TP 2"
+        ),
+        since=State("there", "2.0000"),
+        ours="own path: `layers/latent_attention.py` gives each rank its share of that gradient",
+        test=(
+            "`test_d42_stock_counts_the_norm_of_compressed_queries_on_each_rank`, "
+            "`tests/text/model/test_deepseek.py::"
+            "test_documents_dropout_and_recomputation_without_experts`"
+        ),
+        rules=(
+            Rule(
+                (whole_query_norm, modelopt),
+                lambda x: f"Gradients of compressed queries' norms are {x.tp} times too large.",
+                "Use --sequence-parallel.",
+            ),
+            Rule(
+                (whole_query_norm,),
+                lambda x: f"Gradients of compressed queries' norms are {x.tp} times too large.",
+                "Use --sequence-parallel.",
+                depends="the layers are ModelOpt's or have another q_layernorm of their own",
             ),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Reproductions of defects in layers of megatron-core, when cut or recomputed: D34 to D37."""
+"""Reproductions of defects in layers of megatron-core, when cut or recomputed: D34 to D37, D42."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.inspect.audit.reproduced import Reproduced, Reproductions, on_ranks
 from megatron_ext.inspect.audit.stock_gpt import sequences, stock_gpt
@@ -159,6 +160,71 @@ def d36() -> Reproduced:
     return Reproduced(stock, right, what)
 
 
+class CompressedQuery(torch.nn.Module):
+    """The way of the compressed query through multi-latent attention.
+
+    Stands in for megatron-core's MLASelfAttention, which 0.16 cannot build without Transformer
+    Engine. Its parts are megatron-core's and have the names that they have there.
+    """
+
+    def __init__(self, config: TransformerConfig, weight: Tensor, tp: ProcessGroup) -> None:
+        super().__init__()
+        self.q_layernorm = WrappedTorchNorm(config, weight.shape[1])
+        self.linear_q_up_proj = ColumnParallelLinear(
+            weight.shape[1],
+            weight.shape[0],
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=tp,
+        )
+        self.linear_q_up_proj.weight.data.copy_(weight.chunk(tp.size())[tp.rank()])
+
+    def forward(self, compressed: Tensor) -> Tensor:
+        """Return this rank's part of the queries ``[tokens, n * dk / tp]``."""
+        queries: Tensor = self.linear_q_up_proj(self.q_layernorm(compressed))[0]
+        return queries
+
+
+def _query_norm(context: ParallelContext) -> tuple[float, float]:
+    """Return the norm of the gradient of ``q_layernorm`` after ``finalize_model_grads``.
+
+    Returns:
+        megatron-core's, and that of plain torch in double precision on the whole weight.
+    """
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        qk_layernorm=True,
+        tensor_model_parallel_size=context.pgs.tp.size(),
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+    )
+    generator = torch.Generator().manual_seed(5)
+    compressed = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(2 * HIDDEN, HIDDEN, generator=generator)
+    layer = CompressedQuery(config, weight, context.pgs.tp)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
+    model(compressed).square().sum().backward()
+    finalize_model_grads([model], torch.tensor([1], dtype=torch.int))
+    scale = torch.ones(HIDDEN, dtype=torch.float64, requires_grad=True)
+    normed = F.layer_norm(compressed.double(), (HIDDEN,), scale, eps=config.layernorm_epsilon)
+    (right,) = torch.autograd.grad(F.linear(normed, weight.double()).square().sum(), scale)
+    return float(layer.q_layernorm.weight.main_grad.norm()), float(right.norm())
+
+
+def d42() -> Reproduced:
+    """Return the gradient of the norm of compressed queries on two tensor-parallel ranks."""
+    stock, right = on_ranks(_query_norm, tp=2)[0]
+    what = (
+        "norm of the gradient of q_layernorm of multi-latent attention with --q-lora-rank "
+        "--qk-layernorm --tensor-model-parallel-size 2"
+    )
+    return Reproduced(stock, right, what)
+
+
 class EndlessError(Exception):
     """An error that ends a recomputation that would never end."""
 
@@ -223,4 +289,4 @@ def d37() -> Reproduced:
     return Reproduced(stock, 2.0, "; ".join([what, *clauses]))
 
 
-REPRODUCTIONS: Reproductions = {"D34": d34, "D35": d35, "D36": d36, "D37": d37}
+REPRODUCTIONS: Reproductions = {"D34": d34, "D35": d35, "D36": d36, "D37": d37, "D42": d42}

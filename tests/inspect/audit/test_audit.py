@@ -15,6 +15,7 @@ from megatron_ext.inspect.audit.script import Script, read_text
 ROOT = Path(__file__).resolve().parents[3]
 MOE = "--num-experts 8 --moe-aux-loss-coeff 1e-2"
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+LATENT = "--multi-latent-attention --q-lora-rank 1536 --qk-layernorm"
 PER_TOKEN = "--calculate-per-token-loss"
 SEEDED = {
     "D1": f"{MOE} {PER_TOKEN} --context-parallel-size 2",
@@ -55,6 +56,7 @@ SEEDED = {
     "D40": "--override-opt-param-scheduler --load x",
     "D41": "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save x "
     "--overlap-grad-reduce",
+    "D42": f"{LATENT} --tensor-model-parallel-size 2 --modelopt-enabled",
 }
 DENSE = (
     "--num-layers 16 --hidden-size 64 --seq-length 4096 --micro-batch-size 2 --bf16 --swiglu "
@@ -76,6 +78,11 @@ CLEAN = {
     "--cross-entropy-fusion-impl te",
     "another schedule of rates, no optimizer": "--override-opt-param-scheduler --load x "
     "--no-load-optim",
+    "compressed queries split by tokens": f"{DENSE} {LATENT} --modelopt-enabled "
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "compressed queries without a norm": f"{DENSE} --multi-latent-attention --q-lora-rank 1536 "
+    "--tensor-model-parallel-size 2",
+    "norms of heads": f"{DENSE} --qk-layernorm --tensor-model-parallel-size 2",
     "an optimizer that watches its scale": "--fp16 --no-check-for-nan-in-loss-and-grad",
 }
 
@@ -96,6 +103,12 @@ def test_seeded_flags_are_named(number: str, core: str) -> None:
     there = defect.state(core[:4]).kind != "fixed"
     assert (number in found | depends) == there
     assert (number in depends) == (there and number in ("D13", "D26", "D29", "D30"))
+
+
+def test_norms_of_compressed_queries_depend_on_the_layers() -> None:
+    flags = f"{DENSE} {LATENT} --tensor-model-parallel-size 2"
+    assert judged(flags, "0.19.2") == (set(), {"D42"})
+    assert judged(f"{flags} --export-kd-teacher-load x", "0.19.2") == ({"D42"}, set())
 
 
 def test_every_rule_is_seeded() -> None:
@@ -132,6 +145,7 @@ def test_each_release_has_the_defects_that_were_measured_on_it(
         (SEEDED["D3"], "D3", "0.25 of"),
         (f"{MTP} {PER_TOKEN} --seq-length 64", "D5", "0.984375 of"),
         (SEEDED["D24"], "D24", "1/2 of the vocabulary"),
+        (f"{LATENT} --tensor-model-parallel-size 4", "D42", "4 times too large"),
     ],
 )
 def test_the_size_of_an_error_comes_from_the_flags(flags: str, number: str, sentence: str) -> None:
@@ -169,7 +183,7 @@ def test_a_finding_of_one_branch_says_so() -> None:
 def test_the_table_of_the_manual_is_that_of_the_audit() -> None:
     lines = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8").splitlines()
     assert [x for x in lines if x.startswith("| D")] == [x.row() for x in DEFECTS]
-    assert [x.number for x in DEFECTS] == [f"D{i}" for i in range(1, 42)]
+    assert [x.number for x in DEFECTS] == [f"D{i}" for i in range(1, 43)]
 
 
 def test_the_program_exits_with_0_1_or_2(
