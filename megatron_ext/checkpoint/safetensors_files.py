@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from typing_extensions import Self
@@ -26,6 +24,18 @@ from megatron_ext.errors import CheckpointError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' name of a dtype -> torch's name."""
+
+
+def _safetensors() -> Any:
+    """Import safetensors, which only runs with such folders need."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CheckpointError(
+            "Folders of Hugging Face's models need the package safetensors, which is not "
+            "installed; run `pip install safetensors`."
+        ) from error
+    return safetensors
 
 
 class TensorSource(Protocol):
@@ -77,11 +87,13 @@ class TensorFolder:
         self._stack.close()
 
     def _open(self, stem: str) -> None:
+        library = _safetensors()
         for name in sorted(set(self._file_of.values())) or [f"{stem}.safetensors"]:
             path = self.folder / name
             try:
-                self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
+                opened = library.safe_open(path, framework="pt")
+                self._files[name] = self._stack.enter_context(opened)
+            except (OSError, library.SafetensorError) as error:
                 raise CheckpointError(
                     f"{path} cannot be read ({error}); copy the whole model again."
                 ) from error
@@ -259,7 +271,7 @@ def written_aside(target: Path, flag: str = "--hf") -> Iterator[Path]:
         finally:
             if folder.exists():
                 shutil.rmtree(folder)
-    except (OSError, SafetensorError) as error:
+    except (OSError, _safetensors().SafetensorError) as error:
         raise CheckpointError(
             f"`{flag}` ({target}) cannot be written ({error}); free some space or give another "
             "folder."
@@ -269,7 +281,8 @@ def written_aside(target: Path, flag: str = "--hf") -> Iterator[Path]:
 def _write_weights(folder: Path, tensors: Converted, max_shard_size: int | str, stem: str) -> None:
     files = plan_files(folder, tensors.described, max_shard_size, stem).items()
     for file, names in tqdm(files, "Exporting", unit="file", delay=1.0, leave=False, disable=None):
-        save_file(tensors.some(names), folder / file, metadata=MADE_BY_TORCH)
+        saved = tensors.some(names)
+        _safetensors().torch.save_file(saved, folder / file, metadata=MADE_BY_TORCH)
 
 
 MADE_BY_TORCH = {"format": "pt"}

@@ -87,7 +87,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        self.window_size: tuple[int, int] | None = config.window_size if windowed else None
+        # A list of flags has no hash, by which block masks are kept.
+        window = tuple(config.window_size) if windowed else None
+        self.window_size: tuple[int, int] | None = window
         self.backend = AttnBackend(config.attention_backend)
         self.softcap: float | None = getattr(config, "attn_logit_softcapping", None)
         self.has_sinks = config.softmax_type != "vanilla"

@@ -27,6 +27,8 @@ from megatron_ext.layers.compiled import Compiled, compiles
 T = TypeVar("T")
 Lengths = tuple[int, int]
 TILE = 128
+FILLS_UP_HEADS = torch.__version__ >= (2, 13)
+"""Whether FlexAttention takes heads whose size is no power of 2."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,14 @@ def is_dense(mask: Tensor | None) -> TypeGuard[Tensor]:
 def flex_fits(query: Tensor, dropout: float) -> bool:
     """Return whether `attention_in_blocks` supports queries ``[b, n, q, d]`` with this dropout.
 
-    It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size of at least 16 that
-    is a power of 2, as torch before 2.7 requires.
+    It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size of at least 16. It
+    must be a power of 2 before torch 2.13: its kernels fill up other sizes, such as the 192
+    channels of multi-latent attention, which was not tried with older ones.
     """
     d = query.size(-1)
-    is_power = d >= 16 and d & (d - 1) == 0
+    fits = d >= 16 and (d & (d - 1) == 0 or FILLS_UP_HEADS)
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and is_power and dropout == 0 and compiles(query)
+    return query.is_cuda and half and fits and dropout == 0 and compiles(query)
 
 
 def _attention_in_blocks(

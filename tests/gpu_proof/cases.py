@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 import megatron_ext
-from megatron_ext.layers import causal_parts, pointwise
+from megatron_ext.layers import causal_parts, latent_attention, pointwise
 from megatron_ext.layers.fp8 import casting
 from megatron_ext.losses import vocabulary
 
 PACKAGE = Path(megatron_ext.__file__).parent
 S, H, FFN, HEADS, GROUPS, D = 8192, 3072, 8192, 24, 8, 128
+ROTATED = 64
+"""Channels of a head that multi-latent attention rotates, beside D others."""
 VOCABULARY, BLOCK = 128_256, 4096
 RMS = ("RMSNorm", 1e-5, False)
 LAYER = ("LayerNorm", 1e-5, False)
@@ -161,6 +163,20 @@ TEXT = (
         (2, 4.01),
     ),
     Case(
+        "gelu_glu",
+        pointwise.activated,
+        lambda: (half(S, 1, 2 * FFN), None, None, "gelu_tanh", True),
+        (1, 1),
+        (1.5, 2.5),
+    ),
+    Case(
+        "clamped_glu",
+        pointwise.activated,
+        lambda: (half(S, 2 * FFN), half(2 * FFN), half(S, 1), "quick_gelu", True, 7.0, 1.0),
+        (1, 2),
+        (1.5, 3.51),
+    ),
+    Case(
         "expert_swiglu",
         pointwise.activated,
         lambda: (half(S, 2 * FFN), None, half(S, 1), "silu", True),
@@ -171,6 +187,14 @@ TEXT = (
         "rotary_table",
         pointwise.rotary_table,
         lambda: (single(S, 1, 1, D), torch.bfloat16, False),
+        (1, 0),
+        (1.5, 0),
+        SINES_STACK,
+    ),
+    Case(
+        "scaled_rotary_table",
+        pointwise.rotary_table,
+        lambda: (single(S, 1, 1, D), torch.bfloat16, False, 1.2),
         (1, 0),
         (1.5, 0),
         SINES_STACK,
@@ -188,6 +212,20 @@ TEXT = (
         lambda: (projected(), None, GROUPS, D, *table(), False, half(D), None, half(D), None, RMS),
         (3, 6),
         (3.26, 9.92),
+    ),
+    Case(
+        "latent_heads",
+        latent_attention.latent_heads,
+        lambda: (
+            half(S, 1, HEADS * (D + ROTATED)),
+            half(S, 1, HEADS * 2 * D),
+            half(S, 1, ROTATED),
+            *(half(S, 1, 1, ROTATED // 2, grad=False) for _ in "cs"),
+            HEADS,
+            D,
+        ),
+        (2, 4),
+        (5.7, 5.41),
     ),
     Case(
         "parts_of_attention",
@@ -215,6 +253,25 @@ TEXT = (
             half(BLOCK, VOCABULARY, grad=False),
             ids(BLOCK, 1),
             *(single(BLOCK, 1) for _ in range(4)),
+        ),
+        (1, 0),
+        (2, 0),
+    ),
+    Case(
+        "capped_logits",
+        vocabulary.limit_,
+        lambda: (half(BLOCK, VOCABULARY, grad=False), 30.0),
+        (1, 0),
+        (2, 0),
+    ),
+    Case(
+        "to_gradient_of_capped_logits",
+        vocabulary.to_gradient_,
+        lambda: (
+            half(BLOCK, VOCABULARY, grad=False),
+            ids(BLOCK, 1),
+            *(single(BLOCK, 1) for _ in range(4)),
+            30.0,
         ),
         (1, 0),
         (2, 0),

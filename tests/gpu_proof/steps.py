@@ -30,6 +30,11 @@ from tests.training_runs import prepared
 
 LAYERS, LENGTH = 2, 8192
 END_OF_DOCUMENT = 0
+REPLACED = {
+    "--multi-latent-attention": ("--group-query-attention", "--num-query-groups"),
+    "--geglu": ("--swiglu",),
+}
+"""Flags of a Llama that do not go with another flag."""
 
 
 def llama(size: str = "3b") -> Llama:
@@ -39,11 +44,13 @@ def llama(size: str = "3b") -> Llama:
 
 def flags(words: str = "", *, size: str = "3b", length: int = LENGTH, batch: int = 1) -> list[str]:
     """Return flags of pretrain_gpt.py in bf16; weights start on the host, where fakes are free."""
-    return [
-        *llama(size).flags(length, batch),
-        *"--bf16 --use-cpu-initialization".split(),
-        *words.split(),
-    ]
+    given = [*llama(size).flags(length, batch), *"--bf16 --use-cpu-initialization".split()]
+    own = words.split()
+    for name in (name for other in own for name in REPLACED.get(other, ())):
+        at = given.index(name)
+        end = at + 1 if given[at + 1].startswith("--") else at + 2
+        del given[at:end]
+    return given + own
 
 
 def samples(batch: int, length: int) -> Iterator[dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from megatron_ext.layers import causal_parts, masks
 from megatron_ext.layers.masks import Span
 from tests.gpu_proof.cases import GROUPS, HEADS, D, S, half
 from tests.gpu_proof.compiler import compiled_graphs
-from tests.gpu_proof.fake_cuda import SHARED_MEMORY
+from tests.gpu_proof.fake_cuda import CAPABILITY, SHARED_MEMORY
 
 CUDA = torch.device("cuda", 0)
+on_h200 = pytest.mark.skipif(CAPABILITY != 90, reason="the limits are those of an H200")
 
 
 class Recorder(TorchDispatchMode):
@@ -89,6 +91,61 @@ def test_documents_compile_to_kernels_that_fit(queries: int) -> None:
         print(kernel.name, kernel.binaries)
         assert any(binary.shared <= SHARED_MEMORY for binary in kernel.binaries)
     assert any(binary.spilled == 0 for binary in forward.kernels[0].binaries)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a model, and the registers' bytes that its attention may spill, by direction.
+
+    Attributes:
+        sizes: of a key and of a value.
+        capped: scores have a soft cap.
+        sinks: each head has a sink.
+    """
+
+    sizes: tuple[int, int]
+    spilled: tuple[int, int]
+    groups: int = GROUPS
+    capped: bool = False
+    sinks: bool = False
+
+
+MODELS = {
+    "gemma": Heads((256, 256), (0, 1824), capped=True),
+    "gpt-oss": Heads((64, 64), (184, 0), sinks=True),
+    "deepseek": Heads((192, 128), (0, 536), groups=HEADS),
+    "all parts": Heads((192, 128), (0, 904), groups=HEADS, capped=True, sinks=True),
+}
+
+
+@on_h200
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.usefixtures("fake_tensors")
+def test_heads_of_models_compile_to_kernels_that_fit(model: str) -> None:
+    heads = MODELS[model]
+    query, key = half(S, 1, HEADS, heads.sizes[0]), half(S, 1, heads.groups, heads.sizes[0])
+    value = half(S, 1, heads.groups, heads.sizes[1])
+    sinks = half(HEADS) if heads.sinks else None
+    limit = torch.full((), 50.0, device=CUDA) if heads.capped else None
+    views = [x.permute(1, 2, 0, 3) for x in (query, key)]
+    assert masks.flex_fits(views[0], 0.0)
+    blocks = masks.block_mask(*views, Span(0, True, (1023, 0)), documents())
+    with compiled_graphs() as graphs:
+        scale = heads.sizes[0] ** -0.5
+        out = masks.attention_in_blocks(query, key, value, blocks, scale, limit, sinks)
+        inputs = [x for x in (query, key, value, sinks) if x is not None]
+        torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert out.shape == (S, 1, HEADS, heads.sizes[1])
+    forward, backward = graphs
+    counts = (2, 4) if heads.sinks else (1, 2)
+    for graph, count, spilled in zip((forward, backward), counts, heads.spilled, strict=True):
+        assert len(graph.kernels) <= count
+        for kernel in graph.kernels:
+            print(kernel.name, kernel.binaries)
+            assert any(
+                binary.shared <= SHARED_MEMORY and binary.spilled <= spilled
+                for binary in kernel.binaries
+            )
 
 
 @pytest.mark.usefixtures("fake_tensors")

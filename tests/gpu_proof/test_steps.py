@@ -18,6 +18,25 @@ on_h200 = pytest.mark.skipif(CAPABILITY != 90, reason="the budgets are those of 
 
 EIGHT = "--fp8-format hybrid --fp8-recipe"
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024"
+DEEPSEEK = (
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-layernorm "
+    "--rotary-scaling-factor 4 --mscale-all-dim 1 --moe-layer-freq [0,1] "
+    "--moe-shared-expert-intermediate-size 1024 --moe-router-score-function sigmoid "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --mtp-num-layers 1"
+)
+"""DeepSeek-V3's recipe: a dense layer, one of experts, and one of multi-token prediction."""
+GEMMA = (
+    "--geglu --sandwich-norm --apply-layernorm-1p --qk-layernorm --kv-channels 256 "
+    "--attn-logit-softcapping 50 --final-logit-softcapping 30 --embedding-multiplier 55 "
+    "--window-size 1023 0 --window-attn-skip-freq [1,0] --rope-local-base-freq 10000"
+)
+"""Parts of Gemma 2 and 3: a layer with a window and a base of its own, and one without."""
+SINKS = (
+    "--softmax-type learnable --window-size 127 0 --window-attn-skip-freq [1,0] --kv-channels 64"
+)
 PIPELINE = "--pipeline-model-parallel-size 3 --num-layers 3 --global-batch-size 4"
 READ = "Event.synchronize at megatron_ext/device/__init__.py:read"
 """The host reads what the step before did, which is over by then."""
@@ -90,6 +109,14 @@ CASES = {
         ranks=2,
         asks=(f"Event.synchronize at {DISPATCHER}_maybe_dtoh_and_synchronize",),
     ),
+    "latent attention, experts": Case(
+        f"{EXPERTS} {DEEPSEEK}",
+        asks=(f"Event.synchronize at {DISPATCHER}_maybe_dtoh_and_synchronize",),
+    ),
+    "soft caps and windows": Case(GEMMA),
+    "sinks": Case(SINKS),
+    "muon": Case("--optimizer muon"),
+    "muon, data parallel": Case("--optimizer dist_muon --global-batch-size 2", ranks=2),
 }
 
 

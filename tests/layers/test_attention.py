@@ -123,7 +123,9 @@ def test_a_sliding_window_hides_far_keys_and_joins_a_mask(context: ParallelConte
         assert_near(outcome(ours, qkv, None), expected(qkv, forbidden), 1e-6)
         theirs = build(CoreAttention, transformer_config, context, layer_number=layer)
         assert_near(outcome(ours, qkv, None), outcome(theirs, qkv, None), 1e-6)
-    ours = build(DotProductAttention, config(window_size=(2, 0)), context)
+    as_flags_have_it: Any = [2, 0]
+    ours = build(DotProductAttention, config(window_size=as_flags_have_it), context)
+    assert hash(ours.window_size) == hash((2, 0)), "block masks are kept by their window"
     want = expected(qkv, forbidden_by("documents and window", 2))
     assert_near(outcome(ours, qkv, plain.documents(S, ENDS)[:, None]), want, 1e-6)
 

@@ -300,8 +300,10 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.d
 
     monkeypatch.setattr(masking, "compiles", lambda query: True)
-    given: list[Any] = [(Cuda(128), 0.0), (Cuda(96), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
-    assert [masking.flex_fits(*one) for one in given] == [True, False, False, False]
+    given: list[Any] = [(Cuda(128), 0.0), (Cuda(192), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
+    for fills_up in (True, False):
+        monkeypatch.setattr(masking, "FILLS_UP_HEADS", fills_up)
+        assert [masking.flex_fits(*one) for one in given] == [True, fills_up, False, False]
 
 
 @pytest.fixture

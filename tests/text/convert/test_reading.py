@@ -1,6 +1,8 @@
 """Folders are read slice by slice: bytes and memory are counted, and faults are sentences."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from megatron_ext.text.convert.reading import load_folder
 from megatron_ext.text.convert.training import write_run
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.ranks import on_ranks, ranks
+from tests.text import tiny
 from tests.text.convert.models import make
 from tests.training_runs import config_of
 
@@ -188,3 +191,18 @@ def test_depths_of_multi_token_prediction(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
+
+
+def test_only_folders_of_hugging_face_need_its_packages(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    script = (
+        "import sys\n"
+        "for name in ('safetensors', 'transformers', 'tokenizers'): sys.modules[name] = None\n"
+        "import pathlib, megatron_ext.text.task\n"
+        "from megatron_ext.checkpoint.safetensors_files import CheckpointError, TensorFolder\n"
+        "try: TensorFolder(pathlib.Path(sys.argv[1]))\n"
+        "except CheckpointError as error: print(error)"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tiny.ROOT, timeout=120)
+    assert "run `pip install safetensors`" in done.stdout, done.stderr
