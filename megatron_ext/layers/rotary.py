@@ -128,7 +128,9 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the angles ``[s, 1, k, d]`` of the s positions from ``offset`` on."""
-        self.inv_freq: Tensor = self.inv_freq.to(device=torch.cuda.current_device())
+        # The host goes on while numbers that it made are copied.
+        current = torch.cuda.current_device()
+        self.inv_freq: Tensor = self.inv_freq.to(device=current, non_blocking=True)
         device = self.inv_freq.device
         positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
         if self.scaling is None:
@@ -136,10 +138,10 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
         else:
             length = offset + max_seq_len
             scaled = inverse_frequencies(*self.sizes, self.base, self.scaling, length)
-            found = [torch.outer(positions, scaled.to(device))]
+            found = [torch.outer(positions, scaled.to(device, non_blocking=True))]
         if self.local_base is not None:
             plain = inverse_frequencies(*self.sizes, self.local_base)
-            found.append(torch.outer(positions, plain.to(device)))
+            found.append(torch.outer(positions, plain.to(device, non_blocking=True)))
         once = torch.stack(found, dim=1)
         if self.rotary_interleaved:
             return once.repeat_interleave(2, dim=-1).unsqueeze(1)

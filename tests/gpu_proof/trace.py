@@ -29,6 +29,7 @@ OF_UPDATE = ("/optim/", "core/optimizer/", "param_and_grad_buffer.py", "clip_gra
 GRAPHS = {
     "statistics": "logits",
     "to_gradient_": "logits",
+    "limit_": "logits",
     "largest": "casts",
     "quantize": "casts",
     "quantize_with": "casts",
