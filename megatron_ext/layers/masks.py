@@ -27,8 +27,8 @@ from megatron_ext.layers.compiled import Compiled, compiles
 T = TypeVar("T")
 Lengths = tuple[int, int]
 TILE = 128
-FILLS_UP_HEADS = torch.__version__ >= (2, 13)
-"""Whether FlexAttention takes heads whose size is no power of 2."""
+FILLS_UP_HEADS = torch.__version__ >= "2.13"
+"""Whether FlexAttention takes heads whose size is no power of 2; torch compares versions here."""
 
 
 @dataclass(frozen=True)
