@@ -73,6 +73,12 @@ class MoEConfig(Changeable):
     moe_router_group_topk: int | None = resumed_flag(
         None, "groups of experts that a token may choose from", SIZE
     )
+    moe_router_group_scores: int | None = resumed_flag(
+        None,
+        "best scores of a group that are summed to rank it; default: --moe-router-topk over "
+        "--moe-router-group-topk, as in Megatron-LM; DeepSeek-V2 takes 1 and V3 takes 2",
+        SIZE,
+    )
     moe_router_topk_scaling_factor: float | None = resumed_flag(
         None, "factor on the scores of the chosen experts", FACTOR
     )

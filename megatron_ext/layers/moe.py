@@ -31,12 +31,46 @@ from megatron_ext.layers.dropout import HiddenDropout
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
+class GroupRanking:
+    """The choice of experts in groups that are ranked by the sum of their ``count`` best scores.
+
+    megatron-core's router asks such an object for its choice where routes may be replayed. Its own
+    choice ranks a group by its best ``topk // group_topk`` scores.
+    """
+
+    layer_number: int | None = None
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, *_default: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and the indices of each token's experts, both ``[tokens, topk]``.
+
+        The experts are in ``group_topk`` groups (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+
+        Args:
+            scores: scores of all experts, ``[tokens, e]``.
+        """
+        grouped = scores.view(len(scores), num_groups, -1)
+        ranks = grouped.topk(self.count, dim=-1).values.sum(-1)
+        chosen = ranks.topk(group_topk, dim=-1).indices
+        hidden = torch.ones_like(ranks, dtype=torch.bool).scatter(1, chosen, False)
+        allowed = grouped.masked_fill(hidden.unsqueeze(-1), float("-inf"))
+        best = allowed.flatten(1).topk(topk, dim=-1)
+        return best.values, best.indices
+
+
 class Router(TopKRouter):  # type: ignore[misc]
     """Top-k router that runs without Transformer Engine and scales losses alike on every layout."""
 
     def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
         self._groups = pg_collection
+        count = getattr(self.config, "moe_router_group_scores", None)
+        if count is not None:
+            self.router_replay = GroupRanking(count)
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
         """Multiply the input ``[s, b, h]`` by noise in training (arXiv:2101.03961), if enabled.

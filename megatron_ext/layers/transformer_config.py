@@ -76,6 +76,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             without ``add_bias_linear``.
         rotary_magnitude: factor of the cosines and sines of scaled rotary positions.
         has_local_rotary: layers with a window have rotary angles of their own.
+        moe_router_group_scores: best scores of a group of experts that rank it; None takes
+            megatron-core's number.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
@@ -93,6 +95,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     mlp_bias: bool = False
     rotary_magnitude: float = 1.0
     has_local_rotary: bool = False
+    moe_router_group_scores: int | None = None
 
 
 @dataclass
@@ -161,6 +164,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "mlp_bias": model.has_mlp_bias,
         "rotary_magnitude": scaling.magnitude if scaling is not None else 1.0,
         "has_local_rotary": model.rope_local_base_freq is not None,
+        "moe_router_group_scores": config.moe.moe_router_group_scores,
         "adds_in_place": fuses and not in_te and config.device == "cuda",
         "groups_experts": config.moe.moe_grouped_gemm and not in_te and config.device == "cuda",
         "te_gradient_accumulation_fusion": fuses and in_te,

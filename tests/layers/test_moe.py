@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from megatron_ext.inspect.audit.reproduce_router import (
     auxiliary_loss,
 )
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
-from megatron_ext.layers.moe import Router, mark_experts
+from megatron_ext.layers.moe import GroupRanking, Router, mark_experts
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
@@ -253,3 +254,19 @@ def test_a_shared_expert_follows_what_a_step_sets(context: ParallelContext) -> N
     assert [weight.grad for weight in weights] == [None, None]
     queue.compute((0, 0))
     assert all(weight.grad.norm() > 0 for weight in weights)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_groups_of_experts_are_ranked_by_their_best_scores(count: int) -> None:
+    """``count`` 2 is megatron-core's own number here, and 1 is that of DeepSeek-V2."""
+    scores = torch.rand(64, 12, generator=torch.Generator().manual_seed(3))
+    values, indices = GroupRanking(count).get_replay_topk(scores, 4, 4, 2)
+    for token, row in enumerate(scores.tolist()):
+        groups = [sorted(row[3 * g : 3 * g + 3], reverse=True) for g in range(4)]
+        best = sorted(range(4), key=lambda g: -sum(groups[g][:count]))[:2]
+        allowed = [e for e in range(12) if e // 3 in best]
+        want = sorted(allowed, key=lambda e: -row[e])[:4]
+        assert indices[token].tolist() == want
+    torch.testing.assert_close(values, scores.gather(1, indices), rtol=0, atol=0)
+    _, usual = group_limited_topk(scores, 4, 64, 12, 4, 2)
+    assert torch.equal(usual.sort().values, indices.sort().values) == (count == 2)

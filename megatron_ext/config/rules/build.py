@@ -181,6 +181,11 @@ def _router_errors(moe: MoEConfig) -> Iterator[str]:
         )
     chosen, groups = moe.moe_router_group_topk, moe.moe_router_num_groups
     if chosen is None:
+        if moe.moe_router_group_scores is not None:
+            yield (
+                f"`--moe-router-group-scores` ({moe.moe_router_group_scores}) needs "
+                "`--moe-router-group-topk`; give both."
+            )
         return
     if not groups:
         yield f"`--moe-router-group-topk` ({chosen}) needs `--moe-router-num-groups`; give both."
@@ -190,6 +195,17 @@ def _router_errors(moe: MoEConfig) -> Iterator[str]:
         yield (
             f"`--moe-router-group-topk` ({chosen}) must be between 1 and `--moe-router-num-groups` "
             f"({groups})."
+        )
+    ranked, held = moe.moe_router_group_scores, (moe.num_experts or 0) // groups
+    if ranked is not None and ranked > held:
+        yield (
+            f"`--moe-router-group-scores` ({ranked}) must be at most the experts of a group "
+            f"({held}); use {held} or less."
+        )
+    if ranked is not None and moe.moe_router_fusion:
+        yield (
+            "`--moe-router-fusion` ranks groups as Megatron-LM does; leave it out with "
+            "`--moe-router-group-scores`."
         )
 
 

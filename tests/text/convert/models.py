@@ -124,6 +124,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10,
         "first_k_dense_replace": 1, "num_key_value_heads": 4, "routed_scaling_factor": 1.0,
     },
+    "deepseek_v2 with groups": {
+        "model_type": "deepseek_v2", "n_routed_experts": 8, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24, "n_shared_experts": 1, "q_lora_rank": 20,
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4, "routed_scaling_factor": 2.0,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 4,
         "moe_intermediate_size": 24, "n_shared_experts": 1, "q_lora_rank": 20, "n_group": 4,

@@ -83,7 +83,6 @@ MXFP4 = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4
         ({"model_type": "bert"}, "`model_type` 'bert', which cannot be converted; use one of"),
         ({"model_type": None}, "`model_type` None, which cannot be converted"),
         ({**DEEPSEEK, "rms_norm_eps": 1e-5}, "`rms_norm_eps` 1e-05, which the converted model"),
-        ({**DEEPSEEK, "topk_group": 4}, "`topk_group` 4, which the converted model would not have"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "`activation_function` 'relu'"),
         (MXFP4, "`quantization_config` {'quant_method': 'mxfp4'}, which the converted model"),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu'"),

@@ -8,14 +8,14 @@ from megatron_ext.text.convert.families import deepseek_v3, llama
 from megatron_ext.text.convert.family import Fields, Settings
 from megatron_ext.text.convert.table import Table
 
+_GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores")
+
 
 def read(settings: Settings) -> Fields:
-    found = deepseek_v3.read_latent(settings) | deepseek_v3.read_experts(settings)
-    if settings["topk_method"] == "greedy":
-        return found | {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    # A group is ranked by its best expert.
-    deepseek_v3.check_groups(settings, 1)
-    return found
+    found = deepseek_v3.read_latent(settings) | deepseek_v3.read_experts(settings, ranking=1)
+    if settings["topk_method"] != "greedy":
+        return found
+    return found | dict.fromkeys(_GROUPS)
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:

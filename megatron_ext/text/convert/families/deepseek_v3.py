@@ -83,18 +83,24 @@ def write_latent(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_experts(settings: Settings) -> Fields:
-    """Return the fields of shared experts, dense first layers, groups of experts and depths."""
+def read_experts(settings: Settings, ranking: int) -> Fields:
+    """Return the fields of shared experts, dense first layers and groups of experts.
+
+    Args:
+        ranking: number of a group's best scores whose sum ranks it.
+    """
     dense, layers = settings["first_k_dense_replace"] or 0, settings["num_hidden_layers"]
     holds = [int(layer >= dense) for layer in range(layers)]
     shared = settings["n_shared_experts"] or 0
     groups, chosen = settings["n_group"] or 1, settings["topk_group"] or 1
+    usual = groups == 1 or settings["num_experts_per_tok"] // chosen == ranking
     scale = float(settings["routed_scaling_factor"] or 1.0)
     return {
         "moe_layer_freq": "1" if all(holds) else llama.listed(holds),
         "moe_shared_expert_intermediate_size": shared * settings["moe_intermediate_size"] or None,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": chosen if groups > 1 else None,
+        "moe_router_group_scores": None if usual else ranking,
         "moe_router_topk_scaling_factor": scale if scale != 1 else None,
     }
 
@@ -113,26 +119,12 @@ def write_experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     }
 
 
-def check_groups(settings: Settings, counted: int) -> None:
-    """Raise a CheckpointError if groups of experts are not ranked by so many of their scores.
-
-    megatron-core ranks a group by its best ``topk // group_topk`` scores.
-    """
-    groups, chosen = settings["n_group"] or 1, settings["topk_group"] or 1
-    if groups > 1 and settings["num_experts_per_tok"] // chosen != counted:
-        settings.refuse(
-            "topk_group",
-            advice=f"use a model with {settings['num_experts_per_tok'] // counted} groups",
-        )
-
-
 def read(settings: Settings) -> Fields:
     if settings["norm_topk_prob"] is False or settings["rope_interleave"] is False:
         key = "norm_topk_prob" if settings["norm_topk_prob"] is False else "rope_interleave"
         settings.refuse(key, advice="use a model with true")
-    check_groups(settings, 2)
     depths = {"mtp_num_layers": settings["num_nextn_predict_layers"] or None}
-    return read_latent(settings) | read_experts(settings) | depths
+    return read_latent(settings) | read_experts(settings, ranking=2) | depths
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:

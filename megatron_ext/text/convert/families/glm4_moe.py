@@ -18,13 +18,12 @@ SAME = llama.SAME | {
 def read(settings: Settings) -> Fields:
     if settings["norm_topk_prob"] is False:
         settings.refuse("norm_topk_prob", advice="use a model with true")
-    deepseek_v3.check_groups(settings, 2)
     own = {
         "qk_layernorm": bool(settings["use_qk_norm"]),
         "add_qkv_bias": bool(settings["attention_bias"]),
         "mtp_num_layers": settings["num_nextn_predict_layers"] or None,
     }
-    return llama.read(settings) | deepseek_v3.read_experts(settings) | own
+    return llama.read(settings) | deepseek_v3.read_experts(settings, ranking=2) | own
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
