@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,17 +25,20 @@ from megatron_ext.layers.initialization import Shard, shards_of
 from megatron_ext.parallel.collectives import gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import HuggingFaceModel, read_model
-from megatron_ext.text.convert.table import Index, Run, Table, parse
+from megatron_ext.text.convert.table import (
+    Index,
+    Run,
+    Shapes,
+    Table,
+    parse,
+    widen,
+)
 
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
 """End of the name of the scales of a weight in fp8."""
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 """Our names of the weights with one row for each entry of the vocabulary."""
-
-
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of tensors by name."""
 
 
 @dataclass
@@ -86,10 +89,7 @@ class _Reading:
         self.folder = folder
         self.notes: list[str] = []
         self.shards = [
-            shard
-            for chunk in unwrap_model(list(chunks))
-            for shard in shards_of(chunk, buffers=True)
-            if MARK not in shard.name and not shard.name.endswith(HISTORY)
+            shard for chunk in unwrap_model(list(chunks)) for shard in weight_shards(chunk)
         ]
 
     def open(self) -> tuple[Shapes, Shapes]:
@@ -102,8 +102,7 @@ class _Reading:
         for shard in self.shards:
             needs = depths if is_of_depth(shard.name) else decoder
             for run in self._runs(shard):
-                shape = run.shape(shard.full_shape)
-                needs[run.tensor] = tuple(map(max, needs.get(run.tensor, shape), shape))
+                widen(needs, run.tensor, run.shape(shard.full_shape))
         return decoder, depths
 
     def close(self) -> None:
@@ -199,6 +198,16 @@ class WeightFolder(TensorFolder):
                 target[some] = part
 
 
+def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
+    """Yield the weights and buffers of a bare chunk that have a place in a model of transformers.
+
+    Adapters and the histories of scales in 8 bits have none.
+    """
+    for shard in shards_of(chunk, buffers=True):
+        if MARK not in shard.name and not shard.name.endswith(HISTORY):
+            yield shard
+
+
 def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
     """Return the blocks of an axis that an index touches, and the block of each of its values.
 
@@ -252,7 +261,7 @@ def least_shapes(needs: Iterable[Shapes]) -> Shapes:
     found: Shapes = {}
     for shapes in needs:
         for name, shape in shapes.items():
-            found[name] = tuple(map(max, found.get(name, shape), shape))
+            widen(found, name, shape)
     return found
 
 

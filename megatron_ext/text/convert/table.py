@@ -20,6 +20,13 @@ from megatron_ext.config.model import ModelConfig
 
 Index = tuple[int | slice, ...]
 """The index of a block of a tensor, one entry for each axis."""
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+
+
+def widen(shapes: Shapes, name: str, shape: tuple[int, ...]) -> None:
+    """Let the shape of a tensor be at least this one along each axis."""
+    shapes[name] = tuple(map(max, shapes.get(name, shape), shape))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.checkpoint.adapters import MARK
 from megatron_ext.checkpoint.safetensors_files import (
     plan_files,
     write_others,
@@ -25,11 +24,11 @@ from megatron_ext.checkpoint.safetensors_files import (
     written_aside,
 )
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layers.fp8.scaling import HISTORY
-from megatron_ext.layers.initialization import Shard, shards_of
+from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.table import Index, Table
+from megatron_ext.text.convert.reading import weight_shards
+from megatron_ext.text.convert.table import Index, Shapes, Table, widen
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Plan:
 
         Raise a CheckpointError if a parameter has no place in the table.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes: Shapes = {}
         pieces: dict[str, list[Piece]] = {}
         for rank, shards in enumerate(by_rank):
             for number, shard in enumerate(shards):
@@ -90,9 +89,7 @@ class Plan:
                         "checkpoint of the plain model."
                     )
                 for run in runs:
-                    shape = run.shape(shard.full_shape)
-                    before = shapes.get(run.tensor, shape)
-                    shapes[run.tensor] = tuple(map(max, before, shape))
+                    widen(shapes, run.tensor, run.shape(shard.full_shape))
                     found = run.overlap(shard.offset, shard.shape)
                     if found is not None:
                         piece = Piece(rank, number, *found, run.transposed)
@@ -188,8 +185,8 @@ class _Sender:
         for chunk in self._bare:
             own = {x.data_ptr(): x for x in (*chunk.parameters(), *chunk.buffers())}
             starts = sorted(own)
-            for shard in shards_of(chunk, buffers=True):
-                if shard.is_main and MARK not in shard.name and not shard.name.endswith(HISTORY):
+            for shard in weight_shards(chunk):
+                if shard.is_main:
                     self._shards.append(shard)
                     # A shard may be the second half of a parameter.
                     at = bisect.bisect_right(starts, shard.tensor.data_ptr()) - 1
@@ -212,8 +209,8 @@ class _Sender:
         for rank, pieces in by_rank.items():
             blocks = [full[piece.index] for piece in pieces]
             if rank == 0:
-                for block, piece in zip(blocks, pieces, strict=True):
-                    block.copy_(self._value(piece))
+                for block, value in zip(blocks, self._values(pieces), strict=True):
+                    block.copy_(value)
                 continue
             device = self._shards[0].tensor.device
             packed = full.new_empty(sum(x.numel() for x in blocks), device=device)
@@ -225,16 +222,19 @@ class _Sender:
 
     def _packed(self, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
         """Return the values of pieces behind each other, for one message."""
-        return torch.cat([self._value(piece).to(dtype).flatten() for piece in pieces])
+        return torch.cat([value.to(dtype).flatten() for value in self._values(pieces)])
 
-    def _value(self, piece: Piece) -> Tensor:
-        """Return the values of a piece, in the order of the axes of transformers' tensor."""
-        shard, owner = self._shards[piece.shard], self._owners[piece.shard]
-        values = self._value_of(owner).detach()
-        if values is not owner:
-            at = shard.tensor.storage_offset() - owner.storage_offset()
-            values = values.contiguous().as_strided(shard.tensor.shape, shard.tensor.stride(), at)
-        else:
-            values = shard.tensor.detach()
-        values = values[piece.rows]
-        return values.t() if piece.transposed else values
+    def _values(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
+        """Yield the values of each piece, in the order of the axes of transformers' tensor.
+
+        What stands in place of a parameter is computed once for neighbouring pieces of it.
+        """
+        last = replaced = None
+        for piece in pieces:
+            shard, owner = self._shards[piece.shard], self._owners[piece.shard]
+            if owner is not last:
+                last, replaced = owner, self._value_of(owner).detach().contiguous()
+            assert replaced is not None
+            at = shard.tensor.storage_offset() - owner.storage_offset() + replaced.storage_offset()
+            values = replaced.as_strided(shard.tensor.shape, shard.tensor.stride(), at)[piece.rows]
+            yield values.t() if piece.transposed else values

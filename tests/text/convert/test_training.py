@@ -181,6 +181,15 @@ def test_folders_written_in_training(adapters: list[str], tmp_path: Path) -> Non
     assert [row["iteration"] for row in training_rows(rows)] == [3]
 
 
+def test_folders_written_with_weights_in_one_buffer(tmp_path: Path) -> None:
+    """The distributed optimizer lays all weights of a rank into one buffer."""
+    source, written = make("qwen3", tmp_path / "hf"), tmp_path / "written"
+    flags = flags_of(source, "--use-distributed-optimizer", "--save-hf", str(written))
+    train(flags, tmp_path / "run", 2)
+    back = exported(tmp_path / "run", tmp_path / "back")
+    assert same_tensors(written / "iter_0000002", back)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
