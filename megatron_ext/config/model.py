@@ -35,6 +35,12 @@ ACTIVATIONS = {
 """Flags of the MLP's activation -> the name of its function; without them it is gelu."""
 
 
+def padded_size(vocab_size: int, divisible_by: int, ranks: int) -> int:
+    """Return the entries of a vocabulary with padding: a multiple of ``divisible_by * ranks``."""
+    multiple = divisible_by * ranks
+    return -(-vocab_size // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class ModelConfig(Changeable):
     """Architecture of a GPT model; names and defaults are Megatron-LM's."""

@@ -256,6 +256,15 @@ def why_not_writable(folder: Path) -> str | None:
     return None
 
 
+def write_error(flag: str, given: str, *, is_file: bool = False) -> str | None:
+    """Return a sentence if the folder or file that a flag gives cannot be written; else None."""
+    reason = why_not_writable(Path(given).parent if is_file else Path(given))
+    if reason is None:
+        return None
+    kind = "file" if is_file else "folder"
+    return f"`{flag}` ({given}) cannot be written ({reason}); give a {kind} that can."
+
+
 def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, name: str) -> None:
     """Check the folders where megatron-core caches the sample indices of datasets.
 

@@ -82,12 +82,17 @@ class PackedTokens:
             self._kept[key] = make()
         return self._kept[key]  # type: ignore[no-any-return]
 
-    def slots(self) -> Tensor | slice:
+    def slots(self) -> Tensor:
+        """Return the slots of the sequences with one new token, ``[singles]``."""
+        slots = [segment.slot for segment in self.segments[: self.singles]]
+        return torch.tensor(slots, device=self.device)
+
+    def places(self) -> Tensor | slice:
         """Return the slots of the sequences with one new token; a slice where they are adjacent."""
         slots = [segment.slot for segment in self.segments[: self.singles]]
         if slots == list(range(slots[0], slots[0] + len(slots))):
             return slice(slots[0], slots[0] + len(slots))
-        return torch.tensor(slots, device=self.device)
+        return self.kept("slots", self.slots)
 
     def mask(self, window: Window) -> Tensor:
         """Return the mask of sequences with one new token, ``[singles, 1, 1, k]``.
@@ -134,7 +139,7 @@ class LayerCache:
         outputs, first = [], 0
         singles = tokens.singles if self._cache.num_slots else 0
         if singles:
-            slots = tokens.kept("slots", tokens.slots)
+            slots = tokens.kept("places", tokens.places)
             which = "mask", None if window is None else tuple(window)
             mask = tokens.kept(which, lambda: tokens.mask(window))
             keys, values = (
@@ -166,18 +171,13 @@ class LayerCache:
         singles = tokens.singles
         for stored, new in ((self.keys, key), (self.values, value)):
             if singles:
-                slots = tokens.kept("slot numbers", lambda: _numbers(tokens))
+                slots = tokens.kept("slots", tokens.slots)
                 stored[slots, :, tokens.positions[:singles]] = new[:singles, 0]
             first = singles
             for segment in tokens.segments[singles:]:
                 own = new[first : first + segment.length, 0].transpose(0, 1)
                 stored[segment.slot, :, segment.start : segment.end] = own
                 first += segment.length
-
-
-def _numbers(tokens: PackedTokens) -> Tensor:
-    slots = [segment.slot for segment in tokens.segments[: tokens.singles]]
-    return torch.tensor(slots, device=tokens.device)
 
 
 class KeyValueCache:

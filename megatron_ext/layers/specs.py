@@ -90,12 +90,15 @@ class BiasedSpecProvider(TorchSpecProvider):
         return BiasedRowParallelLinear
 
 
+def _has_own_bias(transformer_config: TransformerConfig, name: str) -> bool:
+    """Return whether a part of each layer has biases that other parts lack."""
+    return not transformer_config.add_bias_linear and getattr(transformer_config, name, False)
+
+
 def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     """Return the spec of one transformer layer, with experts if ``moe``, else with a dense MLP."""
     num_experts = transformer_config.num_moe_experts if moe else None
-    # Biases that some layers have and others have not.
-    partly = not transformer_config.add_bias_linear
-    biased = partly and not moe and getattr(transformer_config, "mlp_bias", False)
+    biased = not moe and _has_own_bias(transformer_config, "mlp_bias")
     mlp = gpt_specs.get_mlp_module_spec_for_backend(
         BiasedSpecProvider() if biased else TorchSpecProvider(),
         num_experts=num_experts,
@@ -127,10 +130,7 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
     """Return the spec of a layer's attention, and the names of its norms in checkpoints."""
     causal = {"attn_mask_type": AttnMaskType.causal}
     qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp
-    # Some layers may have biases that others lack.
-    biased = not transformer_config.add_bias_linear and getattr(
-        transformer_config, "proj_bias", False
-    )
+    biased = _has_own_bias(transformer_config, "proj_bias")
     proj = BiasedRowParallelLinear if biased else RowParallelLinear
     if transformer_config.multi_latent_attention:
         modules = MLASelfAttentionSubmodules(

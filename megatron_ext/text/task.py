@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.optimizer import optimizer_errors
 from megatron_ext.config.run import RunConfig
@@ -85,8 +85,8 @@ def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: in
             "tokenizer; leave it out to have it computed."
         )
     if not given:
-        multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
-        padded = -(-vocab_size // multiple) * multiple
+        ranks = parallel.tensor_model_parallel_size
+        padded = padded_size(vocab_size, model.make_vocab_size_divisible_by, ranks)
         model = dataclasses.replace(model, padded_vocab_size=padded)
     return model
 

@@ -19,7 +19,7 @@ from megatron_ext.checkpoint.stored import check_start, read_run_config
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.parser import parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
-from megatron_ext.data.indexed import why_not_writable
+from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
@@ -227,9 +227,9 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
     if logs.wandb_project:
         folders["wandb-save-dir"] = logs.wandb_save_dir
     found = [
-        f"`--{name}` ({folder}) cannot be written ({reason}); give a folder that can."
+        error
         for name, folder in folders.items()
-        if folder and (reason := why_not_writable(Path(folder))) is not None
+        if folder and (error := write_error(f"--{name}", folder)) is not None
     ]
     if found:
         raise ConfigError(found)

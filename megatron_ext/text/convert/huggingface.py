@@ -18,6 +18,7 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import PREFIX, holds_averages
 from megatron_ext.checkpoint.stored import choose, read_run_config
 from megatron_ext.checkpoint.unpickling import stored_entries
+from megatron_ext.config.model import padded_size
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
@@ -257,7 +258,6 @@ def compare_logits(chunk: Any, model: HuggingFaceModel, tokens: Tensor, theirs: 
 
 
 def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
-    unit = order.make_vocab_size_divisible_by * order.tensor_parallel_size
     if min(order.make_vocab_size_divisible_by, order.tensor_parallel_size) < 1:
         raise CheckpointError(
             f"`--make-vocab-size-divisible-by` ({order.make_vocab_size_divisible_by}) and "
@@ -267,7 +267,9 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
         **model.fields,
         "seq_length": order.seq_length or model.fields["max_position_embeddings"],
         "make_vocab_size_divisible_by": order.make_vocab_size_divisible_by,
-        "padded_vocab_size": -(-model.vocab_size // unit) * unit,
+        "padded_vocab_size": padded_size(
+            model.vocab_size, order.make_vocab_size_divisible_by, order.tensor_parallel_size
+        ),
     }
     words = [*words_of(fields), *conversion.PRECISIONS[dtype]]
     if any(path.name.startswith("tokenizer") for path in tokenizer_files(order.source)):

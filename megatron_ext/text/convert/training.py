@@ -13,10 +13,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.config.flags import COUNT, Changeable, derived, flag
-from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import why_not_writable
+from megatron_ext.data.indexed import write_error
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.layers.lora import merged_weight_of
 from megatron_ext.layers.transformer_config import params_dtype
@@ -90,8 +90,8 @@ def resolve_folder(config: RunConfig) -> RunConfig:
     source = read_model(Path(given.load_hf))
     model, checkpoint = config.model, dataclasses.replace(config.checkpoint, starts_elsewhere=True)
     if model.padded_vocab_size is None:
-        multiple = model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-        padded = -(-source.vocab_size // multiple) * multiple
+        ranks = config.parallel.tensor_model_parallel_size
+        padded = padded_size(source.vocab_size, model.make_vocab_size_divisible_by, ranks)
         model = dataclasses.replace(model, padded_vocab_size=padded)
     config = dataclasses.replace(config, model=model, checkpoint=checkpoint)
     return config.with_section(dataclasses.replace(given, origin=source.raw))
@@ -123,17 +123,14 @@ def folder_errors(run: RunConfig) -> list[str]:
     if given.save_hf_interval is not None and given.save_hf is None:
         found.append("`--save-hf-interval` needs `--save-hf`; give a folder.")
     if given.save_hf is not None:
-        reason = why_not_writable(Path(given.save_hf))
-        if reason is not None:
-            found.append(
-                f"`--save-hf` ({given.save_hf}) cannot be written ({reason}); give a folder that "
-                "can."
-            )
+        error = write_error("--save-hf", given.save_hf)
+        if error is not None:
+            found.append(error)
         if given.load_hf is None:
             try:
                 fitting_family(run.model, run.moe)
-            except CheckpointError as error:
-                found += [f"`--save-hf` is not possible: {text}" for text in error.messages]
+            except CheckpointError as unfit:
+                found += [f"`--save-hf` is not possible: {text}" for text in unfit.messages]
     return found
 
 

@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import why_not_writable
-from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.data.indexed import write_error
+from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import check_tasks, scored, table
 from megatron_ext.text.generation.tool import (
     inference_rules,
     inference_task,
-    model_defaults,
     prepare,
+    run_model,
 )
 from megatron_ext.text.sft.chat import load_chat_tokenizer
 from megatron_ext.text.task import with_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.launch import refuse
-from megatron_ext.train.main import main
 
 if TYPE_CHECKING:
     from megatron_ext.train.run import Run
@@ -45,12 +43,9 @@ def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     config, tokenizer = prepare(config)
     results = config.section(ResultsConfig)
     if results.results_file is not None:
-        reason = why_not_writable(Path(results.results_file).parent)
-        if reason is not None:
-            raise ConfigError(
-                f"`--results-file` ({results.results_file}) cannot be written ({reason}); give a "
-                "file that can."
-            )
+        error = write_error("--results-file", results.results_file, is_file=True)
+        if error is not None:
+            raise ConfigError(error)
     check_tasks(config.section(TaskEvaluationConfig))
     _chat_tokenizer(config, tokenizer)
     return config, tokenizer
@@ -72,13 +67,7 @@ EVALUATION = replace(
 
 def evaluate(argv: Sequence[str]) -> int:
     """Score a model as the command-line arguments ask; return the program's exit code."""
-    try:
-        defaults = {}
-        if not {"-h", "--help"} & {*argv}:
-            defaults = model_defaults(argv, EVALUATION, "tools/evaluate.py")
-    except MegatronExtError as error:
-        return refuse(error)
-    return main(EVALUATION, argv, defaults=defaults, work=evaluate_model)
+    return run_model(argv, EVALUATION, "tools/evaluate.py", evaluate_model, {})
 
 
 def evaluate_model(run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from megatron_ext.config.flags import if_changed
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import why_not_writable
+from megatron_ext.data.indexed import write_error
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import text_rules
 from megatron_ext.text.convert.config import read_model
@@ -103,6 +103,27 @@ def model_defaults(argv: Sequence[str], program: Task, tool: str) -> dict[str, A
     return {**found, **_stored_model(stored, program, load), "finetune": True}
 
 
+def run_model(
+    argv: Sequence[str],
+    program: Task,
+    tool: str,
+    work: Callable[[Run], None],
+    defaults: Mapping[str, Any],
+) -> int:
+    """Do ``work`` with the model of ``--load`` or ``--load-hf``; return the program's exit code.
+
+    Args:
+        defaults: further defaults of flags, by name.
+    """
+    try:
+        of_model = {}
+        if not {"-h", "--help"} & {*argv}:
+            of_model = model_defaults(argv, program, tool)
+    except MegatronExtError as error:
+        return refuse(error)
+    return main(program, argv, defaults={**of_model, **defaults}, work=work)
+
+
 def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[str, Any]:
     """Return the flags in a stored configuration that decide what its model computes."""
     if "tokenizer" not in stored:
@@ -137,12 +158,9 @@ def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     config, tokenizer = prepare(config)
     generation = config.section(GenerationConfig)
     if generation.output_file is not None:
-        reason = why_not_writable(Path(generation.output_file).parent)
-        if reason is not None:
-            raise ConfigError(
-                f"`--output-file` ({generation.output_file}) cannot be written ({reason}); give a "
-                "file that can."
-            )
+        error = write_error("--output-file", generation.output_file, is_file=True)
+        if error is not None:
+            raise ConfigError(error)
     encode = Encoder(config, tokenizer)
     if not generation.interactive and generation.prompt_file != "-":
         _requests(config, encode, read_prompts(generation))
@@ -168,15 +186,8 @@ GENERATION = replace(
 
 def generate_text(argv: Sequence[str]) -> int:
     """Write texts as the command-line arguments ask; return the program's exit code."""
-    try:
-        defaults = {}
-        if not {"-h", "--help"} & {*argv}:
-            defaults = model_defaults(argv, GENERATION, "tools/generate_text.py")
-        if "--interactive" in argv:
-            defaults["distributed_timeout_minutes"] = PATIENCE
-    except MegatronExtError as error:
-        return refuse(error)
-    return main(GENERATION, argv, defaults=defaults, work=write_texts)
+    patience = {"distributed_timeout_minutes": PATIENCE} if "--interactive" in argv else {}
+    return run_model(argv, GENERATION, "tools/generate_text.py", write_texts, patience)
 
 
 class Writer:

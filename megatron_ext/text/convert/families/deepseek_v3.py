@@ -27,6 +27,12 @@ ONLY = llama.ONLY | {"attention_bias": False}
 BIAS = "e_score_correction_bias"
 ROUTER = {"moe_router_dtype": "fp32"}
 """The field of the dtype in which routers compute, whatever the dtype of the model."""
+BIASED_ROUTER = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    **ROUTER,
+}
+"""The fields of a router with sigmoid scores, whose biases balance the experts."""
 _YARN = ("beta_fast", "beta_slow")
 
 
@@ -198,9 +204,7 @@ FAMILY = llama.relative(
     {
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        **ROUTER,
+        **BIASED_ROUTER,
     },
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",

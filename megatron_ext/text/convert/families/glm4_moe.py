@@ -48,11 +48,7 @@ def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
 
 
 FAMILY = llama.relative(
-    {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        **deepseek_v3.ROUTER,
-    },
+    deepseek_v3.BIASED_ROUTER,
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     same=SAME,
