@@ -1,0 +1,358 @@
+"""Copies of a rank's state in host memory, which survive the process that made them.
+
+A snapshot is a file, in a folder in memory (`/dev/shm`) or on a disk, that every process of the
+machine can map. Two files take turns, so that the older snapshot stays whole while the newer one is
+written. The header says that a snapshot is whole only after all its bytes are there, and a digest
+finds bytes that have changed since: a process that is killed at any moment leaves the other
+snapshot readable.
+
+A state is any nesting of dictionaries and lists with tensors and other values. Its tensors are
+copied to one region of the file, and all else, with the places of the tensors, is pickled after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from torch import Tensor
+
+from megatron_ext.errors import CheckpointError
+
+_HEADER_BYTES = 4096
+_ALIGNMENT = 64
+_BLOCK_WORDS = 1 << 15
+"""Number of 8-byte words that are summed into one number of the digest."""
+_ROOM_FOR_GROWTH = 1 << 16
+"""Bytes that a file has beyond its content, since pickled values change their size."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A state, split into its tensors and everything else.
+
+    Attributes:
+        tensors: the tensors to copy, which may change their values between two snapshots.
+        skeleton: the pickled state, in which numbers stand for tensors.
+        num_bytes: size of the copied tensors, gaps for alignment included.
+        offsets: where the copy of each tensor begins, in bytes.
+    """
+
+    tensors: list[Tensor]
+    skeleton: bytes
+    num_bytes: int
+    offsets: list[int]
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that collects the tensors of a state, and stores their numbers instead."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self.tensors.append(value.detach())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """The inverse of `_Pickler`, which is given the tensors."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: Any) -> Tensor:
+        tensor: Tensor = self._tensors[number]
+        return tensor
+
+
+def content_of(state: Any) -> Content:
+    """Split a state, which stays as it is, into tensors and a skeleton.
+
+    megatron-core's factories of sharded tensors are replaced by what they make. A tensor that is
+    part of another one's memory, as of a weight that a factory splits, is not copied twice.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    if isinstance(state, dict):
+        state, _ = extract_matching_values(state, lambda _: True)  # a copy of the nesting
+        apply_factories(state)
+    pickler.dump(state)
+    copied, offsets, size = list[Tensor](), list[int](), 0
+    places: list[tuple[int, torch.dtype, torch.Size]] = [(0, torch.uint8, torch.Size())] * len(
+        pickler.tensors
+    )
+    whole: tuple[Tensor, int, int] | None = None  # the last tensor without gaps, begin and offset
+    for number in sorted(range(len(places)), key=lambda i: _extent(pickler.tensors[i])):
+        tensor = pickler.tensors[number]
+        begin, minus_bytes, gaps = _extent(tensor)
+        if whole is not None and _lies_within(tensor, begin - minus_bytes, *whole[:2]):
+            place = whole[2] + begin - whole[1]
+        else:
+            place = size
+            copied.append(tensor)
+            offsets.append(size)
+            whole = whole if gaps else (tensor, begin, size)
+            size += -(minus_bytes // _ALIGNMENT) * _ALIGNMENT
+        places[number] = place, tensor.dtype, tensor.shape
+    return Content(copied, pickle.dumps((places, file.getvalue())), size, offsets)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int, int]:
+    """Return a sorting key: where a tensor begins, its size in bytes with a minus, gaps or not."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    return tensor.data_ptr(), -num_bytes, int(not tensor.is_contiguous())
+
+
+def _lies_within(tensor: Tensor, end: int, other: Tensor, begin: int) -> bool:
+    """Return whether a tensor's memory, up to address ``end``, is a part of that of another."""
+    both = tensor.is_contiguous() and other.is_contiguous() and tensor.device == other.device
+    return both and 0 < end <= begin + other.numel() * other.element_size()
+
+
+class _Mapping:
+    """A file of a fixed size, mapped into memory; a GPU copies to it directly."""
+
+    def __init__(self, path: Path, size: int | None = None) -> None:
+        flags = os.O_RDWR if size is None else os.O_RDWR | os.O_CREAT
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if size is not None:
+                # Reserved now: a write to a mapped page for which there is no room kills a process.
+                os.posix_fallocate(descriptor, 0, size)
+            self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._is_pinned = False
+
+    def pin(self) -> None:
+        """Let a GPU copy to this memory without staging it; once only."""
+        if not self._is_pinned:
+            self._is_pinned = True
+            _cuda_runtime().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+
+    def unpin(self) -> None:
+        """Undo `pin`, as is needed before the mapping is dropped."""
+        if self._is_pinned:
+            self._is_pinned = False
+            _cuda_runtime().cudaHostUnregister(self.bytes.data_ptr())
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class SnapshotFile:
+    """A file that holds one snapshot, and is written again and again.
+
+    Args:
+        path: the file, which `write` makes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mapping: _Mapping | None = None
+
+    def reserve(self, num_bytes: int) -> _Mapping:
+        """Give the file room for ``num_bytes`` of content, and return its memory.
+
+        Raises:
+            CheckpointError: the file system has no room, or cannot be written.
+        """
+        size = _HEADER_BYTES + num_bytes
+        if self._mapping is None or self._mapping.bytes.numel() < size:
+            if self._mapping is not None:
+                self._mapping.unpin()
+            size = -(-(size + _ROOM_FOR_GROWTH) // _HEADER_BYTES) * _HEADER_BYTES
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._mapping = _Mapping(self.path, size)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path.parent} has no room for a snapshot of {size / 2**20:.1f} MiB "
+                    f"({error.strerror}); free some space there."
+                ) from error
+        return self._mapping
+
+    def write(self, iteration: int, contents: Sequence[Content]) -> Snapshot:
+        """Copy the tensors of ``contents`` and write the rest; the header last.
+
+        The caller waits for all copies: the tensors may change as soon as this returns.
+        """
+        sizes = [content.num_bytes for content in contents]
+        skeletons = [content.skeleton for content in contents]
+        tensor_bytes, total = sum(sizes), sum(sizes) + sum(map(len, skeletons))
+        mapping = self.reserve(total)
+        memory, at = mapping.memory, _HEADER_BYTES
+        memory[:8] = bytes(8)  # Not whole from here on.
+        targets, sources = list[Tensor](), list[Tensor]()
+        for content in contents:
+            sources += content.tensors
+            for tensor, offset in zip(content.tensors, content.offsets, strict=True):
+                place = at + offset, tensor.dtype, tensor.shape
+                targets.append(_view(mapping.bytes, *place))
+            at += content.num_bytes
+        if any(source.is_cuda for source in sources):
+            mapping.pin()
+        if sources:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for skeleton in skeletons:
+            memory[at : at + len(skeleton)] = skeleton
+            at += len(skeleton)
+        if any(source.is_cuda for source in sources):
+            torch.cuda.current_stream().synchronize()
+        header = {
+            "iteration": iteration,
+            "sizes": sizes,
+            "skeletons": list(map(len, skeletons)),
+            "digest": _digest(mapping.bytes[_HEADER_BYTES : _HEADER_BYTES + total], tensor_bytes),
+        }
+        text = json.dumps(header).encode()
+        assert len(text) <= _HEADER_BYTES - 8
+        memory[8 : 8 + len(text)] = text
+        memory[:8] = len(text).to_bytes(8, "little")
+        return Snapshot(self.path, mapping, header)
+
+    def read(self) -> Snapshot | None:
+        """Return the snapshot in the file; None if it is not whole, or another user's."""
+        try:
+            if self.path.stat().st_uid != os.getuid():
+                return None  # Pickled values can run code.
+            mapping = _Mapping(self.path)
+            length = int.from_bytes(mapping.memory[:8], "little")
+            if not 0 < length <= _HEADER_BYTES - 8:
+                return None
+            header = json.loads(mapping.memory[8 : 8 + length])
+            found = Snapshot(self.path, mapping, header)
+            return found if found.num_bytes <= mapping.bytes.numel() - _HEADER_BYTES else None
+        # A damaged header may hold anything.
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _view(memory: Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return the tensor of ``shape`` that begins at byte ``at`` of a tensor of bytes."""
+    num_bytes = shape.numel() * dtype.itemsize
+    return memory[at : at + num_bytes].view(dtype).view(shape)
+
+
+def _digest(content: Tensor, tensor_bytes: int) -> str:
+    """Return a digest of a snapshot's bytes, of which ``tensor_bytes`` are of tensors.
+
+    Words of tensors are added up in blocks at the speed of the memory, which a changed byte always
+    changes; their sums, and all else, are hashed.
+    """
+    words = content[:tensor_bytes].view(torch.int64)
+    whole = words.numel() // _BLOCK_WORDS * _BLOCK_WORDS
+    # numpy adds integers several times as fast as it finds the sum of rows in torch.
+    blocks = words[:whole].numpy().view(np.uint64).reshape(-1, _BLOCK_WORDS).sum(axis=1)
+    rest = words[whole:].numpy().view(np.uint64).sum()
+    digest = hashlib.blake2b(blocks.tobytes(), digest_size=16)
+    digest.update(rest.tobytes())
+    digest.update(content[tensor_bytes:].numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Snapshot:
+    """A whole snapshot in a file, as its header describes it.
+
+    Attributes:
+        iteration: number of training steps that its state has seen.
+        num_bytes: size of the content.
+        digest: checksum of the content.
+    """
+
+    def __init__(self, path: Path, mapping: _Mapping, header: dict[str, Any]) -> None:
+        self.path, self._mapping, self._header = path, mapping, header
+        self.iteration = int(header["iteration"])
+        self.digest = str(header["digest"])
+        self._sizes = [int(size) for size in header["sizes"]]
+        self._skeletons = [int(size) for size in header["skeletons"]]
+        self.num_bytes = sum(self._sizes) + sum(self._skeletons)
+
+    @property
+    def content(self) -> Tensor:
+        """Return the bytes of the content, uint8 ``[num_bytes]``, as they lie in the file."""
+        return self._mapping.bytes[_HEADER_BYTES : _HEADER_BYTES + self.num_bytes]
+
+    @property
+    def raw(self) -> Tensor:
+        """Return header and content, uint8 ``[n]``: a file of these bytes holds the snapshot."""
+        return self._mapping.bytes[: _HEADER_BYTES + self.num_bytes]
+
+    def is_intact(self) -> bool:
+        """Return whether the content still has the digest that it was written with."""
+        return _digest(self.content, sum(self._sizes)) == self.digest
+
+    def states(self) -> list[Any]:
+        """Return the states that were written, whose tensors are views of the file's memory."""
+        found, start, at = [], 0, sum(self._sizes)
+        for size, length in zip(self._sizes, self._skeletons, strict=True):
+            places, skeleton = pickle.loads(self.content[at : at + length].numpy().tobytes())
+            region = self.content[start : start + size]
+            tensors = [_view(region, *place) for place in places]
+            found.append(_Unpickler(io.BytesIO(skeleton), tensors).load())
+            start, at = start + size, at + length
+        return found
+
+    def state(self) -> Any:
+        """Return the first state that was written."""
+        return self.states()[0]
+
+
+class SnapshotPair:
+    """The two newest snapshots of a state, in two files that take turns.
+
+    Args:
+        folder: where the files lie.
+        name: the beginning of their names.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.files = [SnapshotFile(folder / f"{name}.{number}") for number in range(2)]
+        self._next: int | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Give both files room for ``num_bytes``; raise a CheckpointError if there is none."""
+        for file in self.files:
+            file.reserve(num_bytes)
+
+    def take(self, iteration: int, contents: Sequence[Content]) -> Snapshot:
+        """Write a snapshot over the older one, and return it."""
+        return self.turn().write(iteration, contents)
+
+    def turn(self) -> SnapshotFile:
+        """Return the file to write now: one without a whole snapshot, or with the older one."""
+        if self._next is None:
+            ages = [-1 if (found := x.read()) is None else found.iteration for x in self.files]
+            self._next = ages.index(min(ages))
+        file = self.files[self._next]
+        self._next = 1 - self._next
+        return file
+
+    def whole(self) -> list[Snapshot]:
+        """Return the whole snapshots, the newest first; their digests are not checked."""
+        found = [snapshot for file in self.files if (snapshot := file.read()) is not None]
+        return sorted(found, key=lambda snapshot: -snapshot.iteration)
+
+    def remove(self) -> None:
+        """Remove both files."""
+        for file in self.files:
+            file.path.unlink(missing_ok=True)
