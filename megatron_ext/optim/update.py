@@ -66,18 +66,24 @@ class UpdateResult:
 
 @torch.no_grad()
 def update_parameters(
-    optimizer: MegatronOptimizer, clip_grad: float, gradient_scale: Tensor | None = None
+    optimizer: MegatronOptimizer,
+    clip_grad: float,
+    gradient_scale: Tensor | None = None,
+    approve: Callable[[Tensor], Tensor] | None = None,
 ) -> UpdateResult:
     """Clip and apply the gradients of all chunks, or skip the step if their norm is not finite.
 
     The gradients are reduced already. ``clip_grad`` is the largest allowed global norm; 0 switches
     clipping off. ``gradient_scale``, ``[]``, is what all gradients are still to be multiplied by:
     the norm and the update are those of the products, which are not stored. It may be given if
-    `all_decide_on_device`; None means 1.
+    `all_decide_on_device`; None means 1. ``approve`` maps the norm, before anything changes, to
+    whether the update may be applied, bool ``[]``. It may communicate: it is called for each norm.
     """
     if optimizer.prepare_grads():
         _share_loss_scale(optimizer)
         norm = torch.tensor(math.inf, dtype=torch.float64, device=torch.cuda.current_device())
+        if approve is not None:
+            approve(norm)
         overflow = UpdateResult(torch.isfinite(norm), norm)
         assert not overflow.applied
         return overflow
@@ -85,7 +91,8 @@ def update_parameters(
     if gradient_scale is not None:
         norm = norm * gradient_scale
     zeros = count_zeros(optimizer) if optimizer.config.log_num_zeros_in_grad else None
-    update = UpdateResult(torch.isfinite(norm), norm, zeros)
+    finite = torch.isfinite(norm)
+    update = UpdateResult(finite if approve is None else finite & approve(norm), norm, zeros)
     if decides_on_device(optimizer):
         _update_where_finite(optimizer, update, clip_grad, gradient_scale)
     elif update.applied:

@@ -25,7 +25,8 @@ from megatron_ext.train.callbacks.evaluation import EarlyStopping, Evaluation
 from megatron_ext.train.callbacks.invariants import Invariants
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepResult, means_of
+from megatron_ext.train.step import StepResult
+from megatron_ext.train.step_losses import means_of
 
 
 def train(run: Run) -> int | None:

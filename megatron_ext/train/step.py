@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext import core
 from megatron_ext.checkpoint.state import ExtraState
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
@@ -24,13 +24,12 @@ from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
 from megatron_ext.layers.gradient_shards import whole_gradients
-from megatron_ext.layers.specs import expert_pattern
-from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import StepGradients
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
 from megatron_ext.optim.update import UpdateResult, all_decide_on_device, update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine, step_graphs
+from megatron_ext.train.step_losses import mean_of, reduce_reports, take_auxiliary_losses
 from megatron_ext.train.task import Task
 
 
@@ -53,6 +52,12 @@ class StepResult:
     flops: float | None = None
 
 
+Approval = Callable[[Sequence[Report], Tensor], Tensor]
+Compute = Callable[[], list[Report]]
+Update = Callable[[Sequence[Report]], UpdateResult]
+Guard = Callable[[Compute, Update], tuple[list[Report], UpdateResult]]
+
+
 class StepRunner:
     """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
 
@@ -62,6 +67,10 @@ class StepRunner:
         check_zeroed: called with the chunks after their gradients have been set to zero.
         scales_in_update: whether the update divides the gradients by the step's targets, unless an
             observer is to see them divided.
+        approvals: each called before an update, on all ranks together, with this rank's reports and
+            the gradient norm ``[]``; returns whether the update may be applied, bool ``[]``.
+        guard: called with two functions in place of the plain step: the first computes gradients
+            and returns reports, the second updates; it returns the reports and the update.
         extra_state: state that a checkpoint holds besides the run's model; None for none.
     """
 
@@ -87,7 +96,7 @@ class StepRunner:
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
         in_8_bits = config.fp8.fp8_format is not None
-        self._amax_histories = AmaxHistories(chunks) if in_8_bits else None
+        self.amax_histories = AmaxHistories(chunks) if in_8_bits else None
         self._weights_kept = KeptWeights(chunks).kept if in_8_bits else nullcontext
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
@@ -101,6 +110,8 @@ class StepRunner:
         self._micro_batch_size = config.training.batch_sizes[0]
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
+        self.approvals: list[Approval] = []
+        self.guard: Guard | None = None
         self.check_zeroed: Callable[[list[DistributedDataParallel]], None] | None = None
         if optimizer is not None:
             self._connect(optimizer)
@@ -240,7 +251,29 @@ class StepRunner:
         ``num_samples``, the samples of this step, advances the learning-rate schedule. For the
         other arguments see `forward_backward`.
         """
-        assert self.optimizer is not None and self.scheduler is not None
+        assert self.scheduler is not None
+        compute = partial(self._compute, batches, num_microbatches, consumed_samples)
+        if self.guard is None:
+            reports = compute()
+            update = self._update(reports)
+        else:
+            reports, update = self.guard(compute, self._update)
+        self._follow(update, self.scheduler, num_samples)
+        totals = reduce_reports(reports, self.context)
+        losses = {name: mean_of(total) for name, total in totals.items()}
+        counts = {name: total[1] for name, total in totals.items()}
+        told = self.transformer_config
+        if told.num_moe_experts is not None:
+            auxiliary = take_auxiliary_losses(told, self.context, num_microbatches)
+            losses |= auxiliary
+            counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
+        return StepResult(losses, counts, update, update)
+
+    def _compute(
+        self, batches: Sequence[Batch] | None, num_microbatches: int, consumed_samples: int
+    ) -> list[Report]:
+        """Compute the reduced gradients of a step, and return the reports of its losses."""
+        assert self.optimizer is not None
         # The kernels of CUDA graphs always add, and so do products to gradients that are sharded.
         adds = self.engine is None or self.engine.graphs or self.check_zeroed is not None
         adds = adds or self.config.optimizer.shards_gradients
@@ -257,24 +290,24 @@ class StepRunner:
         if self.observer is not None:
             with whole_gradients(self.chunks):
                 self.observer()
-        if self._amax_histories is not None:
-            self._amax_histories.advance()
+        if self.amax_histories is not None:
+            self.amax_histories.advance()
+        return reports
+
+    def _update(self, reports: Sequence[Report]) -> UpdateResult:
+        """Apply the gradients, unless they are not finite or one of `approvals` is False."""
+        assert self.optimizer is not None
         self._give_memory_back(2)
         # The previous update is over, while the passes of this step still wait for the device.
         self.settle()
         scale = self.engine.gradient_scale if self.engine is not None else None
-        update = update_parameters(self.optimizer, self.config.optimizer.clip_grad, scale)
+        approve = partial(self._approve, reports) if self.approvals else None
+        update = update_parameters(self.optimizer, self.config.optimizer.clip_grad, scale, approve)
         self._give_memory_back(1)
-        self._follow(update, self.scheduler, num_samples)
-        totals = reduce_reports(reports, self.context)
-        losses = {name: mean_of(total) for name, total in totals.items()}
-        counts = {name: total[1] for name, total in totals.items()}
-        told = self.transformer_config
-        if told.num_moe_experts is not None:
-            auxiliary = _take_auxiliary_losses(told, self.context, num_microbatches)
-            losses |= auxiliary
-            counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
-        return StepResult(losses, counts, update, update)
+        return update
+
+    def _approve(self, reports: Sequence[Report], norm: Tensor) -> Tensor:
+        return torch.stack([approval(reports, norm) for approval in self.approvals]).all()
 
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
@@ -321,74 +354,3 @@ def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCou
     sums = torch.stack([counted(batch) for batch in batches]).sum(dim=0)
     torch.distributed.all_reduce(sums, group=context.pgs.dp_cp)
     return StepCounts(main=sums[0], weight=sums[1], mtp=sums[2:], num_microbatches=len(batches))
-
-
-def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[str, Tensor]:
-    """Sum each loss's ``[sum, count]`` over micro-batches, data- and context-parallel ranks."""
-    if not reports:
-        return {}
-    keys = list(reports[0])
-    # In double precision: a count beyond 2^24 tokens is not exact in single.
-    entries = [torch.stack([report[key].view(2).double() for report in reports]) for key in keys]
-    totals = torch.stack([entry.sum(dim=0) for entry in entries])
-    torch.distributed.all_reduce(totals, group=context.pgs.dp_cp)
-    return dict(zip(keys, totals.unbind(0), strict=True))
-
-
-def mean_of(entry: Tensor) -> Tensor:
-    """Divide the sum by the count of ``[sum, count]``; a count of 0 gives 0."""
-    return torch.where(entry[1] > 0, entry[0] / entry[1].clamp(min=1e-30), 0.0)
-
-
-def means_of(totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the mean of each loss from its ``[sum, count]``.
-
-    A loss without targets, for instance of a kind that no sample had, is left out. The first loss,
-    which is the run's loss, is always kept; without targets it is 0.
-    """
-    first = next(iter(totals), None)
-    # In double precision, as the sums of single steps may not be.
-    return {
-        name: float(mean_of(total.double()))
-        for name, total in totals.items()
-        if name == first or total[1] > 0
-    }
-
-
-NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
-"""Names under which Megatron-LM logs the losses of ``--moe-router-load-balancing-type``."""
-
-
-def _take_auxiliary_losses(
-    transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
-) -> dict[str, torch.Tensor]:
-    """Return the mean of each MoE router loss over layers and micro-batches; all ranks call this.
-
-    megatron-core's own reduction needs experts on every pipeline stage and a collective that Gloo
-    lacks. A load-balancing loss is the sum of its parts on the tensor- and context-parallel ranks;
-    the global one is summed over the replicas too. Each rank holds the whole z-loss.
-    """
-    logged = core.take_auxiliary_losses()
-    kinds = transformer_config.moe_router_load_balancing_type
-    given = [kinds] if isinstance(kinds, str) else kinds
-    names = [NAMES[kind] for kind in given if kind in NAMES]
-    names += ["z_loss"] if transformer_config.moe_z_loss_coeff is not None else []
-    device = torch.device("cuda", torch.cuda.current_device())
-    totals = torch.zeros(len(names), dtype=torch.float64, device=device)
-    for index, name in enumerate(names):
-        if name in logged:
-            totals[index] = logged[name].double().sum()
-    pattern = expert_pattern(transformer_config)
-    layers = sum(pattern) + (transformer_config.mtp_num_layers or 0) * pattern[-1]
-    # Replicas and whole copies are averaged by hand: Gloo has no average.
-    torch.distributed.all_reduce(totals)
-    replicas = context.layout.data_parallel_size
-    copies = {"z_loss": replicas * context.pgs.tp_cp.size(), NAMES["global_aux_loss"]: 1}
-    return {
-        name: total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
-        for name, total in zip(names, totals.unbind(0), strict=True)
-    }

@@ -214,6 +214,16 @@ class AmaxHistories:
         """The delayed scalings, in the same order on all ranks of a pipeline stage."""
         self._asked: tuple[list[DelayedScaling], HostCopy] | None = None
 
+    def marks(self) -> tuple[Any, list[bool]]:
+        """Return what `advance` keeps on the host, for `set_marks`; the rest are buffers."""
+        return self._asked, [scaling.has_history for scaling in self.scalings]
+
+    def set_marks(self, marks: tuple[Any, list[bool]]) -> None:
+        """Set what `marks` returned before a step that is to be computed again."""
+        self._asked, has_history = marks
+        for scaling, before in zip(self.scalings, has_history, strict=True):
+            scaling.has_history = before
+
     @torch.no_grad()
     def advance(self) -> None:
         """Append the largest magnitudes of a training step to the histories; update the scales.

@@ -19,7 +19,8 @@ from megatron_ext.errors import DataError
 from megatron_ext.train.callbacks.callback import EXIT_INTERVAL, Callback, Decision, Losses, due
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepRunner, means_of, reduce_reports
+from megatron_ext.train.step import StepRunner
+from megatron_ext.train.step_losses import means_of, reduce_reports
 
 
 class EarlyStopping(Callback):

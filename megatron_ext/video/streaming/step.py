@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_ext.losses.contract import Report
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD
-from megatron_ext.train.step import StepResult, StepRunner, mean_of, reduce_reports
+from megatron_ext.train.step import StepResult, StepRunner
+from megatron_ext.train.step_losses import mean_of, reduce_reports
 from megatron_ext.video.cost.flops import flops_of_pass
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.streaming.config import StreamingConfig
