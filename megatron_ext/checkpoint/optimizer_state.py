@@ -1,8 +1,7 @@
-"""Mends seven faults of megatron-core's optimizers when their state is saved and loaded.
+"""Mends six faults of megatron-core's optimizers when their state is saved and loaded.
 
 - With torch's own Adam, the distributed optimizer cannot list its state before the first update.
 - The distributed optimizer fails on torch's step count of each parameter, or resets the count.
-- The distributed optimizer writes wrong values if a gradient buffer has padding between buckets.
 - A checkpoint cannot be loaded if only the saving or only the loading run has expert parallelism.
   With expert parallelism, experts have an optimizer of their own.
 - On a pipeline stage without experts, the experts' optimizer has no parameters. It then cannot be
@@ -27,6 +26,8 @@ from megatron_ext.optim.adam import ADAMS, start_state
 from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.update import parts_of
 
+RESHARDABLE = "fully_reshardable"
+"""megatron-core's name of distributed optimizer state that loads in any layout."""
 SECOND_MOMENT = "exp_avg_sq"
 MAIN_WEIGHTS = "fp32_from_fp16_params"
 """The key of an optimizer's fp32 weights beside 16-bit ones."""
@@ -99,7 +100,7 @@ def leave_out_second_moments(optimizer: MegatronOptimizer, state: dict[str, Any]
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
         muon = getattr(part, "optimizer", None)
-        whole = part_state.get("param_state_sharding_type") == "fully_reshardable"
+        whole = part_state.get("param_state_sharding_type") == RESHARDABLE
         if whole and isinstance(muon, Muon):
             weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
             for weight, entry in zip(weights, part_state["param_state"].values(), strict=True):
@@ -133,37 +134,6 @@ def drop_main_weights(common: dict[Any, Any]) -> None:
     """Drop, in place, the empty lists of fp32 weights in a checkpoint's common state."""
     for part in (common, *_numbered(common)):
         part.pop(MAIN_WEIGHTS, None)
-
-
-def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Correct, in place, the values of fully reshardable state if buckets have padding.
-
-    megatron-core 0.16.1 concatenates the buckets of a buffer without their padding, but slices the
-    parameters at their padded offsets, so all values after the first padding are shifted
-    (``sharded_param_state_fully_reshardable``). All ranks call this together.
-    """
-    for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
-        if part_state.get("param_state_sharding_type") == "fully_reshardable":
-            inner = (bucket for buffer in part.buffers for bucket in buffer.buckets[:-1])
-            if any(bucket.grad_data.numel() != bucket.numel_unpadded for bucket in inner):
-                _mend_part(part, part_state["param_state"])
-
-
-def _mend_part(part: Any, param_state: dict[int, dict[str, Any]]) -> None:
-    world = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
-    entries = iter(param_state.values())
-    for index, ranges in enumerate(part.gbuf_ranges):
-        buffer = part.buffers[index]
-        starts, start = [], 0
-        for bucket in buffer.buckets:
-            starts.append(start - bucket.offset)
-            start += bucket.numel_unpadded
-        for dtype in ranges:
-            for first, end, bucket_id in buffer.param_index_map.values():
-                shift = starts[bucket_id]
-                for key, entry in next(entries).items():
-                    values = world[index][dtype][key][first + shift : end + shift]
-                    entry.data = values.reshape(entry.data.shape)
 
 
 def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -296,7 +266,7 @@ def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str,
 
 def _load_part(part: Any, state: dict[str, Any]) -> None:
     loaders = {
-        "fully_reshardable": part.load_parameter_state_from_fully_reshardable,
+        RESHARDABLE: part.load_parameter_state_from_fully_reshardable,
         "dp_reshardable": part.load_parameter_state_from_dp_reshardable,
     }
     load = loaders.get(state.get("param_state_sharding_type", ""))

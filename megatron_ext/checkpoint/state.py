@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ext.checkpoint import optimizer_state
+from megatron_ext.checkpoint.optimizer_boxes import sharded_optimizer_state
+from megatron_ext.checkpoint.optimizer_state import RESHARDABLE
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
@@ -55,7 +57,7 @@ def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) 
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if optimizer_state.is_distributed(optimizer):
-        metadata[SHARDING] = "fully_reshardable" if reshardable else "dp_reshardable"
+        metadata[SHARDING] = RESHARDABLE if reshardable else "dp_reshardable"
         if reshardable:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     return metadata
@@ -79,15 +81,26 @@ def sharded_state(
         for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
     }
     if optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
-        optimizer_state.prime(optimizer)
-        with optimizer_state.counted(optimizer), optimizer_state.completed(optimizer):
-            state["optimizer"] = optimizer.sharded_state_dict(
-                state, is_loading=is_loading, metadata=metadata
-            )
-            if optimizer_state.is_distributed(optimizer) and not is_loading:
-                optimizer_state.mend_padded_buckets(optimizer, state["optimizer"])
+        state["optimizer"] = _sharded_optimizer(optimizer, state, metadata, is_loading=is_loading)
         optimizer_state.leave_out_nothing(state["optimizer"])
-        optimizer_state.leave_out_second_moments(optimizer, state["optimizer"])
+    return state
+
+
+def _sharded_optimizer(
+    optimizer: MegatronOptimizer,
+    model: dict[str, Any],
+    metadata: dict[str, Any],
+    *,
+    is_loading: bool,
+) -> dict[str, Any]:
+    optimizer_state.prime(optimizer)
+    state: dict[str, Any]
+    if metadata.get(SHARDING) == RESHARDABLE and not is_loading:
+        with optimizer_state.counted(optimizer):
+            return sharded_optimizer_state(optimizer, model, metadata)
+    with optimizer_state.counted(optimizer), optimizer_state.completed(optimizer):
+        state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    optimizer_state.leave_out_second_moments(optimizer, state)
     return state
 
 

@@ -320,8 +320,8 @@ REST: tuple[Defect, ...] = (
         ),
         since=State("there", "24 of 48 weights wrong after a resume"),
         ours=(
-            "own path: `checkpoint/optimizer_state.py` `mend_padded_buckets` puts the right "
-            "values in"
+            "own path: `checkpoint/optimizer_boxes.py` saves each rank's part of each parameter "
+            "without joining buckets"
         ),
         test="`tests/train/test_resume.py`",
         rules=(

@@ -1,0 +1,167 @@
+"""Saves the distributed optimizer's state under whole parameters' names, without communication.
+
+Each data-parallel rank holds the state of a range of elements of each parameter. megatron-core's
+``fully_reshardable`` format gathers the state of all parameters on every rank, which costs time and
+memory, and then lets the ranks share the writing. The same file format can hold a tensor in boxes
+of any size. A range of elements in row-major order is a union of few boxes, so that each rank can
+write its own range as it is. A checkpoint in boxes has the same tensors as a gathered one, and any
+reader of the format loads it in any layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megatron_ext.checkpoint.optimizer_state import RESHARDABLE
+from megatron_ext.errors import CheckpointError
+from megatron_ext.optim.update import parts_of
+
+PREFIX = "optimizer.state"
+_STEP = "step"
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index and size along each axis."""
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+    """Yield boxes that hold the elements ``start`` to ``end`` of a row-major tensor, in order.
+
+    The elements of each box are contiguous. With n axes there are at most 2n - 1 boxes.
+    """
+    if start == end:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (end - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(end, row)
+    if first == last:
+        yield from _in_row(first, shape, head, tail)
+        return
+    if head:
+        yield from _in_row(first, shape, head, row)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(last, shape, 0, tail)
+
+
+def _in_row(index: int, shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+    for offset, size in boxes(shape[1:], start, end):
+        yield (index, *offset), (1, *size)
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, model_state: dict[str, Any], metadata: dict[str, Any]
+) -> dict[Any, Any]:
+    """Return an optimizer's state to save in the format that loads in any layout.
+
+    The state of distributed optimizers is cut into boxes instead of being gathered.
+
+    Raises:
+        CheckpointError: a weight is stored in another form than as a view of its elements.
+    """
+    parts = parts_of(optimizer)
+    if len(parts) > 1:
+        optimizer._synchronize_steps()
+    sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    entries = {id(entry.data): entry for entry in nested_values(sharded)}
+    states: list[dict[Any, Any]] = []
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            state = {**part.state_dict(), "param_state": dict(enumerate(_in_boxes(part, entries)))}
+            states.append({**state, "param_state_sharding_type": RESHARDABLE})
+        else:
+            states.append(part.sharded_state_dict(model_state, metadata=metadata))
+    return states[0] if len(parts) == 1 else dict(enumerate(states))
+
+
+def _in_boxes(
+    part: DistributedOptimizer, entries: dict[int, Any]
+) -> Iterator[dict[str, list[ShardedTensor]]]:
+    """Yield, for each parameter in a rank's ranges, its state's sharded tensors by kind of state.
+
+    Args:
+        entries: the model's sharded tensors and factories, by the ids of their parameters.
+    """
+    instance = part.distributed_optimizer_instance_id
+    for ranges_by_dtype in part.gbuf_ranges:
+        for buckets in ranges_by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    held = part._get_main_param_and_optimizer_states(parameter)
+                    shards, start = _shards(entries[id(parameter)]), ranges["param"].start
+                    yield {
+                        kind: list(_cut(shards, kind, state.detach().float(), start, instance))
+                        for kind, state in held.items()
+                        if kind != _STEP
+                    }
+
+
+def _cut(
+    shards: list[ShardedTensor], kind: str, state: Tensor, start: int, instance: int
+) -> Iterator[ShardedTensor]:
+    """Yield the boxes of one kind of state ``[n]``, which begins at element ``start``."""
+    flat, end = state.view(-1), start + state.numel()
+    for shard in shards:
+        begin = shard.data.storage_offset()
+        low, high = max(start, begin), min(end, begin + shard.data.numel())
+        at, ahead = low - start, shard.prepend_axis_num
+        for offset, size in boxes(tuple(shard.data.shape), low - begin, max(low, high) - begin):
+            length, full = math.prod(size), (*(1 for _ in range(ahead)), *size)
+            place = (*(0 for _ in range(ahead)), *offset)
+            yield ShardedTensor(
+                f"{PREFIX}.{kind}.{shard.key}",
+                flat[at : at + length].view(full),
+                flat.dtype,
+                full,
+                tuple(shard.global_shape),
+                tuple(a + b for a, b in zip(shard.global_offset, place, strict=True)),
+                None,
+                # The ranks of a data-parallel group hold different elements.
+                replica_id=(*shard.replica_id[:-1], instance),
+                allow_shape_mismatch=shard.allow_shape_mismatch,
+            )
+            at += length
+
+
+def _shards(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """Return a parameter's sharded tensors, whose data are views of a tensor without memory.
+
+    A factory makes several of a parameter, such as the two halves of a gated layer.
+    """
+    whole = torch.empty(entry.data.shape, device="meta")
+    if isinstance(entry, ShardedTensor):
+        own = (entry.global_shape, entry.global_offset, entry.axis_fragmentations)
+        return [
+            ShardedTensor(
+                entry.key,
+                whole,
+                whole.dtype,
+                tuple(whole.shape),
+                *own,
+                replica_id=entry.replica_id,
+                prepend_axis_num=entry.prepend_axis_num,
+                allow_shape_mismatch=entry.allow_shape_mismatch,
+            )
+        ]
+    built = entry.build_fn(entry.key, whole, entry.replica_id, entry.flattened_range)
+    shards = list(nested_values({"built": built}))
+    for shard in shards:
+        if shard.data._base is not whole or not shard.data.is_contiguous():
+            raise CheckpointError(
+                f"The optimizer's state of `{entry.key}` cannot be saved in the format that loads "
+                "in any layout, since the weight is stored in another order of its elements; give "
+                "`--no-dist-ckpt-optim-fully-reshardable`."
+            )
+    return shards
