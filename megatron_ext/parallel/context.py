@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.parallel import mtp_stage
 from megatron_ext.device import Device, destroy_graphs
 from megatron_ext.errors import ConfigError
+from megatron_ext.faults.recorder import Recorder
 from megatron_ext.parallel.grid import Layout, Placement, groups_of
 
 
@@ -30,6 +32,7 @@ class ParallelContext:
 
     Attributes:
         pipeline_channels: groups for the messages to higher and to lower pipeline ranks.
+        recorder: records what this rank does; by default on no board.
     """
 
     layout: Layout
@@ -40,6 +43,12 @@ class ParallelContext:
     cp_rank: int
     pgs: ProcessGroupCollection
     pipeline_channels: tuple[ProcessGroup, ProcessGroup]
+    recorder: Recorder = field(default_factory=Recorder, compare=False)
+
+    @cached_property
+    def pipeline_ranks(self) -> list[int]:
+        """Return the ranks of this rank's pipeline, in the order of their stages."""
+        return torch.distributed.get_process_group_ranks(self.pgs.pp)
 
     @property
     def placement(self) -> Placement:
@@ -135,6 +144,7 @@ def init_groups(
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     init_method: str | None = None,
     hierarchical_context_parallel_sizes: list[int] | None = None,
+    recorder: Recorder | None = None,
 ) -> ParallelContext:
     """Create the process groups of a layout and check them against the grid.
 
@@ -148,6 +158,7 @@ def init_groups(
         init_method: rendezvous address such as ``file:///path``; a single rank needs none.
         hierarchical_context_parallel_sizes: sizes of the inner (a2a) and outer (p2p) groups of
             ``--cp-comm-type a2a+p2p``.
+        recorder: records what this rank does; None for one without a board.
 
     Raises:
         ConfigError: the number of started ranks differs from the layout's, or a group of
@@ -186,7 +197,7 @@ def init_groups(
             get_embedding_ranks=get_embedding_ranks,
             create_gloo_process_groups=True,
         )
-        return _checked_context(layout, timeout)
+        return _checked_context(layout, timeout, recorder or Recorder())
     except BaseException:
         destroy_groups()
         raise
@@ -210,7 +221,7 @@ def pipeline_channels(
     return mine[0], mine[1]
 
 
-def _checked_context(layout: Layout, timeout: timedelta) -> ParallelContext:
+def _checked_context(layout: Layout, timeout: timedelta, recorder: Recorder) -> ParallelContext:
     """Return the context with megatron-core's groups.
 
     Raises:
@@ -226,7 +237,9 @@ def _checked_context(layout: Layout, timeout: timedelta) -> ParallelContext:
         cp_rank=parallel_state.get_context_parallel_rank(),
         pgs=pgs,
         pipeline_channels=pipeline_channels(layout, pgs.pp, timeout),
+        recorder=recorder,
     )
+    recorder.place(context.rank, layout.world_size, context.pp_rank)
     checks = {"tp": pgs.tp, "pp": pgs.pp, "cp": pgs.cp, "dp": pgs.dp, "dp-cp": pgs.dp_cp}
     for axes, group in checks.items():
         mine = next(ranks for ranks in layout.groups(axes) if context.rank in ranks)
@@ -255,7 +268,9 @@ def seed_everything(
     model_parallel_cuda_manual_seed(seed)
 
 
-def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> ParallelContext:
+def secondary_groups(
+    layout: Layout, *, timeout_minutes: float = 10, recorder: Recorder | None = None
+) -> ParallelContext:
     """Create the groups of a second layout, for a network with other parallel sizes.
 
     All ranks of the run call this together. megatron-core's ``parallel_state`` keeps the groups of
@@ -275,6 +290,7 @@ def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> Parallel
         **{f"{axis}_rank": position[axis] for axis in groups},
         pgs=ProcessGroupCollection(**groups, dp_cp=whole_replicas),
         pipeline_channels=pipeline_channels(layout, groups["pp"], timeout),
+        recorder=recorder or Recorder(),
     )
 
 

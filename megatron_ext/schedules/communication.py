@@ -45,7 +45,8 @@ class Channels:
         plan: Plan,
         shape: Sequence[int],
     ) -> None:
-        self.rank = context.pp_rank
+        self.rank, self.ranks = context.pp_rank, context.pipeline_ranks
+        self.recorder = context.recorder
         self.groups = context.pipeline_channels
         varies = transformer_config.variable_seq_lengths or transformer_config.mtp_standalone
         self.shape = None if varies else shape
@@ -53,7 +54,8 @@ class Channels:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.settled = settled_messages(plan, self.rank)
         self.sent: dict[Key, list[tuple[torch.distributed.Work, Tensor]]] = {}
-        self.received: dict[Key, tuple[torch.distributed.Work, Tensor]] = {}
+        self.received: dict[Key, tuple[torch.distributed.Work, Tensor, int]] = {}
+        self.peers: dict[Key, int] = {}
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Start to send ``tensor`` to the action's peer; keep it in memory until it is sent."""
@@ -70,7 +72,8 @@ class Channels:
             work = torch.distributed.isend(part, group=group, group_dst=action.peer)
             assert work is not None
             works.append((work, part))
-        self.sent[action.kind, action.microbatch, action.stage] = works
+        key = action.kind, action.microbatch, action.stage
+        self.sent[key], self.peers[key] = works, self.ranks[action.peer]
         while len(self.sent) > _PENDING:
             # The order of the plan makes this safe; it bounds the memory of messages.
             self._wait(*next(iter(self.sent)))
@@ -87,19 +90,26 @@ class Channels:
         message = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
         work = torch.distributed.irecv(message, group=group, group_src=action.peer)
         assert work is not None
-        self.received[action.kind, action.microbatch, action.stage] = (work, message)
+        peer = self.ranks[action.peer]
+        self.received[action.kind, action.microbatch, action.stage] = (work, message, peer)
 
     def take(self, kind: Kind, action: Action) -> Tensor:
         """Wait for the message of kind ``kind`` that a computation needs, and return it."""
-        work, message = self.received.pop((kind, action.microbatch, action.stage))
-        work.wait()
+        work, message, peer = self.received.pop((kind, action.microbatch, action.stage))
+        with self.recorder.waiting(kind.value, action.microbatch, action.stage, peer):
+            work.wait()
         for key in self.settled.get((kind, action.microbatch, action.stage), ()):
             self._wait(*key)
         return message
 
     def _wait(self, kind: Kind, microbatch: int, stage: int) -> None:
-        for work, _ in self.sent.pop((kind, microbatch, stage), ()):
-            work.wait()
+        works = self.sent.pop((kind, microbatch, stage), ())
+        if not works:
+            return
+        peer = self.peers[kind, microbatch, stage]
+        with self.recorder.waiting(kind.value, microbatch, stage, peer):
+            for work, _ in works:
+                work.wait()
 
     def finish(self) -> None:
         """Wait until all messages are sent."""

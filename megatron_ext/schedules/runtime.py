@@ -173,16 +173,22 @@ class PipelineEngine:
             embedding = clear_embedding_activation_buffer(transformer_config, self.chunks, on_last)
         step.run()
         if finalizes:
-            pgs = self.context.pgs
-            finish_embedding_wgrad_compute(transformer_config, embedding, on_last, pgs.tp)
-            for chunk in self.chunks:
-                zero_untouched(chunk)
-            transformer_config.finalize_model_grads_func(
-                self.chunks, None, pg_collection=pgs, force_all_reduce=force_all_reduce
+            finish_embedding_wgrad_compute(
+                transformer_config, embedding, on_last, self.context.pgs.tp
             )
-            if transformer_config.calculate_per_token_loss:
-                self._scale(token_scale(step.num_tokens, self.context), now=scale_gradients)
+            with self.context.recorder.phase("reduce"):
+                self._finalize(step.num_tokens, force_all_reduce, scale_gradients)
         return step.reports
+
+    def _finalize(self, num_tokens: Tensor, force_all_reduce: bool, scale_gradients: bool) -> None:
+        """Reduce the gradients over all ranks that share parameters, and scale them."""
+        for chunk in self.chunks:
+            zero_untouched(chunk)
+        self.transformer_config.finalize_model_grads_func(
+            self.chunks, None, pg_collection=self.context.pgs, force_all_reduce=force_all_reduce
+        )
+        if self.transformer_config.calculate_per_token_loss:
+            self._scale(token_scale(num_tokens, self.context), now=scale_gradients)
 
     def _scale(self, scale: Tensor, *, now: bool) -> None:
         """Multiply all gradients by a scalar, or leave that to the update."""
@@ -236,19 +242,26 @@ class _Step:
         """Run all actions in order, then wait for the last messages."""
         if self.trains:
             self.sync.start()
+        recorder, ranks = self.context.recorder, self.context.pipeline_ranks
         for action in self.actions:
-            if action.kind is Kind.FORWARD:
-                self.forward(action)
-            elif action.kind is Kind.WEIGHT:
-                self.deferred.compute((action.microbatch, action.stage))
-                self.sync.computed(action)
-            elif action.kind in (Kind.BACKWARD, Kind.INPUT):
-                self.backward(action)
-            else:
-                self.communicate(action)
+            with recorder.action(action, None if action.peer is None else ranks[action.peer]):
+                self.perform(action)
         self.channels.finish()
         if self.trains:
-            self.sync.finish()
+            with recorder.phase("reduce"):
+                self.sync.finish()
+
+    def perform(self, action: Action) -> None:
+        """Run one action: a computation, or the start of a send or a receive."""
+        if action.kind is Kind.FORWARD:
+            self.forward(action)
+        elif action.kind is Kind.WEIGHT:
+            self.deferred.compute((action.microbatch, action.stage))
+            self.sync.computed(action)
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+            self.backward(action)
+        else:
+            self.communicate(action)
 
     def communicate(self, action: Action) -> None:
         """Start the send or the receive that ``action`` describes."""

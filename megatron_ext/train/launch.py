@@ -25,6 +25,7 @@ import torch
 
 from megatron_ext.device import Device
 from megatron_ext.errors import MegatronExtError, end_with_parent
+from megatron_ext.faults.host import shared_host_folder
 from megatron_ext.parallel.context import NoAnswer, contact_fault
 
 EXIT_CODE_USER_ERROR = 2
@@ -224,6 +225,7 @@ def run_rank(main: Main) -> int:
     return code
 
 
+@shared_host_folder()
 def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: float = 10) -> int:
     """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
 

@@ -81,9 +81,12 @@ def train(run: Run) -> int | None:
 
 def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
     """Train one step, count it in the progress and ``metrics``, and return its result."""
-    num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
-    stats = run.task.step_stats(run, num_microbatches)
-    batches = run.train_source.next_step(num_microbatches)
+    recorder = run.context.recorder
+    recorder.step(run.progress.iteration + 1)
+    with recorder.phase("data"):
+        num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
+        stats = run.task.step_stats(run, num_microbatches)
+        batches = run.train_source.next_step(num_microbatches)
     consumed, num_samples = run.progress.consumed_train_samples, run.batch_size.global_batch_size
     result = run.runner.train(batches, num_microbatches, consumed, num_samples)
     if result.flops is not None:

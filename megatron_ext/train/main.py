@@ -22,6 +22,7 @@ from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.faults.recorder import open_recorder
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.losses.custom import load_loss
@@ -191,6 +192,7 @@ def pretrain(
         prepare: called with the `Run` before it starts, for example to attach an observer.
         work: called with the `Run` in place of `train_and_evaluate`.
     """
+    recorder = open_recorder()
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(
         Layout.from_config(config.parallel),
@@ -198,6 +200,7 @@ def pretrain(
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         hierarchical_context_parallel_sizes=config.engine.hierarchical_context_parallel_sizes,
         get_embedding_ranks=embedding_ranks(config.model, config.parallel),
+        recorder=recorder,
     )
     try:
         random_init = config.training.data_parallel_random_init
@@ -216,7 +219,9 @@ def pretrain(
             with reporters as run.reporters:
                 if prepare is not None:
                     prepare(run)
-                return (work or train_and_evaluate)(run) or 0
+                code = (work or train_and_evaluate)(run) or 0
+        recorder.close()
+        return code
     finally:
         context.destroy()
 

@@ -122,7 +122,7 @@ class Run:
         """Save a checkpoint if ``--save`` is given; ``superseded`` checkpoints may be deleted."""
         if self.config.checkpoint.save is None or self.optimizer is None:
             return
-        with self.parameter_gather.paused():
+        with self.context.recorder.phase("save"), self.parameter_gather.paused():
             self.checkpoints.save(
                 self.progress.iteration,
                 model=self.chunks,

@@ -179,16 +179,17 @@ class StepRunner:
         if self.engine is not None:
             shape, wishes["scale_gradients"] = self._shape(batches), scale_gradients
             return self.engine.run(forward_step, iterators, num_microbatches, shape, **wishes)
-        reports: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=_one_or_list(iterators),
-            model=_one_or_list(self.chunks),
-            num_microbatches=num_microbatches,
-            seq_length=self.config.model.seq_length,
-            micro_batch_size=self._micro_batch_size,
-            decoder_seq_length=self.config.model.seq_length,
-            **wishes,
-        )
+        with self.context.recorder.phase("forward"):
+            reports: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=_one_or_list(iterators),
+                model=_one_or_list(self.chunks),
+                num_microbatches=num_microbatches,
+                seq_length=self.config.model.seq_length,
+                micro_batch_size=self._micro_batch_size,
+                decoder_seq_length=self.config.model.seq_length,
+                **wishes,
+            )
         return reports
 
     def _masks(
@@ -302,7 +303,9 @@ class StepRunner:
         self.settle()
         scale = self.engine.gradient_scale if self.engine is not None else None
         approve = partial(self._approve, reports) if self.approvals else None
-        update = update_parameters(self.optimizer, self.config.optimizer.clip_grad, scale, approve)
+        clip_grad = self.config.optimizer.clip_grad
+        with self.context.recorder.phase("update"):
+            update = update_parameters(self.optimizer, clip_grad, scale, approve)
         self._give_memory_back(1)
         return update
 
@@ -326,8 +329,9 @@ class StepRunner:
         """Wait for pending updates; advance the learning-rate schedule of each that was applied."""
         while self._unsettled:
             update, scheduler, num_samples = self._unsettled.pop(0)
-            if update.applied:
-                scheduler.step(increment=num_samples)
+            with self.context.recorder.phase("update"):
+                if update.applied:
+                    scheduler.step(increment=num_samples)
 
     def _give_memory_back(self, level: int) -> None:
         """Empty the GPU memory cache if ``--empty-unused-memory-level`` is at least ``level``."""
@@ -352,5 +356,6 @@ def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCou
         return torch.stack([targets, *(weight.sum() for weight in weights)])
 
     sums = torch.stack([counted(batch) for batch in batches]).sum(dim=0)
-    torch.distributed.all_reduce(sums, group=context.pgs.dp_cp)
+    with context.recorder.phase("reduce"):
+        torch.distributed.all_reduce(sums, group=context.pgs.dp_cp)
     return StepCounts(main=sums[0], weight=sums[1], mtp=sums[2:], num_microbatches=len(batches))

@@ -22,7 +22,8 @@ def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[
     # In double precision: a count beyond 2^24 tokens is not exact in single.
     entries = [torch.stack([report[key].view(2).double() for report in reports]) for key in keys]
     totals = torch.stack([entry.sum(dim=0) for entry in entries])
-    torch.distributed.all_reduce(totals, group=context.pgs.dp_cp)
+    with context.recorder.phase("reduce"):
+        torch.distributed.all_reduce(totals, group=context.pgs.dp_cp)
     return dict(zip(keys, totals.unbind(0), strict=True))
 
 

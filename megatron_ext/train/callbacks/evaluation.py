@@ -163,7 +163,7 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
     Return each set's losses by name, for the current weights; {} before the last stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
-    with run.parameter_gather.paused():
+    with run.context.recorder.phase("evaluate"), run.parameter_gather.paused():
         losses = _evaluate_sources(run, name, sources, final=final)
         if run.ema is not None and name in run.ema_sources:
             with run.ema.swapped_in(run.chunks):

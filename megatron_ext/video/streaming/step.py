@@ -161,19 +161,23 @@ class StreamingRunner(StepRunner):
                 self.check_zeroed(network.chunks)
         reports: dict[Pass, list[Report]] = {kind: [] for kind in trained}
         frames: dict[Pass, list[Tensor]] = {kind: [] for kind in trained}
+        recorder = self.context.recorder
         for kind in kinds:
-            found, num_frames = self._pass(kind, num_microbatches)
+            with recorder.phase("forward"):  # the backward passes too, clip by clip
+                found, num_frames = self._pass(kind, num_microbatches)
             reports[kind] += found
             frames[kind].append(num_frames)
         per_frame = self.config.training.calculate_per_token_loss
         for kind, network in trained.items():
             divisor = torch.stack(frames[kind]).sum() if per_frame else None
-            network.reduce(divisor, everywhere=self.observer is not None)
+            with recorder.phase("reduce"):
+                network.reduce(divisor, everywhere=self.observer is not None)
         if self.observer is not None:
             self.observer()
         self._give_memory_back(2)
         self.settle()
-        updates = {kind: network.update() for kind, network in trained.items()}
+        with recorder.phase("update"):
+            updates = {kind: network.update() for kind, network in trained.items()}
         self._give_memory_back(1)
         self._move_on(updates, num_samples)
         return self._result(reports, updates)

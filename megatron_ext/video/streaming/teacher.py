@@ -56,7 +56,7 @@ def build_teacher(
     run, minutes = context.layout, config.parallel.distributed_timeout_minutes
     # Consecutive ranks form a group, so the data-parallel rank of the teacher varies slowest.
     layout = Layout(run.world_size, sizes.tensor, sizes.pipeline, use_tp_pp_dp_mapping=True)
-    lies = secondary_groups(layout, timeout_minutes=minutes)
+    lies = secondary_groups(layout, timeout_minutes=minutes, recorder=context.recorder)
     transformer_config = build_transformer_config(own)
     step, block = sorted((run.model_parallel_size, sizes.ranks))
     return ParallelTeacher(

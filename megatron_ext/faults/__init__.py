@@ -1,0 +1,1 @@
+"""Faults of a run: what ranks do is recorded, watched and told, without knowledge of the task."""

@@ -1,0 +1,252 @@
+"""The board: one slot of shared memory for each rank of a machine, written by it, read by watchers.
+
+A slot has a header, the names that its events use, and a ring of the last events. A rank writes
+without locks: first an event, then the number of events. A reader copies the slot and ignores
+entries that may have been overwritten since. All times are of CLOCK_MONOTONIC, which the processes
+of a machine share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+START, OTHER = "start", "other"
+PHASES = (
+    OTHER, START, "data", "forward", "backward", "bubble", "reduce", "update", "save", "evaluate",
+)  # fmt: skip
+"""Phases of a run. "bubble" waits for a pipeline message, "reduce" sums gradients over replicas,
+"start" lasts until the first step, and "other" is what no phase names."""
+BOUNDLESS = frozenset({OTHER, START, "save", "evaluate"})
+"""Phases that take as long as they need; the others are parts of a step."""
+
+RING, MAX_NAMES = 512, 64
+_NAME_BYTES = 48
+_SECONDS_AT, _NAMES_AT, _RING_AT = 512, 1024, 4096
+_ENTRY = struct.Struct("8q")
+SLOT_BYTES = _RING_AT + RING * _ENTRY.size
+
+
+class Word(IntEnum):
+    """Places of the header's numbers, in words of 8 bytes."""
+
+    PID = 0
+    RANK = 1
+    WORLD_SIZE = 2
+    PIPELINE_RANK = 3
+    GENERATION = 4
+    COUNT = 5
+    ITERATION = 6
+    STEP_TIME = 7
+    STEPS = 8
+    STARTED = 9
+    ENDED = 10
+    LOOKED = 11
+
+
+class EventKind(IntEnum):
+    """Kinds of events: a phase begins or ends, a step begins, or something is marked."""
+
+    BEGIN = 0
+    END = 1
+    STEP = 2
+    MARK = 3
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of a rank.
+
+    Attributes:
+        number: how many events the rank had written with this one.
+        time: seconds of CLOCK_MONOTONIC.
+        name: phase, kind of action such as "F" or "receive input", or mark.
+        phase: phase to which the time after the event counts.
+        microbatch, stage: those of an action of the plan or of a message, otherwise -1.
+        peer: rank at the other end of a message, otherwise -1.
+    """
+
+    number: int
+    time: float
+    iteration: int
+    kind: EventKind
+    name: str
+    phase: str
+    microbatch: int = -1
+    stage: int = -1
+    peer: int = -1
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A copy of a rank's slot.
+
+    Attributes:
+        pipeline_rank: place of the rank in its pipeline; ranks of equal place have equal work.
+        iteration: step that the rank is in, 0 before the first.
+        mean_step: mean seconds of a step without boundless phases, 0.0 before the first has ended.
+        steps: steps that this process has begun.
+        started: time at which the process opened its slot.
+        ended: whether the rank has closed its slot, as a rank does whose run is over.
+        looked: time at which the rank's own watchdog last looked at the board, 0.0 for never.
+        seconds: sums of time by phase at the last event.
+        events: the last events, oldest first.
+    """
+
+    rank: int
+    pid: int
+    events: tuple[Event, ...]
+    world_size: int = 1
+    pipeline_rank: int = 0
+    generation: int = 0
+    iteration: int = 0
+    mean_step: float = 0.0
+    steps: int = 0
+    started: float = 0.0
+    ended: bool = False
+    looked: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def last(self) -> Event | None:
+        """Return the last event, None if there was none."""
+        return self.events[-1] if self.events else None
+
+    @property
+    def phase(self) -> str:
+        """Return the phase that the rank is in."""
+        return self.events[-1].phase if self.events else START
+
+    @property
+    def last_time(self) -> float:
+        """Return the time of the last event, or of the start if there was none."""
+        return self.events[-1].time if self.events else self.started
+
+
+class Slot:
+    """The slot of one rank, as the rank itself writes it."""
+
+    def __init__(self, memory: mmap.mmap, index: int) -> None:
+        self._memory = memory
+        self._offset = index * SLOT_BYTES
+        part = memoryview(memory)[self._offset : self._offset + SLOT_BYTES]
+        self._words, self._doubles = part.cast("q"), part.cast("d")
+        self._ring = self._offset + _RING_AT
+        self._count = 0
+
+    def clear(self) -> None:
+        """Forget what an earlier process has written."""
+        self._words[Word.COUNT] = 0
+        self._memory[self._offset : self._offset + SLOT_BYTES] = bytes(SLOT_BYTES)
+
+    def set(self, word: Word, value: int) -> None:
+        """Set one number of the header."""
+        self._words[word] = value
+
+    def name(self, number: int, name: str) -> None:
+        """Store the name that events refer to by ``number``."""
+        encoded = name.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+        at = self._offset + _NAMES_AT + number * _NAME_BYTES
+        self._memory[at : at + _NAME_BYTES] = encoded
+
+    def write(
+        self, now: int, iteration: int, kind_and_name: int, phase: int, detail: tuple[int, int, int]
+    ) -> None:
+        """Add an event; ``detail`` is micro-batch, stage and peer, and ``now`` in nanoseconds."""
+        count = self._count
+        _ENTRY.pack_into(
+            self._memory, self._ring + count % RING * 64, now, iteration, kind_and_name, phase,
+            *detail, count + 1,
+        )  # fmt: skip
+        self._count = self._words[5] = count + 1  # Word.COUNT, without the cost of its name
+
+    def write_seconds(self, phase: int, seconds: float) -> None:
+        """Set the sum of seconds of a phase."""
+        self._doubles[64 + phase] = seconds  # _SECONDS_AT in words
+
+
+class Board:
+    """The slots of the ranks of one machine, in a file of the host folder.
+
+    Every process may open the file first: the size depends on the number of ranks only, and a new
+    file is all zeros, which is an empty board.
+    """
+
+    def __init__(self, path: Path, num_slots: int) -> None:
+        self.num_slots = num_slots
+        size = num_slots * SLOT_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # Memory that is not reserved now could be missing later, which would end the process.
+            os.posix_fallocate(descriptor, 0, size)
+            self._memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def slot(self, index: int) -> Slot:
+        """Return the slot of the ``index``-th rank of this machine, to be written by that rank."""
+        return Slot(self._memory, index)
+
+    def read(self, num_events: int = RING) -> list[RankRecord]:
+        """Return copies of the slots that ranks have opened, with up to ``num_events`` events."""
+        found = []
+        for index in range(self.num_slots):
+            at = index * SLOT_BYTES
+            record = _record(self._memory, at, num_events)
+            if record is not None:
+                found.append(record)
+        return found
+
+
+def _record(memory: mmap.mmap, at: int, num_events: int) -> RankRecord | None:
+    """Return a copy of the slot at byte ``at``, None if no rank has opened it."""
+    copy = memory[at : at + SLOT_BYTES]
+    header = struct.unpack_from("12q", copy)
+    if not header[Word.PID]:
+        return None
+    # Entries are copied after the header: those that the rank has begun to overwrite are dropped.
+    (after,) = struct.unpack_from("q", memory, at + 8 * Word.COUNT)
+    count = header[Word.COUNT]
+    oldest = max(0, after + 1 - RING, count - num_events)
+    names = _names(copy)
+    events = [_event(copy, number, names) for number in range(oldest, count)]
+    seconds = struct.unpack_from(f"{len(names)}d", copy, _SECONDS_AT)
+    return RankRecord(
+        rank=header[Word.RANK],
+        pid=header[Word.PID],
+        world_size=header[Word.WORLD_SIZE],
+        pipeline_rank=header[Word.PIPELINE_RANK],
+        generation=header[Word.GENERATION],
+        iteration=header[Word.ITERATION],
+        mean_step=header[Word.STEP_TIME] / 1e9,
+        steps=header[Word.STEPS],
+        started=header[Word.STARTED] / 1e9,
+        ended=bool(header[Word.ENDED]),
+        looked=header[Word.LOOKED] / 1e9,
+        seconds={name: sum_ for name, sum_ in zip(names, seconds, strict=True) if sum_},
+        events=tuple(event for event in events if event is not None),
+    )
+
+
+def _names(copy: bytes) -> Sequence[str]:
+    cells = (
+        copy[_NAMES_AT + n * _NAME_BYTES : _NAMES_AT + (n + 1) * _NAME_BYTES]
+        for n in range(MAX_NAMES)
+    )
+    return [cell.rstrip(b"\0").decode(errors="replace") for cell in cells]
+
+
+def _event(copy: bytes, number: int, names: Sequence[str]) -> Event | None:
+    """Return event ``number``, counted from 0; None if another has taken its place."""
+    time, iteration, code, phase, microbatch, stage, peer, written = _ENTRY.unpack_from(
+        copy, _RING_AT + number % RING * _ENTRY.size
+    )
+    if written != number + 1:
+        return None
+    kind, name = EventKind(code & 3), names[code >> 2]
+    return Event(written, time / 1e9, iteration, kind, name, names[phase], microbatch, stage, peer)

@@ -1,0 +1,70 @@
+"""The list of a run's faults and rescues: one JSON object a line in ``faults.jsonl``.
+
+Every process of the run may add a line, also one that watches ranks. Readers are the report of a
+run, `tools/chaos.py`, and people.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "faults.jsonl"
+
+
+def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
+    """Add a line to the list in the save folder ``folder``; without a folder do nothing.
+
+    ``facts`` are what is known, such as iteration, rank and generation; those that are None are
+    left out, and a number that is not finite becomes text, as JSON has none. A line is written at
+    once and whole, so that lines of several processes do not mix. A list that cannot be written
+    fails no run.
+    """
+    if folder is None:
+        return
+    known = {"time": time.time(), "kind": kind, **facts}
+    line = json.dumps({k: _plain(v) for k, v in known.items() if v is not None}, allow_nan=False)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(Path(folder) / EVENTS_FILE, flags, 0o666)
+        try:
+            os.write(descriptor, f"{line}\n".encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        print(f"note: {EVENTS_FILE} cannot be written ({error}): {line}", flush=True)
+
+
+def read_events(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the events of a save folder, oldest first; none if nothing has happened.
+
+    A line that is not whole, as after a full disk, is left out.
+    """
+    path = Path(folder) / EVENTS_FILE
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            found.append(event)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that strict JSON can hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,100 @@
+"""The host folder: files that the processes of one run share on one machine, in memory if possible.
+
+It holds the board of heartbeats, stacks, flight records and memory checkpoints. A launcher that
+forks its ranks makes the folder and removes it. Under torchrun the ranks of a machine meet in the
+folder of their agent, which outlives them, so the folder survives a restart of the workers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FOLDER_VARIABLE = "MEGATRON_EXT_HOST_FOLDER"
+GENERATION_VARIABLE = "MEGATRON_EXT_GENERATION"
+_PREFIX = f"megatron_ext_{os.getuid()}_"
+_SECONDS_UNTIL_STALE = 600.0
+"""Age from which a folder that no process holds is removed; a restart of workers is faster."""
+
+
+def host_folder() -> Path | None:
+    """Return the host folder of this run, None if it has none."""
+    name = os.environ.get(FOLDER_VARIABLE)
+    return Path(name) if name else None
+
+
+def generation() -> int:
+    """Return how often this run has been restarted so far, by its launcher or by torchrun."""
+    given = os.environ.get(GENERATION_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    return int(given or 0)
+
+
+@contextmanager
+def shared_host_folder() -> Iterator[Path | None]:
+    """Make or join the host folder of this run, and name it in the environment meanwhile.
+
+    A process that torchrun has started joins its agent's folder, and any other makes a new one. The
+    folder is removed at the end, unless it was there before or this is a rank that raises an error.
+    Where no folder can be made, a line says so and the run goes on without one.
+    """
+    if host_folder() is not None:
+        yield host_folder()
+        return
+    is_rank = "RANK" in os.environ
+    folder, lock = _make(f"{os.getppid()}_of_agent" if is_rank else None)
+    if folder is None:
+        yield None
+        return
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    keeps = is_rank
+    try:
+        yield folder
+        keeps = is_rank and os.environ.get("LOCAL_RANK", "0") != "0"
+    finally:
+        os.environ.pop(FOLDER_VARIABLE, None)
+        os.close(lock)
+        if not keeps:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(name: str | None) -> tuple[Path | None, int]:
+    """Make or open the folder called ``name``, by default a new one; return it with its lock."""
+    fault: OSError | None = None
+    for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        try:
+            _remove_stale(root)
+            if name is None:
+                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            else:
+                folder = root / f"{_PREFIX}{name}"
+                folder.mkdir(mode=0o700, exist_ok=True)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            return folder, lock
+        except OSError as error:
+            fault = error
+    print(
+        f"note: no heartbeats, for no folder can be shared ({fault})", file=sys.stderr, flush=True
+    )
+    return None, -1
+
+
+def _remove_stale(root: Path) -> None:
+    """Remove folders of earlier runs that were killed: they are old, and no process holds them."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _SECONDS_UNTIL_STALE:
+                continue
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

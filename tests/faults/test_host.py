@@ -1,0 +1,78 @@
+"""The host folder: made by a launcher, joined under torchrun, removed at the end."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.faults import host
+from megatron_ext.faults.host import generation, host_folder, shared_host_folder
+
+
+@pytest.fixture(autouse=True)
+def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", host.FOLDER_VARIABLE, host.GENERATION_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_launcher_makes_a_folder_and_removes_it() -> None:
+    assert host_folder() is None
+    with shared_host_folder() as folder:
+        assert folder is not None and folder.is_dir() and host_folder() == folder
+        with shared_host_folder() as inner:
+            assert inner == folder
+        assert folder.is_dir()
+    assert not folder.exists() and host_folder() is None
+
+
+JOIN = (
+    "import os, sys\n"
+    "from megatron_ext.faults.host import shared_host_folder\n"
+    "with shared_host_folder() as folder:\n"
+    "    (folder / os.environ['RANK']).touch()\n"
+    "    print(folder, sorted(p.name for p in folder.iterdir()), flush=True)\n"
+    "    if os.environ['RANK'] == '1': os._exit(9)\n"
+)
+
+
+def test_ranks_of_one_agent_share_a_folder_that_outlives_a_failed_worker() -> None:
+    def worker(rank: int) -> str:
+        given = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        done = subprocess.run([sys.executable, "-c", JOIN], env=given, capture_output=True)
+        return done.stdout.decode()
+
+    folder, _, names = worker(1).partition(" ")
+    assert names == "['1', 'lock']\n"
+    assert worker(0) == f"{folder} ['0', '1', 'lock']\n"
+    assert not Path(folder).exists()
+
+
+def test_folders_of_killed_runs_are_removed_once_they_are_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_SECONDS_UNTIL_STALE", 60.0)
+    old, held, young = (tmp_path / f"{host._PREFIX}{name}" for name in ("old", "held", "young"))
+    for folder in (old, held, young):
+        folder.mkdir()
+        (folder / "lock").touch()
+    past = time.time() - 3600
+    for folder in (old, held):
+        os.utime(folder, (past, past))
+    with (held / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        host._remove_stale(tmp_path)
+    assert [path.exists() for path in (old, held, young)] == [False, True, True]
+
+
+def test_the_generation_is_that_of_the_launcher_or_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert generation() == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert generation() == 2
+    monkeypatch.setenv(host.GENERATION_VARIABLE, "5")
+    assert generation() == 5
