@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.device import cuda_shim
+from megatron_ext.faults.recorder import Recorder
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.communication import Channels
 from megatron_ext.schedules.plan import Action, Kind, Plan
@@ -146,6 +147,8 @@ def context_of(schedule: str, size: int, rank: int) -> Any:
         layout=SimpleNamespace(pipeline_model_parallel_size=size),
         pgs=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
         pipeline_channels=("to higher ranks", "to lower ranks"),
+        pipeline_ranks=range(size),
+        recorder=Recorder(),
     )
 
 
