@@ -22,6 +22,7 @@ from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.faults import inject
 from megatron_ext.faults.recorder import open_recorder
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
@@ -202,6 +203,7 @@ def pretrain(
         get_embedding_ranks=embedding_ranks(config.model, config.parallel),
         recorder=recorder,
     )
+    injector = inject.arm(recorder, context.rank, context.layout.world_size, config.checkpoint.save)
     try:
         random_init = config.training.data_parallel_random_init
         seed_everything(context, config.training.seed, data_parallel_random_init=random_init)
@@ -214,6 +216,8 @@ def pretrain(
             compile_alike()
         with hold_save_folder(config.checkpoint.save, context):
             run = build_run(config, task, context, torch_device, assets)
+            if injector is not None:
+                injector.chunks = run.chunks
             at, steps = run.progress.iteration, run.num_iterations
             reporters = build_reporters(config, context, resumed_at=at, num_iterations=steps)
             with reporters as run.reporters:

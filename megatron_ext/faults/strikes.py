@@ -1,0 +1,247 @@
+"""Faults that truly happen in this process: a signal, a full disk, a flipped bit, a lost socket.
+
+Only `inject` calls these functions. Each takes a `Target`, says through ``target.note`` what it is
+about to do, and does it. The note comes first, since some of them do not return.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import psutil
+import torch
+
+_MIB = 1 << 20
+_SPARE_MEMORY = 64 * _MIB
+"""Address space left to a process whose memory is exhausted."""
+_LARGEST_FILE = 64 << 10
+"""Bytes that a file may have while the disk counts as full."""
+_TCP_INFO_BYTES_ACKED = 120
+"""Offset of ``tcpi_bytes_acked`` and, after it, ``tcpi_bytes_received`` in Linux's tcp_info."""
+
+
+class InjectedFault(RuntimeError):
+    """The exception of the fault "exception"."""
+
+
+@dataclass
+class Target:
+    """A rank that a fault strikes, with all that the fault may use.
+
+    Attributes:
+        note: records the fault with a text that says what exactly it strikes.
+        save: the folder of the run's checkpoints, if any.
+        host: the run's folder of memory checkpoints on this machine, if any.
+        chunks: the model chunks of this rank.
+        amount: strength of the fault, such as the seconds of delay of a slow rank.
+        undo: what ends the fault's effect; called when the next step begins.
+    """
+
+    note: Callable[[str], None]
+    random: Random
+    save: Path | None = None
+    host: Path | None = None
+    chunks: Sequence[torch.nn.Module] = ()
+    amount: float | None = None
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+def kill(target: Target) -> None:
+    """End this process by SIGKILL."""
+    target.note("SIGKILL")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(target: Target) -> None:
+    """Stop this process by SIGSTOP, so that it hangs until somebody ends it."""
+    target.note("SIGSTOP")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def crash(target: Target) -> None:
+    """Read the memory at address 0, for which the kernel sends SIGSEGV."""
+    target.note("a read of address 0")
+    ctypes.string_at(0)
+
+
+def fail(target: Target) -> None:
+    """Raise an `InjectedFault`."""
+    target.note("an exception")
+    raise InjectedFault("this exception was injected")
+
+
+def exhaust_memory(target: Target) -> None:
+    """Allocate memory up to a limit of the address space (RLIMIT_AS), so that torch raises."""
+    limit = psutil.Process().memory_info().vms + _SPARE_MEMORY
+    target.note(f"allocation beyond a limit of {limit >> 20} MiB")
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    held = []
+    while True:
+        held.append(torch.ones(4 * _MIB, dtype=torch.uint8))
+
+
+def exhaust_group_memory(target: Target) -> None:
+    """Allocate memory until the kernel kills this process because of its control group's limit."""
+    limit = memory_limit()
+    if limit is None or limit > psutil.virtual_memory().total // 2:
+        raise InjectedFault("this process has no control group with a small limit of memory")
+    target.note(f"allocation beyond the control group's {limit >> 20} MiB")
+    held = []
+    while True:
+        held.append(torch.ones(4 * _MIB, dtype=torch.uint8))
+
+
+def memory_limit() -> int | None:
+    """Return the memory limit in bytes of this process's control group; None without one."""
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        number, controllers, path = line.split(":", 2)
+        root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        if number == "0":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" not in controllers.split(","):
+            continue
+        file = root / path.lstrip("/") / name
+        if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
+            return int(text)
+    return None
+
+
+def fill_disk(target: Target) -> None:
+    """Let the kernel refuse to write large files, in this process and those that it has started.
+
+    RLIMIT_FSIZE gives EFBIG, as a full disk gives ENOSPC, until the next step begins.
+    """
+    limited = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    target.note(f"files of at most {_LARGEST_FILE >> 10} KiB in {len(limited)} processes")
+    for process in limited:
+        with suppress(psutil.Error):
+            before = process.rlimit(resource.RLIMIT_FSIZE)
+            target.undo.append(partial(_give_back, process, before))
+            process.rlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, before[1]))
+
+
+def _give_back(process: psutil.Process, limits: tuple[int, int]) -> None:
+    with suppress(psutil.Error):
+        process.rlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def fail_fsync(target: Target) -> None:
+    """Let the next ``os.fsync`` of this process raise EIO."""
+    target.note("the next fsync")
+    _fail_next_fsync()
+
+
+def _fail_next_fsync() -> None:
+    real = os.fsync
+
+    def failing(_descriptor: object) -> None:
+        os.fsync = real
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    os.fsync = failing  # type: ignore[assignment]
+
+
+def damage_checkpoint(target: Target) -> None:
+    """Change a byte in the newest checkpoint, take the copies in memory away, and end by SIGKILL.
+
+    The copies go too, since a run that still has them does not read the checkpoint.
+    """
+    folders = sorted(target.save.glob("iter_???????")) if target.save is not None else []
+    if not folders:
+        raise InjectedFault("there is no checkpoint to damage")
+    victim = max(folders[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
+    target.note(f"a byte of {victim.parent.name}/{victim.name}")
+    with victim.open("r+b") as file:
+        middle = victim.stat().st_size // 2
+        file.seek(middle)
+        byte = file.read(1)[0]
+        file.seek(middle)
+        file.write(bytes([byte ^ 0xFF]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def spoil_gradient(target: Target) -> None:
+    """Make one element of one parameter's gradient NaN."""
+    found = [(name, _gradient(p)) for name, p in _parameters(target) if p.requires_grad]
+    name, gradient = target.random.choice([(n, g) for n, g in found if g is not None and g.numel()])
+    index = target.random.randrange(gradient.numel())
+    target.note(f"element {index} of the gradient of {name}")
+    gradient.view(-1)[index] = float("nan")
+
+
+def flip_bit(target: Target) -> None:
+    """Flip one bit of one parameter."""
+    name, parameter = target.random.choice([x for x in _parameters(target) if x[1].numel()])
+    numbers = parameter.detach().view(-1).view(torch.uint8)
+    index, bit = target.random.randrange(numbers.numel()), target.random.randrange(8)
+    target.note(f"bit {bit} of byte {index} of {name}")
+    numbers[index] ^= 1 << bit
+
+
+def _parameters(target: Target) -> list[tuple[str, torch.nn.Parameter]]:
+    found = [pair for chunk in target.chunks for pair in chunk.named_parameters()]
+    if not found:
+        raise InjectedFault("the model has not been built yet")
+    return found
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    gradient = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
+def cut_connection(target: Target) -> None:
+    """Shut the TCP connection that has carried most bytes; gloo's are the only ones of a fork."""
+    found = max(_connections(), key=lambda pair: pair[0], default=None)
+    if found is None:
+        raise InjectedFault("this process has no TCP connection")
+    _, descriptor = found
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        target.note(f"the connection to {connection.getpeername()}")
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> Iterator[tuple[int, int]]:
+    """Yield the bytes carried by each TCP connection of this process, and its descriptor."""
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as found:
+                if found.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                found.getpeername()
+                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+                carried = struct.unpack_from("QQ", info, _TCP_INFO_BYTES_ACKED)
+                yield sum(carried), int(entry)
+
+
+STRIKES: dict[str, Callable[[Target], None]] = {
+    "SIGKILL": kill,
+    "SIGSTOP": stop,
+    "SIGSEGV": crash,
+    "exception": fail,
+    "memory": exhaust_memory,
+    "memory kill": exhaust_group_memory,
+    "full disk": fill_disk,
+    "failed fsync": fail_fsync,
+    "corrupt checkpoint": damage_checkpoint,
+    "NaN gradient": spoil_gradient,
+    "bit flip": flip_bit,
+    "lost socket": cut_connection,
+}
+"""The function of each kind of fault. `inject` itself delays the forward passes of a slow rank."""
+FROM_ANY_THREAD = {"SIGKILL", "SIGSTOP", "SIGSEGV", "memory kill", "lost socket"}
+"""Faults that a timer may cause in the middle of a computation."""

@@ -1,0 +1,112 @@
+"""Runs cases of faults and the undisturbed runs that they are compared with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.faults.events import read_events
+from megatron_ext.faults.inject import as_variable
+from megatron_ext.inspect.chaos.goodput import Costs, Point
+from megatron_ext.inspect.chaos.outcome import Result, Truth, digests, judge, steps_of
+from megatron_ext.inspect.chaos.plan import Case, completed, draw
+from megatron_ext.inspect.chaos.run import run_program
+from megatron_ext.inspect.layouts import NamedLayout
+from megatron_ext.train.task import Task, TaskChoice
+
+_SECONDS_FOR_A_RUN = 60.0
+_SECONDS_FOR_A_FAULT = 20.0
+_SECONDS_FOR_A_STEP = 1.0
+
+
+@dataclass
+class Campaign:
+    """Runs of one program with the same flags, in different layouts and with different faults.
+
+    Attributes:
+        folder: where each run gets a folder of its own.
+        added: flags that the last run got besides the user's.
+    """
+
+    program: Task | TaskChoice
+    words: Sequence[str]
+    folder: Path
+    added: list[str] = field(default_factory=list)
+    _truths: dict[tuple[str, int], Truth] = field(default_factory=dict)
+    _bare: dict[str, Truth] = field(default_factory=dict)
+
+    def truth(self, case: Case) -> Truth:
+        """Return the undisturbed run of a case's layout and length; run it at the first call.
+
+        Raises:
+            ConfigError: that run fails.
+        """
+        key = case.layout.name, case.steps
+        if key not in self._truths:
+            self._truths[key] = self._undisturbed(case)
+        return self._truths[key]
+
+    def _undisturbed(self, case: Case, *, bare: bool = False) -> Truth:
+        name = "bare" if bare else "undisturbed"
+        folder = self._folder(f"{case.layout.name}_{case.steps}_{name}")
+        words, self.added = completed(self.program, self.words, case, folder / "save", bare=bare)
+        log, deadline = folder / "log", 10 * _SECONDS_FOR_A_RUN + _SECONDS_FOR_A_STEP * case.steps
+        ended = run_program(self.program, words, log=log, environment={}, deadline=deadline)
+        if ended.code != 0:
+            text = log.read_text(encoding="utf-8", errors="replace")
+            why = "hung" if ended.code is None else f"ended with exit code {ended.code}"
+            raise ConfigError(
+                f"The undisturbed run in layout {case.layout.name} {why}, so there is nothing to "
+                f"compare with; its output ends with:\n{text[-2000:]}"
+            )
+        rows = steps_of(folder / "save")
+        times = [row["seconds_per_iteration"] for row in rows.values()]
+        saves = [event for event in read_events(folder / "save") if event["kind"] == "saved"]
+        stall = statistics.median([event["stall"] for event in saves]) if saves else 0.0
+        found = digests(folder / "save")
+        return Truth(found, rows, statistics.median(times), ended.seconds, stall)
+
+    def costs(self, layout: NamedLayout, restarts: Sequence[float] = ()) -> Costs:
+        """Return measured times of a layout; ``restarts`` are seconds from faults to new steps."""
+        case = draw(["SIGKILL"] * 4, layout, 0)
+        truth, bare = self.truth(case), self._bare.get(layout.name)
+        if bare is None:
+            bare = self._bare[layout.name] = self._undisturbed(case, bare=True)
+        return Costs(
+            step=bare.step_seconds,
+            snapshot=max(0.0, truth.step_seconds - bare.step_seconds),
+            save=truth.save_seconds,
+            restart=statistics.median(restarts) if restarts else 0.0,
+        )
+
+    def point(self, result: Result) -> Point:
+        """Return the goodput that a long run with faults has had, and its rate of faults."""
+        useful = result.case.steps * self.costs(result.case.layout).step
+        hours = result.seconds / 3600.0
+        return Point(len(result.case.faults) / hours, useful / result.seconds)
+
+    def run(self, case: Case) -> Result:
+        """Run a case, and return what became of its faults."""
+        truth = self.truth(case)
+        folder = self._folder(f"{case.layout.name}_seed{case.seed}_{time.time_ns()}")
+        records = folder / "faults"
+        records.mkdir()
+        words, self.added = completed(self.program, self.words, case, folder / "save")
+        deadline = _SECONDS_FOR_A_RUN + 4 * truth.seconds + _SECONDS_FOR_A_FAULT * len(case.faults)
+        ended = run_program(
+            self.program,
+            words,
+            log=folder / "log",
+            environment=as_variable(case.faults, records),
+            deadline=deadline,
+        )
+        return judge(case, ended, folder / "save", records, truth)
+
+    def _folder(self, name: str) -> Path:
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        return folder

@@ -1,0 +1,138 @@
+"""The share of time that a run spends on steps that count, against the rate of faults.
+
+`expected` is the formula of J. T. Daly ("A higher order estimate of the optimum checkpoint interval
+for restart dumps", Future Generation Computer Systems 22, 2006). `best_interval` is that of J. W.
+Young ("A first order approximation to the optimum checkpoint interval", 1974). `simulated` draws
+faults one by one, which may also fall into a restart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured times of a run, in seconds.
+
+    Attributes:
+        step: time of a step without faults, snapshots and saves.
+        snapshot: time that each step's copy in memory adds to it.
+        save: time that the run stands still for a checkpoint.
+        restart: time from a fault to the first new step, with the time until the fault is seen.
+    """
+
+    step: float
+    snapshot: float
+    save: float
+    restart: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured goodput: ``faults_per_hour`` and the share of time on steps that count."""
+
+    faults_per_hour: float
+    goodput: float
+
+
+def expected(mean_time_between: float, work: float, keeping: float, restart: float) -> float:
+    """Return the expected share of useful time when faults come by chance.
+
+    Args:
+        mean_time_between: mean time between faults.
+        work: useful time between two states that are kept; all of it since the last is lost.
+        keeping: time to keep a state.
+        restart: time of a restart.
+    """
+    mean = mean_time_between
+    total = mean * math.exp(restart / mean) * math.expm1((work + keeping) / mean)
+    return work / total
+
+
+def best_interval(mean_time_between: float, keeping: float) -> float:
+    """Return Young's work between checkpoints, ``sqrt(2 * keeping * mean_time_between)``."""
+    return math.sqrt(2.0 * keeping * mean_time_between)
+
+
+def simulated(
+    costs: Costs,
+    faults_per_hour: float,
+    *,
+    save_interval: int,
+    hours: float,
+    kept_in_memory: bool = True,
+    seed: int = 0,
+) -> float:
+    """Return the share of useful time in a simulated run of about ``hours`` hours.
+
+    Args:
+        save_interval: steps between checkpoints.
+        kept_in_memory: whether each step's state is copied; otherwise a fault loses all steps since
+            the last checkpoint.
+    """
+    random, rate = Random(seed), faults_per_hour / 3600.0
+    step = costs.step + (costs.snapshot if kept_in_memory else 0.0)
+
+    def next_fault() -> float:
+        return random.expovariate(rate) if rate else math.inf
+
+    clock, done, kept, fault = 0.0, 0, 0, next_fault()
+    while clock < 3600.0 * hours:
+        saves = (done + 1) % save_interval == 0
+        end = clock + step + (costs.save if saves else 0.0)
+        if end <= fault:
+            clock, done = end, done + 1
+            kept = done if kept_in_memory or saves else kept
+            continue
+        clock, done = fault, kept
+        fault = clock + next_fault()
+        while fault < clock + costs.restart:
+            clock, fault = fault, fault + next_fault()
+        clock += costs.restart
+    return done * costs.step / clock
+
+
+RATES = (1, 2, 3, 6, 10, 20, 30, 60, 120, 240)
+"""Faults per hour that are plotted."""
+
+
+def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: float = 100.0) -> None:
+    """Plot goodput against the rate of faults to a PNG: simulated, by Daly's formula, measured.
+
+    Where copies are in memory, the simulated run writes a checkpoint every half an hour.
+    """
+    # Without pyplot, which takes a second to import and keeps figures of its own.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    every = round(1800 / costs.step)
+    with_copies = [simulated(costs, r, save_interval=every, hours=hours) for r in RATES]
+    without = [
+        expected(3600 / r, best_interval(3600 / r, costs.save), costs.save, costs.restart)
+        for r in RATES
+    ]
+    formula = [expected(3600 / r, costs.step, costs.snapshot, costs.restart) for r in RATES]
+    axes.plot(RATES, with_copies, "o-", color="tab:blue", label="copies in memory, simulated")
+    axes.plot(RATES, formula, "--", color="tab:blue", label="copies in memory, by Daly's formula")
+    label = "checkpoints alone at Young's interval, by Daly's formula"
+    axes.plot(RATES, without, ":", color="tab:gray", label=label)
+    if measured:
+        rates, values = [p.faults_per_hour for p in measured], [p.goodput for p in measured]
+        axes.plot(rates, values, "D", color="tab:red", label="measured")
+    axes.set_xscale("log")
+    axes.set_xticks(RATES, [str(rate) for rate in RATES])
+    axes.set_xlabel("faults per hour")
+    axes.set_ylabel("share of time on steps that count")
+    axes.set_title(
+        f"step {costs.step:.3g} s, copy in memory {costs.snapshot * 1e3:.3g} ms, "
+        f"save {costs.save:.3g} s, fault to new step {costs.restart:.3g} s"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left")
+    figure.savefig(path, dpi=120)

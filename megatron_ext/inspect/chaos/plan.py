@@ -1,0 +1,155 @@
+"""Draws where the faults of a run happen, and completes the flags of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from megatron_ext.config.parser import read_words
+from megatron_ext.config.run import Program
+from megatron_ext.errors import ConfigError
+from megatron_ext.faults.inject import KINDS, SLOW, Fault
+from megatron_ext.inspect.layouts import NamedLayout
+
+TWELVE = (
+    "SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "slow rank", "memory", "full disk",
+    "failed fsync", "corrupt checkpoint", "NaN gradient", "bit flip", "lost socket",
+)  # fmt: skip
+"""The faults that a run can have everywhere; "memory kill" needs a control group with a limit."""
+ENDING = {"SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "memory", "memory kill", "lost socket"}
+"""Faults that end or stop a rank, whatever it does, so that it may be struck at any moment."""
+MOMENTS = ("step", "data", "forward", "backward", "reduce", "update")
+_FIXED = {
+    "full disk": "save",
+    "failed fsync": "save",
+    "NaN gradient": "end of backward",
+    "bit flip": "step",
+    SLOW: "step",
+    "corrupt checkpoint": "forward",
+}
+FIRST = 6
+"""The first step with a fault; before it the mean time of a step gets known, and a save is made."""
+APART = 5
+"""Number of steps between two faults of a run."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of ``steps`` steps with faults, in the order in which they come."""
+
+    layout: NamedLayout
+    seed: int
+    faults: tuple[Fault, ...]
+    steps: int
+
+
+def parse_kinds(text: str) -> list[str]:
+    """Parse comma-separated kinds of faults; "all" is every kind that needs no control group.
+
+    Raises:
+        ConfigError: a kind is not known.
+    """
+    kinds = list[str]()
+    by_name = {kind.lower(): kind for kind in KINDS}
+    for word in text.split(","):
+        if word.strip() == "all":
+            kinds += TWELVE
+        elif word.strip().lower() in by_name:
+            kinds.append(by_name[word.strip().lower()])
+        else:
+            raise ConfigError(
+                f"`--faults` has `{word.strip()}`, which is no fault; name some of "
+                f"{', '.join(KINDS)}, or all."
+            )
+    return kinds
+
+
+def draw(
+    kinds: Sequence[str], layout: NamedLayout, seed: int, *, step_seconds: float = 0.0
+) -> Case:
+    """Draw rank and moment of each fault; the same arguments give the same case.
+
+    With ``step_seconds``, the time of a step, half of the faults that end a rank happen at any time
+    within a step, and the others at the beginning of a phase of it.
+    """
+    random = Random(f"{layout.name} {seed} {','.join(kinds)}")
+    faults = []
+    for index, kind in enumerate(kinds):
+        at, seconds = _FIXED.get(kind, "step"), 0.0
+        if kind in ENDING:
+            at = random.choice(MOMENTS)
+            if step_seconds and random.random() < 0.5:
+                at, seconds = "step", random.uniform(0.0, step_seconds)
+        faults.append(
+            Fault(
+                kind=kind,
+                iteration=FIRST + index * APART,
+                rank=random.randrange(layout.ranks),
+                at=at,
+                seconds=seconds,
+                generation=None,
+                seed=random.randrange(1 << 30),
+            )
+        )
+    return Case(layout, seed, tuple(faults), FIRST + len(kinds) * APART)
+
+
+def draw_by_time(
+    kinds: Sequence[str],
+    layout: NamedLayout,
+    seed: int,
+    minutes: float,
+    per_minute: float,
+    *,
+    step_seconds: float,
+) -> Case:
+    """Draw faults that come by chance, ``per_minute`` on average, in a run of ``minutes``."""
+    random = Random(f"{layout.name} {seed} by time")
+    clock, kinds_and_times = 0.0, []
+    while (clock := clock + random.expovariate(per_minute / 60.0)) < 60.0 * minutes:
+        kinds_and_times.append((random.choice(kinds), clock))
+    drawn = draw([kind for kind, _ in kinds_and_times], layout, seed, step_seconds=step_seconds)
+    faults = [
+        dataclasses.replace(fault, iteration=max(FIRST, round(time / step_seconds)))
+        for fault, (_, time) in zip(drawn.faults, kinds_and_times, strict=True)
+    ]
+    return Case(layout, seed, tuple(faults), round(60.0 * minutes / step_seconds))
+
+
+def own_layout(words: Sequence[str], program: Program) -> NamedLayout:
+    """Return the layout that the user's flags ask for, which adds no flags of its own."""
+    asked = read_words(words, program).values.get("parallel", {})
+    return NamedLayout("as given", int(asked.get("nproc_per_node") or 1), ())
+
+
+DEFAULTS = {
+    "--save-interval": "4",
+    "--keep-last": "3",
+    "--peer-checkpoint-interval": "1",
+    "--rerun-mode": "validate_results",
+    "--check-state-interval": "1",
+}
+"""Flags of a run with faults that the user has not given."""
+
+
+def completed(
+    program: Program, words: Sequence[str], case: Case, save: Path, *, bare: bool = False
+) -> tuple[list[str], list[str]]:
+    """Return the flags of a case's run, and those of them that were added to the user's.
+
+    With ``bare`` nothing is added that guards the run.
+    """
+    asked = read_words(words, program).values
+    given = {name for section in asked.values() for name in section}
+    wanted = {"--log-interval": "1", "--train-iters": str(case.steps)}
+    if not bare:
+        wanted |= {**DEFAULTS, "--max-restarts": str(2 * len(case.faults) + 4)}
+    added = []
+    for flag, value in wanted.items():
+        if flag[2:].replace("-", "_") not in given:
+            added += [flag, value]
+    fixed = ["--nproc-per-node", str(case.layout.ranks), "--save", str(save)]
+    return [*words, *case.layout.flags, *added, *fixed], [*added, *fixed]
