@@ -1,4 +1,4 @@
-"""The four kinds of error that a user can meet, and how programs and their processes end.
+"""The kinds of error that a user can meet, and how programs and their processes end.
 
 An error's message is a sentence: what is wrong, its value, the broken rule, and what to do.
 """
@@ -36,6 +36,10 @@ class DataError(MegatronExtError):
 
 class CheckpointError(MegatronExtError):
     """A checkpoint that is partial, damaged, or does not fit the run."""
+
+
+class MachineFault(MegatronExtError):
+    """A fault of a machine: no error of the user's, so that a restart makes sense."""
 
 
 class DeviceNotSupported(MegatronExtError):

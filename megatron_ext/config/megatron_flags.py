@@ -175,9 +175,9 @@ only checkpoints that stay are written; use `--save-interval` with `--keep-last`
     non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir
     non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication replication-jump
     replication-factor most-recent-k
-steps are not run twice to find faulty hardware; use `--check-invariants`:
-    rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename
-    check-for-spiky-loss check-for-large-grads
+faults are put into a run from outside, and events go to faults.jsonl in the save folder; leave it
+out:
+    error-injection-rate error-injection-type result-rejected-tracker-filename
 fully sharded data parallelism saves no checkpoint that other layouts load; use
 `--use-distributed-optimizer` with `--data-parallel-sharding-strategy optim_grads`:
     use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import yaml
 
+from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.config.layers import layers_without_rope
 from megatron_ext.config.model import ACTIVATIONS, ModelConfig
 from megatron_ext.config.moe import MoEConfig
@@ -52,6 +53,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     device: str = "cpu"

@@ -9,7 +9,7 @@ and counts as an iteration, but does not advance the learning rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,13 @@ class UpdateResult:
 
     The first read of a property waits for this update, but not for work launched after it. The
     scalars, each ``[]``, are ``flag`` (bool, read as `applied`), ``norm`` and ``zeros`` (float64).
+
+    Attributes:
+        sizes: a measure of each gradient that this rank counts, ``[n]`` for each optimizer of a
+            chain that counts any; not finite where the gradient is not.
     """
+
+    sizes: Sequence[Tensor] = ()
 
     def __init__(self, flag: Tensor, norm: Tensor, zeros: Tensor | None = None) -> None:
         self.flag, self.norm, self.zeros = flag, norm, zeros
@@ -87,12 +93,14 @@ def update_parameters(
         overflow = UpdateResult(torch.isfinite(norm), norm)
         assert not overflow.applied
         return overflow
-    norm = global_grad_norm(optimizer)
+    sizes: list[Tensor] = []
+    norm = global_grad_norm(optimizer, sizes)
     if gradient_scale is not None:
         norm = norm * gradient_scale
     zeros = count_zeros(optimizer) if optimizer.config.log_num_zeros_in_grad else None
     finite = torch.isfinite(norm)
     update = UpdateResult(finite if approve is None else finite & approve(norm), norm, zeros)
+    update.sizes = sizes
     if decides_on_device(optimizer):
         _update_where_finite(optimizer, update, clip_grad, gradient_scale)
     elif update.applied:
@@ -187,12 +195,20 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def global_grad_norm(optimizer: MegatronOptimizer) -> Tensor:
+def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = None) -> Tensor:
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
-    All ranks call this together. The ranks' sums of squares are added in double precision.
+    All ranks call this together. The ranks' sums of squares are added in double precision. The list
+    ``sizes`` gets the `UpdateResult.sizes` of this rank's gradients.
     """
-    return _over_ranks(optimizer, _sum_of_squares).sqrt()
+
+    def sum_of_squares(grads: list[Tensor]) -> Tensor:
+        found = _sizes(grads)
+        if sizes is not None:
+            sizes.append(found)
+        return _sum_of_squares(found)
+
+    return _over_ranks(optimizer, sum_of_squares).sqrt()
 
 
 def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
@@ -219,11 +235,19 @@ def _over_ranks(
     return total
 
 
-def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all gradients, float64; a GPU sums in single precision."""
+def _sizes(grads: list[Tensor]) -> Tensor:
+    """Return each gradient's sum of squares, float64 ``[n]``; on a GPU its norm, float32."""
     if grads[0].is_cuda:
-        return torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
-    return sum(map(_square, grads), torch.zeros((), dtype=torch.float64))
+        return torch.stack(torch._foreach_norm(grads))
+    return torch.stack([_square(grad) for grad in grads])
+
+
+def _sum_of_squares(sizes: Tensor) -> Tensor:
+    """Return the sum of squares of all gradients, float64; a GPU sums in single precision."""
+    if sizes.is_cuda:
+        total: Tensor = torch.linalg.vector_norm(sizes)
+        return total.double().square()
+    return sum(sizes.unbind(0), torch.zeros((), dtype=torch.float64))
 
 
 def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:

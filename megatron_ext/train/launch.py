@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from megatron_ext.device import Device
-from megatron_ext.errors import MegatronExtError, end_with_parent
+from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
 from megatron_ext.faults.host import shared_host_folder
 from megatron_ext.parallel.context import NoAnswer, contact_fault
 
@@ -205,6 +205,7 @@ def run_rank(main: Main) -> int:
         return main() or 0
     except MegatronExtError as error:
         message, code = str(error), EXIT_CODE_USER_ERROR
+        code = 1 if isinstance(error, MachineFault) else code
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0_OF_A_RUN)
     except KeyboardInterrupt:

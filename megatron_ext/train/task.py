@@ -57,6 +57,10 @@ STEP_FLAGS = {
 """Flags, by section, that only work if the forward step implements them, as GPT's does."""
 
 
+RUNNER_FLAGS = {"rerun_mode", "rerun_interval", "check_state_interval"}
+"""Flags that only `step.StepRunner` itself implements, not a task's own ``step_runner``."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Task(TaskFlags):
     """Everything that a program trains: flags (see `TaskFlags`), data, model, step and cost.
@@ -182,6 +186,7 @@ class TaskChoice:
 def check_own_flags(task: Task, config: RunConfig) -> None:
     """Raise a ConfigError with a sentence for each flag that the task's step or model ignores."""
     errors = [*_step_errors(task, config), *_chunk_errors(task, config)]
+    errors += _runner_errors(task, config)
     if errors:
         raise ConfigError(errors)
 
@@ -209,6 +214,16 @@ def _chunk_errors(task: Task, config: RunConfig) -> list[str]:
         for chunk, kinds in task.chunk_sections.items()
         if chunk is not task.model_chunk
         for flag in changed(config, [*named([kind for kind in kinds if config.has(kind)])])
+    ]
+
+
+def _runner_errors(task: Task, config: RunConfig) -> list[str]:
+    if task.step_runner is None:
+        return []
+    return [
+        f"`{flag}` looks into the steps of one network, but this task takes steps of its own; "
+        "leave it out."
+        for flag in changed(config, ["fault_tolerance"], RUNNER_FLAGS)
     ]
 
 

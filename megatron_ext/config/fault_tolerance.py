@@ -1,0 +1,49 @@
+"""Flags of what a run does about faults: of machines, of numbers, and of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import COUNT, Changeable, flag
+
+DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
+"""The values of ``--rerun-mode``, which are Megatron-LM's."""
+
+
+@dataclass(frozen=True)
+class FaultToleranceConfig(Changeable):
+    """How a run finds faults, and how it goes on after them."""
+
+    rerun_mode: str = flag(
+        DISABLED,
+        "validate_results computes a step again whose result is refused, because it is not finite, "
+        "differs between replicas or is a spike, and uses the second result if that is good; "
+        "report_stats only tells whether steps repeat (the default differs from Megatron-LM's)",
+        choices=(DISABLED, VALIDATE, STATS),
+    )
+    rerun_interval: int | None = flag(
+        None,
+        "with --rerun-mode, compute the gradients of one step in so many twice and compare their "
+        "bits; where they differ, validate_results lets a third computation decide",
+        COUNT,
+        "steps",
+    )
+    check_state_interval: int | None = flag(
+        None,
+        "in one step out of so many, check that no bit of a weight or of the optimizer's state "
+        "changes between two updates",
+        COUNT,
+        "steps",
+    )
+
+    def errors(self) -> Iterator[str]:
+        """Yield a sentence for each fault in the flags of this section."""
+        mode, interval = self.rerun_mode, self.rerun_interval
+        if mode == DISABLED and interval is not None:
+            yield (
+                f"`--rerun-interval` ({interval}) needs `--rerun-mode`; give validate_results or "
+                "report_stats."
+            )
+        if mode == STATS and interval is None:
+            yield f"`--rerun-mode` ({mode}) needs `--rerun-interval`; 1 compares every step."

@@ -1,0 +1,186 @@
+"""Tells at once which step was not finite, on which ranks, and in which parameter first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext import core
+from megatron_ext.config.fault_tolerance import VALIDATE
+from megatron_ext.faults.events import append_event
+from megatron_ext.optim.shards import shards_of
+from megatron_ext.optim.update import UpdateResult, parts_of
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.callbacks.invariants import named_parameters
+from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepResult
+
+_AXES = {"dp": "data", "cp": "context", "tp": "tensor", "pp": "pipeline"}
+
+
+def places(ranks: Sequence[int], context: ParallelContext) -> str:
+    """Return ranks with the positions that they share, such as "ranks 2, 3 (data 1, pipeline 0)".
+
+    A position is left out if the layout has only one, or if the ranks differ in it.
+    """
+    positions = [context.layout.position(rank) for rank in ranks]
+    sizes = {axis: len(context.layout.groups(axis)[0]) for axis in _AXES}
+    shared = [
+        f"{word} {positions[0][axis]}"
+        for axis, word in _AXES.items()
+        if sizes[axis] > 1 and len({position[axis] for position in positions}) == 1
+    ]
+    listed = ", ".join(map(str, ranks))
+    where = f" ({', '.join(shared)})" if shared else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{where}"
+
+
+def announce(run: Run, kind: str, sentence: str, **facts: Any) -> None:
+    """Print a sentence on the reporting rank, and append an event to the save folder.
+
+    All ranks that know the same facts call this. ``kind`` and ``facts`` are those of
+    `faults.events`.
+    """
+    run.reporters.say(sentence)
+    if run.context.is_reporting_rank:
+        ranks = facts.get("ranks") or []
+        rank = ranks[0] if len(ranks) == 1 else None
+        append_event(run.config.checkpoint.save, kind, rank=rank, **facts)
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """The parts of a step that are not finite on one rank.
+
+    Attributes:
+        parameters: names of parameters whose gradient is not finite, in the order of the model.
+        loss: whether a loss of this rank's micro-batches is not finite.
+    """
+
+    rank: int
+    parameters: list[str]
+    loss: bool
+
+    @property
+    def found(self) -> bool:
+        return bool(self.parameters) or self.loss
+
+
+def not_finite_here(run: Run, losses: Sequence[Tensor]) -> NotFinite:
+    """Look through this rank's gradients of the last step, and through its losses."""
+    bad = [
+        name
+        for name, parameter in named_parameters(run.runner.trained_chunks)
+        if not bool(torch.isfinite(parameter.main_grad).all())  # type: ignore[attr-defined]
+    ]
+    return NotFinite(run.context.rank, bad, not all(bool(x.isfinite().all()) for x in losses))
+
+
+def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) -> dict[str, Any]:
+    """Return the facts about a step that is not finite, from what its ranks found.
+
+    The facts are the sentence, the ranks, the first bad parameter and the cause: "loss",
+    "gradient" or, if only their sum of squares overflows, "norm". Among the ranks with a bad
+    gradient, the ranks with the fewest bad parameters come closest to the cause of a single fault.
+    """
+    with_gradients = [each for each in found if each.parameters]
+    cause = "loss" if any(each.loss for each in found) else "gradient"
+    if not with_gradients and cause == "gradient":
+        sentence = f"its gradients are finite, but their norm is {norm}"
+        return {"sentence": sentence, "ranks": [], "parameter": None, "cause": "norm"}
+    fewest = min((len(each.parameters) for each in with_gradients), default=0)
+    nearest = [each for each in with_gradients if len(each.parameters) == fewest]
+    ranks = [each.rank for each in (nearest or [each for each in found if each.loss])]
+    parameter = nearest[0].parameters[0] if nearest else None
+    loss = "the loss too" if cause == "loss" else "the loss is finite"
+    sentence = f"the loss is not finite on {places(ranks, context)}"
+    if parameter is not None:
+        sentence = f"the gradient of `{parameter}` first, on {places(ranks, context)}; {loss}"
+    return {"sentence": sentence, "ranks": ranks, "parameter": parameter, "cause": cause}
+
+
+class NonFinite(Callback):
+    """Tells where a skipped step was not finite, unless ``--rerun-mode`` tells it.
+
+    Where the host decides on the update, as on a CPU, that is told in the step itself. Where the
+    device decides, the host learns of it during the next step and reads the norm of each gradient,
+    which the device has kept. Under fp16, whose loss scale overflows now and then, nothing is told.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._names: list[list[str]] | None = None
+        self._pending: tuple[int, StepResult] | None = None
+        self._active = run.config.fault_tolerance.rerun_mode != VALIDATE
+        self._active &= not run.config.precision.fp16
+
+    def after_update(self, result: StepResult) -> None:
+        if not self._active:
+            return
+        self._tell_late()
+        iteration = self.run.progress.iteration
+        if not self.run.runner.settled:
+            self._pending = iteration, result
+            if self._names is None:
+                self._names = gradient_names(self.run)
+        elif not result.update.applied and not math.isfinite(result.update.grad_norm):
+            here = not_finite_here(self.run, list(result.losses.values()))
+            self._tell(iteration, result.update, here)
+
+    def on_train_end(self) -> None:
+        self._tell_late()
+
+    def _tell_late(self) -> None:
+        """Tell about the step before this one, whose update is over by now."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        iteration, result = pending
+        update = result.update
+        if update.applied or math.isfinite(update.grad_norm) or self._names is None:
+            return
+        bad = [
+            name
+            for names, sizes in zip(self._names, update.sizes, strict=True)
+            for name, size in zip(names, sizes.tolist(), strict=True)
+            if not math.isfinite(size)
+        ]
+        losses = [float(loss) for loss in result.losses.values()]
+        here = NotFinite(self.run.context.rank, bad, not all(map(math.isfinite, losses)))
+        self._tell(iteration, update, here)
+
+    def _tell(self, iteration: int, update: UpdateResult, here: NotFinite) -> None:
+        """Gather what the ranks found that share the norm, and announce it."""
+        run = self.run
+        group = parts_of(run.optimizer)[0].get_grad_stats_parallel_group()
+        gathered: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(gathered, here, group=group)
+        found = [each for each in gathered if each.found]
+        facts = describe(found, update.grad_norm, run.context)
+        sentence = f"iteration {iteration} is not finite: {facts.pop('sentence')}"
+        announce(run, "non_finite", sentence, iteration=iteration, **facts)
+
+
+def gradient_names(run: Run) -> list[list[str]]:
+    """Return the names of the parameters whose gradients a norm counts, as in `UpdateResult.sizes`.
+
+    It is called after an update, while the optimizers still hold the gradients.
+    """
+    named = {id(p): name for name, p in named_parameters(run.runner.trained_chunks)}
+    found = []
+    for part in parts_of(run.optimizer):
+        owner = {}
+        for shard in shards_of(part):
+            for attribute in ("grad", "decoupled_grad"):
+                gradient = getattr(shard.main, attribute, None)
+                if gradient is not None:
+                    owner[id(gradient)] = named.get(id(shard.parameter), "a parameter")
+        grads = core.gradients_for_norm(part)
+        found.append([owner.get(id(gradient), "a parameter") for gradient in grads])
+    return [names for names in found if names]
