@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import COUNT, Changeable, flag
+from megatron_ext.config.flags import COUNT, FACTOR, Changeable, Range, flag
 
 DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
 """The values of ``--rerun-mode``, which are Megatron-LM's."""
@@ -35,6 +35,26 @@ class FaultToleranceConfig(Changeable):
         "changes between two updates",
         COUNT,
         "steps",
+    )
+
+    on_spike: str | None = flag(
+        None,
+        "what to do about a step whose loss or gradient norm leaps far above those of the steps "
+        "before: log tells it, skip does not apply its update, rewind also goes back to the newest "
+        "saved state and on with the samples after the spike; without it nobody looks",
+        choices=("log", "skip", "rewind"),
+    )
+    spike_window: int = flag(
+        128,
+        "with --on-spike, the steps whose median and deviation a step is compared with; nothing is "
+        "a spike in the first half of so many steps",
+        Range(4, 10**4),
+        "steps",
+    )
+    spike_factor: float = flag(
+        8.0,
+        "with --on-spike, the standard deviations above the median beyond which a value is a spike",
+        FACTOR,
     )
 
     def errors(self) -> Iterator[str]:

@@ -145,6 +145,7 @@ NEEDS = {
     ),
     "--fp16": "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     "--exit-signal-handler": "exit_signal",
+    "--on-spike": "spike_window spike_factor",
     "--profile": "profile_step_start profile_step_end profile_ranks",
     "--optimizer sgd": "sgd_momentum",
     "--optimizer adam or muon": (

@@ -115,6 +115,7 @@ class Progress:
         lowest_loss: validation loss that early stopping compares with; None before the first.
         stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
         data_plan: digest of all that decides each step's samples; empty for data without a digest.
+        recent_values: loss and gradient norm of the last steps, for ``--on-spike``; else empty.
     """
 
     iteration: int = 0
@@ -128,6 +129,7 @@ class Progress:
     lowest_loss: float | None = None
     stale_evaluations: int = 0
     data_plan: str = ""
+    recent_values: list[list[float]] = field(default_factory=list)
 
     def advance(self, stats: StepStats, steps_per_epoch: int | None) -> None:
         """Count a training step, even if its update was skipped."""

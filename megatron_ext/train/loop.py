@@ -26,6 +26,7 @@ from megatron_ext.train.callbacks.invariants import Invariants
 from megatron_ext.train.callbacks.non_finite import NonFinite
 from megatron_ext.train.callbacks.rerun import Rerun
 from megatron_ext.train.callbacks.resting_state import RestingState
+from megatron_ext.train.callbacks.spikes import Spikes
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
@@ -40,7 +41,7 @@ def train(run: Run) -> int | None:
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
         return 0
     callbacks: list[Callback] = [WeightAverage(run), StepProfiler(run), Invariants(run)]
-    callbacks += [NonFinite(run), Rerun(run), RestingState(run)]
+    callbacks += [NonFinite(run), Rerun(run), RestingState(run), Spikes(run)]
     callbacks.append(Evaluation(run, callbacks))
     callbacks += [build(run) for build in run.task.callbacks]
     callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]

@@ -57,7 +57,7 @@ STEP_FLAGS = {
 """Flags, by section, that only work if the forward step implements them, as GPT's does."""
 
 
-RUNNER_FLAGS = {"rerun_mode", "rerun_interval", "check_state_interval"}
+RUNNER_FLAGS = {"rerun_mode", "rerun_interval", "check_state_interval", "on_spike"}
 """Flags that only `step.StepRunner` itself implements, not a task's own ``step_runner``."""
 
 

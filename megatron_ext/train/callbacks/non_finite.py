@@ -88,6 +88,7 @@ def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) 
     The facts are the sentence, the ranks, the first bad parameter and the cause: "loss",
     "gradient" or, if only their sum of squares overflows, "norm". Among the ranks with a bad
     gradient, the ranks with the fewest bad parameters come closest to the cause of a single fault.
+    As the gradients have been summed over the replicas, they do not tell which replica it was.
     """
     with_gradients = [each for each in found if each.parameters]
     cause = "loss" if any(each.loss for each in found) else "gradient"
@@ -101,7 +102,10 @@ def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) 
     loss = "the loss too" if cause == "loss" else "the loss is finite"
     sentence = f"the loss is not finite on {places(ranks, context)}"
     if parameter is not None:
-        sentence = f"the gradient of `{parameter}` first, on {places(ranks, context)}; {loss}"
+        replicas = context.layout.data_parallel_size * context.layout.context_parallel_size
+        summed = " (in the sum over the replicas)" if replicas > 1 else ""
+        sentence = f"the gradient of `{parameter}`{summed} first, on {places(ranks, context)}; "
+        sentence += loss
     return {"sentence": sentence, "ranks": ranks, "parameter": parameter, "cause": cause}
 
 

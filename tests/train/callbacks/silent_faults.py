@@ -24,6 +24,8 @@ FLAGS = [
     *"--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 5".split(),
 ]
 
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
 
 class FinalState(Callback):
     """Writes the bits of weights and optimizer at the end of a run to ``state_<rank>.json``."""
