@@ -40,9 +40,8 @@ class FaultToleranceConfig(Changeable):
     on_spike: str | None = flag(
         None,
         "what to do about a step whose loss or gradient norm leaps far above those of the steps "
-        "before: log tells it, skip does not apply its update, rewind also goes back to the newest "
-        "saved state and on with the samples after the spike; without it nobody looks",
-        choices=("log", "skip", "rewind"),
+        "before: log tells it, skip does not apply its update; without it nobody looks",
+        choices=("log", "skip"),
     )
     spike_window: int = flag(
         128,

@@ -30,7 +30,7 @@ _SAME_NORM = 1e-6
 """Relative difference of gradient norms below which replicas agree."""
 
 Found = dict[int, list[str]]
-"""What differs between two computations, by the rank on which it does."""
+"""Names of what differs between two computations, by rank."""
 
 
 class Rerun(Callback):

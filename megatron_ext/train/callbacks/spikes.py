@@ -64,12 +64,12 @@ class Spike:
 
 
 class Spikes(Callback):
-    """Tells spikes, and with ``--on-spike`` skip or rewind does not apply their update.
+    """Tells spikes, and with ``--on-spike skip`` does not apply their update.
 
     The last values are part of the saved progress, so that a resumed run decides alike. All values
     are remembered, also those of spikes: a level that stays high becomes normal after half of
-    ``--spike-window`` steps. On a GPU, log reads the values of a step during the next one; skip and
-    rewind wait for them in each step.
+    ``--spike-window`` steps. On a GPU, log reads the values of a step during the next one, and skip
+    waits for them in each step.
     """
 
     def __init__(self, run: Run) -> None:
@@ -80,7 +80,7 @@ class Spikes(Callback):
         self._first_sample = 0
         self._read: list[float] | None = None
         self._pending: tuple[int, int, int, HostCopy] | None = None
-        if self._action in ("skip", "rewind"):
+        if self._action == "skip":
             run.runner.approvals.append(self._approve)
 
     def before_step(self) -> None:
@@ -136,8 +136,7 @@ class Spikes(Callback):
         """Judge the step whose values were not read yet; they have arrived by now."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            *here, values = pending
-            self._judge(*here, values.read())
+            self._judge(*pending[:3], pending[3].read())
 
     def _judge(self, iteration: int, first: int, end: int, read: list[float]) -> None:
         """Announce a spike in the samples from ``first`` to before ``end``; remember the values."""

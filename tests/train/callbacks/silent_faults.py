@@ -47,7 +47,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 @dataclass
 class Ended:
-    """What a run leaves: reports of its steps, events, and final bits by rank."""
+    """The traces of a run: reports of its steps, events, and final bits by rank."""
 
     rows: Rows
     events: list[dict[str, Any]]
