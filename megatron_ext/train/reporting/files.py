@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+METRICS_FILE = "metrics.jsonl"
+CONFIGURATION_FILE = "config.yaml"
+
+
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
     """Return a report's log line: Megatron-LM's fields, with this package's before the last two."""
     parts = [
@@ -110,12 +114,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 row = json.loads(line)
             except ValueError:
                 break
-            words = {name: value for name, value in row.items() if isinstance(value, str)}
-            rows.append(row | {k: _NOT_FINITE[v] for k, v in words.items() if v in _NOT_FINITE})
+            rows.append(with_numbers(row))
     return rows
 
 
-def _as_json(row: Mapping[str, Any]) -> str:
+def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """Turn the words of a row that stand for numbers that are not finite into these numbers."""
+    words = [k for k, v in row.items() if isinstance(v, str) and v in _NOT_FINITE]
+    return row | {name: _NOT_FINITE[row[name]] for name in words} if words else row
+
+
+def as_json(row: Mapping[str, Any]) -> str:
     """Return a row as a line of JSON, where a number that is not finite is a word such as "NaN"."""
     numbers = {name: value for name, value in row.items() if isinstance(value, float)}
     words = {k: json.dumps(v) for k, v in numbers.items() if not math.isfinite(v)}
@@ -131,18 +140,18 @@ class MetricsFile:
 
     def __init__(self, folder: Path, resumed_at: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS_FILE
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["iteration"] <= resumed_at and not row.get("final")]
         temporary = self.path.with_suffix(".jsonl.tmp")
-        temporary.write_text("".join(map(_as_json, kept)), encoding="utf-8")
+        temporary.write_text("".join(map(as_json, kept)), encoding="utf-8")
         os.replace(temporary, self.path)
         self._file = self.path.open("a", encoding="utf-8")
         if resumed_at and kept:
             self._write({"kind": "resumed", "iteration": resumed_at})
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(_as_json(row))
+        self._file.write(as_json(row))
         self._file.flush()
 
     def on_iteration(self, record: IterationRecord) -> None:
@@ -242,11 +251,11 @@ def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> No
         marker = "." if len(values) < 60 else ""
         axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)
         return
-    (line,) = axes.plot(steps, _smoothed(values), linewidth=1.6, **style)
+    (line,) = axes.plot(steps, smoothed(values), linewidth=1.6, **style)
     axes.plot(steps, values, linewidth=0.8, alpha=0.3, color=line.get_color())
 
 
-def _smoothed(values: list[float]) -> list[float]:
+def smoothed(values: list[float]) -> list[float]:
     """Return the exponential moving average over about a fiftieth of the values, bias-corrected."""
     keep = 1 - 1 / max(2.0, len(values) / 50)
     mean, weight, out = 0.0, 0.0, []

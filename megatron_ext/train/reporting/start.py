@@ -19,8 +19,8 @@ from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.sdpa import flash_3_in_use
 from megatron_ext.optim.muon import Muon
+from megatron_ext.train.reporting.files import CONFIGURATION_FILE
 
-CONFIGURATION_FILE = "config.yaml"
 STARTED = "> starting"
 """Begins the first line of a run that has passed all checks."""
 _WIDTH = 100

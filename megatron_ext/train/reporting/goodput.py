@@ -1,0 +1,338 @@
+"""Accounts for every second of a run: which made progress that was kept, and what took the rest.
+
+Goodput is the share of the wall time that made training progress which was kept, as Google's
+ml-goodput-measurement defines it (https://pypi.org/project/ml-goodput-measurement/): steps whose
+result no restart threw away. The rest is lost to starting, waiting for data, saving, evaluating,
+faults and restarts. A step counts with its communication and its pipeline bubbles, which are shown
+apart.
+
+The wall time of a run is the sum over its launches, each from the start of the launcher to its
+end. It is covered by the rows of kind "time" in metrics.jsonl, which hold the seconds of each phase
+between two moments, and by the gaps between them, which faults leave. No second is counted twice
+or left out, since each moment belongs to one row or to one gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+Seconds = dict[str, float]
+
+TIME, LAUNCHED, ENDED = "time", "launched", "ended"
+"""Kinds of rows: the seconds of an interval; a start of the ranks; the end of a launch."""
+PREFIX = "seconds/"
+"""Begins the names of the phases in a row of kind "time"."""
+
+CATEGORIES = {
+    "computing": "computing",
+    "reduce": "communication",
+    "bubble": "pipeline bubbles",
+    "data": "waiting for data",
+    "save": "saving",
+    "evaluate": "evaluation",
+    "start": "starting",
+    "lost": "lost to faults",
+    "restart": "restarting",
+    "other": "other",
+}
+"""What a second can be spent on, with its words; the first three make up goodput."""
+PRODUCTIVE = ("computing", "reduce", "bubble")
+_OF_PHASES = {"forward": "computing", "backward": "computing", "update": "computing"}
+_OUTSIDE_STEPS = ("start", "save", "restart")
+"""Categories that a step which is done again does not lose a second time."""
+_SAME_LAUNCH = 1.0
+"""Seconds by which two ranks may disagree about the start of their launcher."""
+
+
+def number(value: object) -> float:
+    """Return a finite number of a file as a float; raise a ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is no number")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError(f"{found} is not finite")
+    return found
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A stretch of a run's wall time, from ``start`` to ``end`` in seconds since the epoch.
+
+    Attributes:
+        seconds: seconds by category of `CATEGORIES`; they sum to ``end - start``.
+        iteration: the last step done before ``end``.
+    """
+
+    start: float
+    end: float
+    seconds: Seconds
+    iteration: int
+
+
+@dataclass
+class Goodput:
+    """The account of a run's wall time.
+
+    Attributes:
+        intervals: what each stretch of time was spent on, in order.
+        launches: times of start and end of each launch of the run.
+    """
+
+    intervals: list[Interval] = field(default_factory=list)
+    launches: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def wall(self) -> float:
+        """Return the wall time in seconds: the sum over all launches."""
+        return sum(end - start for start, end in self.launches)
+
+    @property
+    def seconds(self) -> Seconds:
+        """Return the seconds by category over the whole run."""
+        totals = dict.fromkeys(CATEGORIES, 0.0)
+        for interval in self.intervals:
+            for name, value in interval.seconds.items():
+                totals[name] += value
+        return totals
+
+    @property
+    def share(self) -> float:
+        """Return goodput, from 0 to 1; 0 for a run without any time."""
+        seconds = self.seconds
+        return sum(seconds[name] for name in PRODUCTIVE) / self.wall if self.wall > 0 else 0.0
+
+    def losses(self) -> list[tuple[str, float]]:
+        """Return the categories that are no goodput with their seconds, the largest first."""
+        lost = [(k, v) for k, v in self.seconds.items() if k not in PRODUCTIVE and v > 0]
+        return sorted(lost, key=lambda entry: -entry[1])
+
+    def sentence(self) -> str:
+        """Return goodput in one sentence with its three largest losses."""
+        parts = [
+            f"{CATEGORIES[name]} {show_seconds(value)} ({value / self.wall:.1%})"
+            for name, value in self.losses()[:3]
+        ]
+        losses = f"; the largest losses: {', '.join(parts)}" if parts else ""
+        return f"goodput {self.share:.1%} of {show_seconds(self.wall)}{losses}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a duration for people, such as "0.31 s", "42.0 s", "12 min 5 s" or "3 h 20 min"."""
+    if seconds < 100:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+@dataclass(frozen=True)
+class _TimeRow:
+    """A row of kind "time" with checked fields; ``seconds`` is by category."""
+
+    start: float
+    end: float
+    before: int
+    iteration: int
+    launched_at: float
+    generation: int
+    seconds: Seconds
+
+    @classmethod
+    def of(cls, row: Row) -> _TimeRow:
+        """Check a row of the file; raise a ValueError or KeyError if it is damaged."""
+        generation = int(number(row.get("generation", 0)))
+        seconds: Seconds = {}
+        for name, value in row.items():
+            if name.startswith(PREFIX):
+                phase = name.removeprefix(PREFIX)
+                if phase == "start" and generation > 0:
+                    phase = "restart"
+                category = _OF_PHASES.get(phase, phase if phase in CATEGORIES else "other")
+                seconds[category] = seconds.get(category, 0.0) + max(0.0, number(value))
+        return cls(
+            start=number(row["from"]),
+            end=number(row["to"]),
+            before=int(number(row["before"])),
+            iteration=int(number(row["iteration"])),
+            launched_at=number(row["launched_at"]),
+            generation=generation,
+            seconds=seconds,
+        )
+
+
+def account(rows: Sequence[Row], events: Sequence[Row] = ()) -> Goodput:
+    """Return the account of a run from the rows of metrics.jsonl and the events of its faults.
+
+    Damaged rows are left out; their time becomes a gap. A run whose end no row tells, because it
+    still goes on or its launcher was killed, ends at its last row or event.
+    """
+    times = list(_checked(rows))
+    kept = _kept_iterations(times)
+    faults = sorted(_faults(events), key=lambda fault: fault.time)
+    goodput = Goodput()
+    starts = sorted({row.launched_at for row in times})
+    launches = [s for i, s in enumerate(starts) if not i or s - starts[i - 1] > _SAME_LAUNCH]
+    for index, launched_at in enumerate(launches):
+        limit = launches[index + 1] if index + 1 < len(launches) else math.inf
+        chosen = [
+            (row, keep)
+            for row, keep in zip(times, kept, strict=True)
+            if launched_at <= row.launched_at <= launched_at + _SAME_LAUNCH
+        ]
+        mine = [fault for fault in faults if launched_at <= fault.time < limit]
+        last = max(row.end for row, _ in chosen)
+        end = max([last, *_ends(rows, launched_at), *(fault.time for fault in mine)])
+        goodput.launches.append((launched_at, min(end, limit)))
+        goodput.intervals += _Launch(launched_at, min(end, limit), mine).intervals(chosen)
+    return goodput
+
+
+def _checked(rows: Sequence[Row]) -> Iterator[_TimeRow]:
+    for row in rows:
+        if row.get("kind") == TIME:
+            try:
+                yield _TimeRow.of(row)
+            except (ValueError, KeyError):
+                continue
+
+
+def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[float]:
+    """Yield the ends that rows tell of one launch."""
+    for row in rows:
+        if row.get("kind") == ENDED:
+            try:
+                if abs(number(row["launched_at"]) - launched_at) <= _SAME_LAUNCH:
+                    yield number(row["time"])
+            except (ValueError, KeyError):
+                continue
+
+
+def _kept_iterations(times: Sequence[_TimeRow]) -> list[float]:
+    """Return for each row the last iteration whose steps no later row does again."""
+    kept, lowest = [], math.inf
+    for row in reversed(times):
+        kept.append(lowest)
+        lowest = min(lowest, row.before)
+    return kept[::-1]
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """A fault that was seen at ``time``, ``seen_after`` seconds after it happened."""
+
+    time: float
+    seen_after: float
+    iteration: int | None
+
+
+def _faults(events: Sequence[Row]) -> Iterator[_Fault]:
+    for event in events:
+        if event.get("kind") == "fault":
+            try:
+                at, iteration = number(event["time"]), event.get("iteration")
+                seen_after = number(event.get("seen_after") or 0.0)
+                found = None if iteration is None else int(number(iteration))
+            except (ValueError, KeyError):
+                continue
+            yield _Fault(at, max(0.0, seen_after), found)
+
+
+class _Launch:
+    """Fills one launch of a run with intervals from its start to its end."""
+
+    def __init__(self, start: float, end: float, faults: Sequence[_Fault]) -> None:
+        self._cursor, self._end, self._faults = start, end, faults
+        self._found: list[Interval] = []
+        self._before: _TimeRow | None = None
+        self._steps: _TimeRow | None = None
+
+    def intervals(self, rows: Sequence[tuple[_TimeRow, float]]) -> list[Interval]:
+        """Return intervals that cover the launch without overlap; rows come with `kept`."""
+        for row, kept in rows:
+            if row.start > self._cursor:
+                self._gap(row.start, row)
+            self._row(row, kept)
+        if self._end > self._cursor:
+            self._gap(self._end, None)
+        return self._found
+
+    def _add(self, end: float, seconds: Mapping[str, float], iteration: int) -> None:
+        """Add the interval from the cursor to ``end``; scale its seconds so that they fill it."""
+        end = min(end, self._end)
+        length = end - self._cursor
+        if length <= 0:
+            return
+        total = sum(seconds.values())
+        if total > length:
+            seconds = {name: value * length / total for name, value in seconds.items()}
+        filled = dict(seconds)
+        filled["other"] = filled.get("other", 0.0) + max(0.0, length - total)
+        self._found.append(Interval(self._cursor, end, filled, iteration))
+        self._cursor = end
+
+    def _row(self, row: _TimeRow, kept: float) -> None:
+        """Add a row; the share of its steps that were done again later becomes lost time."""
+        done = row.iteration - row.before
+        again = min(1.0, max(0.0, (row.iteration - kept) / done)) if done > 0 else 0.0
+        seconds: Seconds = {}
+        for name, value in row.seconds.items():
+            lost = 0.0 if name in _OUTSIDE_STEPS else again * value
+            seconds[name] = seconds.get(name, 0.0) + value - lost
+            seconds["lost"] = seconds.get("lost", 0.0) + lost
+        self._add(row.end, seconds, row.iteration)
+        self._before = row
+        self._steps = row if done > 0 else self._steps
+
+    def _gap(self, end: float, after: _TimeRow | None) -> None:
+        """Add the time between two rows, which a fault may have left, up to the row ``after``."""
+        faults = [f for f in self._faults if self._cursor <= f.time <= end]
+        restarted = after is not None and after.generation > 0
+        same = self._before is not None and after is not None
+        same = same and self._before.generation == after.generation  # type: ignore[union-attr]
+        iteration = self._before.iteration if self._before is not None else 0
+        if not faults and (same or not restarted):
+            name = "start" if self._before is None else "other"
+            self._add(end, {name: end - self._cursor}, iteration)
+            return
+        first = faults[0] if faults else _Fault(end, 0.0, None)
+        happened = max(self._cursor, first.time - first.seen_after)
+        self._unreported(happened, iteration, first, after)
+        self._add(first.time, {"lost": first.time - self._cursor}, iteration)
+        # A launch that nothing goes on from ends by its fault.
+        name = "lost" if after is None else "restart"
+        self._add(end, {name: end - self._cursor}, iteration)
+
+    def _unreported(
+        self, end: float, iteration: int, fault: _Fault, after: _TimeRow | None
+    ) -> None:
+        """Add the time from the last row to a fault: steps that were kept, and steps that were not.
+
+        Steps that the restart restored from memory were kept, though no row tells their seconds;
+        they are taken to be like those of the row before.
+        """
+        length = end - self._cursor
+        kept = after.before - iteration if after is not None else 0
+        if length <= 0 or kept <= 0 or self._steps is None:
+            self._add(end, {"lost": length}, iteration)
+            return
+        like = self._steps.seconds
+        total = sum(v for k, v in like.items() if k not in _OUTSIDE_STEPS) or 1.0
+        each = total / (self._steps.iteration - self._steps.before)
+        if fault.iteration is not None and fault.iteration > iteration:
+            share = min(1.0, kept / (fault.iteration - iteration))
+        else:
+            share = min(1.0, kept * each / length)
+        seconds = {
+            k: v / total * share * length for k, v in like.items() if k not in _OUTSIDE_STEPS
+        }
+        seconds["lost"] = seconds.get("lost", 0.0) + (1 - share) * length
+        self._add(end, seconds, iteration + kept)

@@ -1,0 +1,304 @@
+"""The tables of a run's report: faults, checkpoints, other events, settings and environment."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from megatron_ext.config.flags import flags_of
+from megatron_ext.config.run import engine_sections, named
+from megatron_ext.train.reporting.charts import show
+from megatron_ext.train.reporting.goodput import LAUNCHED, number, show_seconds
+from megatron_ext.train.reporting.run_folder import PostMortem, Row, RunFolder, time_of
+
+MAX_ROWS = 300
+"""Most rows of a table; the newest are shown."""
+_MAX_TEXT = 600
+NOTHING = "–"
+FAULT, RESTART, SAVED = "fault", "restart", "saved"
+NOTICED = {
+    "spike": "spike",
+    "non_finite": "not finite",
+    "mismatch": "mismatch",
+    "slow_rank": "slow rank",
+    "save_failed": "failed save",
+    "checkpoint_refused": "refused checkpoint",
+}
+"""Kinds of events that are neither faults nor saves, with their words."""
+
+
+@dataclass
+class Table:
+    """A table of texts.
+
+    Attributes:
+        columns: headings; those in ``numeric`` are aligned to the right.
+        ids: the anchors of the rows, where other parts of the page lead to them.
+        note: a sentence below the table.
+    """
+
+    columns: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    numeric: frozenset[str] = frozenset()
+    ids: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def shortened(self) -> Table:
+        """Return the table with at most `MAX_ROWS` rows, and a note if some are missing."""
+        if len(self.rows) <= MAX_ROWS:
+            return self
+        note = f"{self.note} The newest {MAX_ROWS} of {len(self.rows)} are shown.".strip()
+        rows, ids = self.rows[-MAX_ROWS:], self.ids[-MAX_ROWS:]
+        return dataclasses.replace(self, rows=rows, ids=ids, note=note)
+
+
+def text_of(value: object, limit: int = _MAX_TEXT) -> str:
+    """Return a value of a file as a short text on one line, without control characters."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, float):
+        text = show(value)
+    elif isinstance(value, Mapping):
+        text = ", ".join(f"{k}: {text_of(v, 80)}" for k, v in list(value.items())[:40])
+    elif isinstance(value, (list, tuple)):
+        text = ", ".join(text_of(item, 80) for item in list(value)[:40])
+    else:
+        text = str(value)[: 4 * limit]
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def seconds_of(value: object) -> str:
+    """Return a number of seconds for people; a dash if the value is no number."""
+    try:
+        return show_seconds(number(value))
+    except ValueError:
+        return NOTHING
+
+
+def moment(value: object) -> str:
+    """Return seconds since the epoch as a time in UTC; a dash if they are none."""
+    try:
+        when = datetime.fromtimestamp(number(value), timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return NOTHING
+    return f"{when:%Y-%m-%d %H:%M:%S}"
+
+
+def integer_of(row: Mapping[str, Any], name: str) -> int | None:
+    try:
+        return int(number(row.get(name)))
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class FaultStory:
+    """A fault with the restart that followed and its post-mortem, where there are such."""
+
+    number: int
+    fault: Row
+    restart: Row | None
+    post_mortem: PostMortem | None
+
+    @property
+    def target(self) -> str:
+        """Return the id of the row that tells this fault."""
+        return f"fault-{self.number}"
+
+    @property
+    def headline(self) -> str:
+        """Return what happened, such as "rank 2: SIGKILL at iteration 31"."""
+        rank, iteration = (integer_of(self.fault, name) for name in ("rank", "iteration"))
+        who = "a rank" if rank is None else f"rank {rank}"
+        where = "" if iteration is None else f" at iteration {iteration}"
+        return f"{who}: {text_of(self.fault.get('cause') or 'fault', 60)}{where}"
+
+
+def fault_stories(folder: RunFolder) -> list[FaultStory]:
+    """Join each fault with its restart, the first one after it, and with its post-mortem."""
+    faults, restarts = folder.events_of(FAULT), folder.events_of(RESTART)
+    by_name = {p.name: p for p in folder.post_mortems}
+    in_order = folder.post_mortems if len(folder.post_mortems) == len(faults) else []
+    stories = []
+    for index, fault in enumerate(faults):
+        after = (r for r in restarts if time_of(r) >= time_of(fault))
+        named_one = by_name.get(str(fault.get("postmortem")))
+        post_mortem = named_one or (in_order[index] if in_order else None)
+        stories.append(FaultStory(index + 1, fault, next(after, None), post_mortem))
+    return stories
+
+
+def fault_table(stories: Sequence[FaultStory]) -> Table:
+    """Return a row for each fault: what, where, when it was seen, and what it cost."""
+    columns = (
+        "#", "time (UTC)", "iteration", "rank", "cause", "where", "seen after", "went on from",
+        "steps lost", "first new step after",
+    )  # fmt: skip
+    numeric = frozenset({"#", "iteration", "rank", "seen after", "steps lost", columns[-1]})
+    table = Table(columns, numeric=numeric)
+    for story in stories:
+        fault, restart = story.fault, story.restart or {}
+        source = restart.get("restored_from")
+        restored = NOTHING
+        if source is not None:
+            restored = f"iteration {text_of(restart.get('restored_iteration'))} ({text_of(source)})"
+        table.ids.append(story.target)
+        table.rows.append(
+            (
+                str(story.number),
+                moment(fault.get("time")),
+                text_of(fault.get("iteration")),
+                text_of(fault.get("rank")),
+                text_of(fault.get("cause")),
+                text_of(fault.get("where")),
+                seconds_of(fault.get("seen_after")),
+                restored,
+                text_of(restart.get("steps_lost")),
+                seconds_of(restart.get("seconds")),
+            )
+        )
+    return table.shortened()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A post-mortem as the page shows it; ``data`` is the address of an embedded PNG, or empty."""
+
+    title: str
+    folder: str
+    data: str
+    text: str
+
+
+def pictures(
+    stories: Sequence[FaultStory], limit: int = 10, max_bytes: int = 1_000_000
+) -> list[Picture]:
+    """Return the newest post-mortems, with their pictures as long as these fit into the page."""
+    found, left = list[Picture](), max_bytes
+    for story in [s for s in stories if s.post_mortem is not None][-limit:]:
+        entry = story.post_mortem
+        assert entry is not None
+        data = ""
+        if entry.picture is not None and len(entry.picture) <= left:
+            left -= len(entry.picture)
+            data = f"data:image/png;base64,{base64.b64encode(entry.picture).decode()}"
+        title = f"{story.number}. {story.headline}"
+        found.append(Picture(title, entry.name, data, entry.text[:20_000]))
+    return found
+
+
+def checkpoint_table(folder: RunFolder) -> Table:
+    """Return a row for each checkpoint in the folder or told by an event."""
+    columns = ("iteration", "saved (UTC)", "size", "written in", "steps waited", "how", "state")
+    numeric = frozenset({"iteration", "size", "written in", "steps waited"})
+    saves = {integer_of(e, "iteration"): e for e in folder.events_of(SAVED)}
+    stored = {c.iteration: c for c in folder.checkpoints}
+    newest = newest_whole(folder)
+    table = Table(columns, numeric=numeric)
+    for iteration in sorted({*stored, *(i for i in saves if i is not None)}):
+        save, found = saves.get(iteration, {}), stored.get(iteration)
+        how = {True: "asynchronous", False: "synchronous"}.get(save.get("asynchronous"), NOTHING)
+        state = "removed"
+        if found is not None:
+            state = f"damaged: {text_of(found.fault)}" if found.fault else "whole"
+            state = "whole, the newest" if iteration == newest else state
+        size = NOTHING if found is None else show_bytes(found.size)
+        times = moment(save.get("time")), seconds_of(save.get("seconds"))
+        stall = seconds_of(save.get("stall"))
+        table.rows.append((str(iteration), times[0], size, times[1], stall, how, state))
+    return table.shortened()
+
+
+def newest_whole(folder: RunFolder) -> int | None:
+    """Return the iteration of the newest checkpoint whose files are all there, if there is one."""
+    return max((c.iteration for c in folder.checkpoints if c.fault is None), default=None)
+
+
+def show_bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def noticed_table(folder: RunFolder) -> Table:
+    """Return a row for each event that is neither a fault nor a save: spikes, slow ranks, …"""
+    columns = ("time (UTC)", "iteration", "what", "facts")
+    table = Table(columns, numeric=frozenset({"iteration"}))
+    for event in folder.events_of(*NOTICED):
+        facts = "; ".join(
+            f"{text_of(name, 40).replace('_', ' ')}: {text_of(value, 300)}"
+            for name, value in list(event.items())[:30]
+            if name not in ("time", "kind", "iteration")
+        )
+        row = moment(event.get("time")), text_of(event.get("iteration")), NOTICED[event["kind"]]
+        table.ids.append(f"noticed-{len(table.rows) + 1}")
+        table.rows.append((*row, text_of(facts)))
+    return table.shortened()
+
+
+def settings_tables(
+    settings: Mapping[str, Any], sections: Sequence[type] = ()
+) -> list[tuple[str, Table]]:
+    """Return by section the settings that differ from their defaults.
+
+    ``sections`` are the classes of a program's own sections; all settings of a section of another
+    program are shown, since their defaults are not known.
+    """
+    kinds = engine_sections() | named(sections)
+    found = []
+    for section, values in settings.items():
+        if not isinstance(values, Mapping):
+            continue
+        table = Table(("setting", "value", "default"))
+        kind = kinds.get(str(section))
+        table.rows += _known(kind, values) if kind is not None else _unknown(values)
+        if table.rows:
+            found.append((text_of(section, 60), table))
+    return found
+
+
+def _known(kind: type, values: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    flags = {flag.field: flag for flag in flags_of("", kind)}
+    fields = {f.name for f in dataclasses.fields(kind)}
+    for name, value in values.items():
+        flag = flags.get(name)
+        if flag is not None:
+            default = flag.default
+            default = list(default) if isinstance(default, tuple) else default
+            if value != default:
+                yield flag.positive[0], _setting(value), _setting(default)
+        elif name not in fields:
+            yield text_of(name, 80), _setting(value), "not a setting of this version"
+
+
+def _unknown(values: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    for name, value in values.items():
+        yield text_of(name, 80), _setting(value), "not known here"
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else text_of(value)
+
+
+def environment_table(folder: RunFolder) -> Table:
+    """Return what the last start of the ranks has told of its machine and its packages."""
+    table = Table(("what", "value"))
+    rows = folder.of_kind(LAUNCHED)
+    last: Mapping[str, Any] = rows[-1] if rows else {}
+    for name, value in last.items():
+        if name in ("kind", "iteration", "launched_at", "time", "num_iterations"):
+            continue
+        words = value if isinstance(value, Mapping) else {name: value}
+        table.rows += [(text_of(k, 60).replace("_", " "), text_of(v, 4000)) for k, v in words.items()]
+    return table
