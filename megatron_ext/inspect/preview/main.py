@@ -48,27 +48,19 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.config import DataConfig, SftConfig
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
+from megatron_ext.train.reporting.page import style_sheet
 from megatron_ext.train.task import Task, TaskChoice
 
 EVERY = 64
 """Most tokens between two printed position ids; each line begins with one too."""
 
 _STYLE = """
-:root { color-scheme: light dark; --text: #1d2126; --page: #ffffff; --faint: #717a84;
-  --line: #d8dde2; --one: #f4f6f8; --two: #eaf0f7; --green: 46 160 67; --warn: #9a3412; }
-@media (prefers-color-scheme: dark) { :root { --text: #e4e7ea; --page: #14171a; --faint: #8b949e;
-  --line: #343b43; --one: #1b1f24; --two: #1a2430; --green: 63 200 95; --warn: #fdba74; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
-  max-width: 75rem; margin: 1.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
-table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: right;
-  border-bottom: 1px solid var(--line); } th:first-child, td:first-child { text-align: left;
-  overflow-wrap: anywhere; min-width: 14rem; } tr.all td { font-weight: 600; }
-.scroll { overflow-x: auto; } .warning { color: var(--warn); }
+:root { --one: light-dark(#f4f6f8, #1b1f24); --two: light-dark(#eaf0f7, #1a2430); }
+th, td { text-align: right; } tr.all td { font-weight: 600; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; min-width: 14rem; }
 .document { border-left: 4px solid var(--line); background: var(--one); margin: .3rem 0;
   padding: .4rem .8rem; } .document:nth-of-type(even) { background: var(--two); }
-.document header, .faint { color: var(--faint); font-size: .85rem; overflow-wrap: anywhere; }
+.document header { color: var(--faint); font-size: .87rem; overflow-wrap: anywhere; }
 .tokens { font-family: ui-monospace, monospace; font-size: .92rem; white-space: pre-wrap;
   overflow-wrap: anywhere; line-height: 1.7; }
 .t { color: var(--faint); border-radius: 3px; } .t:hover { outline: 1px solid var(--text); }
@@ -76,7 +68,8 @@ table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: 
 .cut { border-left: 2px dashed var(--warn); }
 .n { font-size: .65rem; color: var(--faint); user-select: none; vertical-align: super; }
 """ + "\n".join(
-    f".w{i} {{ color: var(--text); background: rgb(var(--green) / {16 + 48 * i // 8}%); }}"
+    f".w{i} {{ color: var(--text); background: color-mix(in srgb, "
+    f"light-dark(#2ea043, #3fc85f) {16 + 48 * i // 8}%, transparent); }}"
     for i in range(1, 9)
 )
 
@@ -111,7 +104,7 @@ class Page:
         head = (
             '<!doctype html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+            f"<title>{escape(title)}</title><style>{style_sheet()}{_STYLE}</style></head><body>"
             f"<h1>{escape(title)}</h1>"
         )
         return "\n".join([head, *body, "</body></html>\n"])

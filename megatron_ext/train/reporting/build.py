@@ -6,6 +6,7 @@ The reporting rank is the last of the ranks that hold the last pipeline stage.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, say_to_stderr
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
+from megatron_ext.train.reporting.goodput import FINISHED
 from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord, Reporter
 from megatron_ext.train.reporting.start import write_configuration
+from megatron_ext.train.reporting.time_rows import Launch, TimeRows
 
 
 def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[str, float]:
@@ -136,16 +139,26 @@ class WeightsAndBiases:
 
 
 class Reporters:
-    """All reporters (sinks) of a run; a context manager that closes them on exit."""
+    """All reporters (sinks) of a run; a context manager that closes them on exit.
 
-    def __init__(self, sinks: list[Reporter]) -> None:
+    Attributes:
+        time_rows: writes what the time of the run is spent on; None without a save folder.
+        reason: why the run ends, if it ends without an error.
+    """
+
+    def __init__(self, sinks: list[Reporter], time_rows: TimeRows | None = None) -> None:
         self.sinks = sinks
+        self.time_rows = time_rows
+        self.reason = FINISHED
         self._warned: set[int] = set()
 
     def on_iteration(self, record: IterationRecord) -> None:
         for sink in self.sinks:
             with self._going_on(sink):
                 sink.on_iteration(record)
+        if self.time_rows is not None:
+            with self._going_on(self.time_rows):
+                self.time_rows.write(record.iteration)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         for sink in self.sinks:
@@ -153,7 +166,7 @@ class Reporters:
                 sink.on_evaluation(record)
 
     @contextmanager
-    def _going_on(self, sink: Reporter) -> Iterator[None]:
+    def _going_on(self, sink: Reporter | TimeRows) -> Iterator[None]:
         """Swallow an OSError of a sink, such as a full disk, with one warning for each sink."""
         try:
             yield
@@ -178,10 +191,13 @@ class Reporters:
     def __enter__(self) -> Reporters:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for sink in self.sinks:
             with self._going_on(sink):
                 sink.close()
+        if self.time_rows is not None and kind is None:
+            with self._going_on(self.time_rows):
+                self.time_rows.finish(self.reason)
 
 
 class ProgressFile:
@@ -211,10 +227,16 @@ class ProgressFile:
 
 
 def build_reporters(
-    config: RunConfig, context: ParallelContext, *, resumed_at: int, num_iterations: int
+    config: RunConfig,
+    context: ParallelContext,
+    *,
+    resumed_at: int,
+    num_iterations: int,
+    launch: Launch | None = None,
 ) -> Reporters:
     """Build the sinks that the flags select; ranks other than the reporting rank have none.
 
+    With a ``launch`` the run accounts for its time since then.
     A package that is not installed, or a folder that cannot be written, raises a ConfigError.
     """
     if not context.is_reporting_rank:
@@ -224,10 +246,15 @@ def build_reporters(
     sinks: list[Reporter] = [
         LinePrinter(on_gpu=on_gpu, num_iterations=num_iterations, iteration=resumed_at, bar=bar)
     ]
+    time_rows = None
     try:
         if save is not None:
             write_configuration(config.to_yaml(), Path(save))
-            metrics = MetricsFile(Path(save), resumed_at)
+            launched_at = math.inf if launch is None else launch.started
+            metrics = MetricsFile(Path(save), resumed_at, launched_at)
+            if launch is not None:
+                time_rows = TimeRows(Path(save), context.recorder, launch, resumed_at)
+                time_rows.launched(config, num_iterations)
             sinks += [metrics, LossPlot(metrics.path, f"loss of {Path(save)}")]
         if save is not None and logs.log_progress:
             sinks.append(ProgressFile(Path(save), config.parallel.world_size))
@@ -240,4 +267,4 @@ def build_reporters(
             f"The files of the log cannot be written ({error}); give other folders with `--save` "
             "and `--tensorboard-dir`."
         ) from error
-    return Reporters(sinks)
+    return Reporters(sinks, time_rows)

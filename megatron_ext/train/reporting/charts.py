@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from markupsafe import Markup, escape
@@ -20,6 +20,7 @@ from megatron_ext.train.reporting.goodput import CATEGORIES, Goodput
 WIDTH, HEIGHT = 1000, 300
 MAX_POINTS = 800
 """Most points that a curve keeps; of each bucket the lowest and the highest value are kept."""
+_UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0))
 BINS = 80
 """Number of columns in the chart of where time went."""
 
@@ -79,7 +80,7 @@ def show(value: float) -> str:
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     size = abs(value)
-    if size >= 1e6 or size < 1e-3:
+    if size >= 1e6 or size < 1e-4:
         digits, power = f"{value:.2e}".split("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
     if size >= 1000 or value == int(value):
@@ -257,42 +258,47 @@ def share_bar(seconds: dict[str, float]) -> Markup:
     return Markup('<div class="bar" role="img" aria-label="{}">{}</div>').format(text, parts)
 
 
-def time_chart(goodput: Goodput, faults: Sequence[float] = ()) -> Markup | None:
+def time_chart(goodput: Goodput, marks: Sequence[Mark] = ()) -> Markup | None:
     """Draw what the time was spent on over the run, as stacked columns of equal wall time.
 
-    ``faults`` are moments in seconds since the epoch. The time between launches takes no room.
+    The marks stand at moments in seconds since the epoch. Time between launches takes no room.
     """
     wall = goodput.wall
     if wall <= 0:
         return None
+    unit, length = next((u, n) for u, n in _UNITS if wall < 120 * n or u == "hours")
+    x = Axis(0.0, wall / length, Axis.over(0.0, wall / length, count=6).ticks)
+    placed = [replace(mark, x=_elapsed(goodput, mark.x) / length) for mark in marks]
+    return Markup(
+        '<figure class="chart"><figcaption><span class="name">Share in percent over wall time '
+        'in {}</span></figcaption><div class="plot"><svg viewBox="0 0 {} {}" '
+        'preserveAspectRatio="none" role="img" aria-label="{}"><desc>{}</desc>{}</svg>{}{}{}</div>'
+        "</figure>"
+    ).format(
+        unit,
+        WIDTH,
+        HEIGHT,
+        "What the time was spent on over the run; the table has the sums.",
+        "Each column is a stretch of wall time, divided by what it was spent on.",
+        Markup("").join(_stacked(_columns(goodput))),
+        _flags(placed, x),
+        _labels("y", Axis(0.0, 100.0, (0.0, 50.0, 100.0))),
+        _labels("x", x),
+    )
+
+
+def _columns(goodput: Goodput) -> list[dict[str, float]]:
+    """Return the seconds by category in each of `BINS` equal parts of the wall time."""
     columns = [dict.fromkeys(CATEGORIES, 0.0) for _ in range(BINS)]
+    width = goodput.wall / BINS
     for interval in goodput.intervals:
-        first = _elapsed(goodput, interval.start) / wall * BINS
-        last = _elapsed(goodput, interval.end) / wall * BINS
+        first = _elapsed(goodput, interval.start) / width
+        last = _elapsed(goodput, interval.end) / width
         for index in range(int(first), min(BINS, math.ceil(last))):
             part = max(0.0, min(last, index + 1) - max(first, index)) / max(last - first, 1e-12)
             for name, value in interval.seconds.items():
                 columns[index][name] += part * value
-    x = Axis.over(0.0, wall, count=6)
-    drawn = Markup("").join(_stacked(columns))
-    crossed = Markup("").join(
-        _svg_line(at, 0, at, HEIGHT, "mark fault")
-        for at in (WIDTH * _elapsed(goodput, fault) / wall for fault in faults)
-    )
-    return Markup(
-        '<figure class="chart time"><figcaption><span class="name">Share of each moment</span>'
-        '</figcaption><div class="plot"><svg viewBox="0 0 {} {}" preserveAspectRatio="none" '
-        'role="img" aria-label="{}"><desc>{}</desc>{}{}</svg>{}{}</div></figure>'
-    ).format(
-        WIDTH,
-        HEIGHT,
-        "What the time was spent on over the run; the table beside has the sums.",
-        "Each column is a stretch of wall time, divided by what it was spent on.",
-        drawn,
-        crossed,
-        _labels("y", Axis(0.0, 100.0, (0.0, 50.0, 100.0))),
-        _labels("x", x),
-    )
+    return columns
 
 
 def _elapsed(goodput: Goodput, moment: float) -> float:

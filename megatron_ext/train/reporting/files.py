@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.train.reporting.goodput import OF_TIME, is_launch
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 
 if TYPE_CHECKING:
@@ -134,15 +135,23 @@ def as_json(row: Mapping[str, Any]) -> str:
 class MetricsFile:
     """Appends to ``metrics.jsonl``; a resumed run first removes the steps that it will repeat.
 
+    A run that starts anew removes all rows, except those that tell the time of its own launch,
+    ``launched_at`` in seconds since the epoch, in which it may have been restarted.
+
     Each line is strict JSON: a number that is not finite, such as the gradient norm of a skipped
     step, is the word ``NaN``, ``Infinity`` or ``-Infinity``, as in Protocol Buffers' JSON.
     """
 
-    def __init__(self, folder: Path, resumed_at: int) -> None:
+    def __init__(self, folder: Path, resumed_at: int, launched_at: float = math.inf) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
-        rows = read_metrics(self.path)
-        kept = [row for row in rows if row["iteration"] <= resumed_at and not row.get("final")]
+        kept = [
+            row
+            for row in read_metrics(self.path)
+            if (row["iteration"] <= resumed_at and not row.get("final"))
+            # Time that was spent stays spent, also on steps that are done again.
+            or (row["kind"] in OF_TIME and (resumed_at or is_launch(row, launched_at)))
+        ]
         temporary = self.path.with_suffix(".jsonl.tmp")
         temporary.write_text("".join(map(as_json, kept)), encoding="utf-8")
         os.replace(temporary, self.path)

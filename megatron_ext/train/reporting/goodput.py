@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -24,6 +25,9 @@ Seconds = dict[str, float]
 
 TIME, LAUNCHED, ENDED = "time", "launched", "ended"
 """Kinds of rows: the seconds of an interval; a start of the ranks; the end of a launch."""
+OF_TIME = (TIME, LAUNCHED, ENDED)
+FINISHED = "finished"
+"""Reason of a launch that has done all steps of its run."""
 PREFIX = "seconds/"
 """Begins the names of the phases in a row of kind "time"."""
 
@@ -50,6 +54,8 @@ _SAME_LAUNCH = 1.0
 
 def number(value: object) -> float:
     """Return a finite number of a file as a float; raise a ValueError for anything else."""
+    if type(value) is float and math.isfinite(value):
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is no number")
     try:
@@ -59,6 +65,14 @@ def number(value: object) -> float:
     if not math.isfinite(found):
         raise ValueError(f"{found} is not finite")
     return found
+
+
+def is_launch(row: Row, started: float) -> bool:
+    """Return whether a row belongs to the launch that started at this time."""
+    try:
+        return abs(number(row.get("launched_at")) - started) <= _SAME_LAUNCH
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ class Goodput:
         """Return the wall time in seconds: the sum over all launches."""
         return sum(end - start for start, end in self.launches)
 
-    @property
+    @cached_property
     def seconds(self) -> Seconds:
         """Return the seconds by category over the whole run."""
         totals = dict.fromkeys(CATEGORIES, 0.0)
@@ -134,6 +148,15 @@ def show_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
+@lru_cache(1024)
+def _category_of(name: str, *, restarted: bool) -> str:
+    """Return the category of a phase, by its name in a row."""
+    phase = name.removeprefix(PREFIX)
+    if phase == "start" and restarted:
+        return "restart"
+    return _OF_PHASES.get(phase, phase if phase in CATEGORIES else "other")
+
+
 @dataclass(frozen=True)
 class _TimeRow:
     """A row of kind "time" with checked fields; ``seconds`` is by category."""
@@ -153,10 +176,7 @@ class _TimeRow:
         seconds: Seconds = {}
         for name, value in row.items():
             if name.startswith(PREFIX):
-                phase = name.removeprefix(PREFIX)
-                if phase == "start" and generation > 0:
-                    phase = "restart"
-                category = _OF_PHASES.get(phase, phase if phase in CATEGORIES else "other")
+                category = _category_of(name, restarted=generation > 0)
                 seconds[category] = seconds.get(category, 0.0) + max(0.0, number(value))
         return cls(
             start=number(row["from"]),
@@ -190,9 +210,11 @@ def account(rows: Sequence[Row], events: Sequence[Row] = ()) -> Goodput:
         ]
         mine = [fault for fault in faults if launched_at <= fault.time < limit]
         last = max(row.end for row, _ in chosen)
-        end = max([last, *_ends(rows, launched_at), *(fault.time for fault in mine)])
+        ends = list(_ends(rows, launched_at))
+        end = max([last, *(time for time, _ in ends), *(fault.time for fault in mine)])
+        launch = _Launch(launched_at, min(end, limit), mine, failed=any(bad for _, bad in ends))
         goodput.launches.append((launched_at, min(end, limit)))
-        goodput.intervals += _Launch(launched_at, min(end, limit), mine).intervals(chosen)
+        goodput.intervals += launch.intervals(chosen)
     return goodput
 
 
@@ -205,13 +227,12 @@ def _checked(rows: Sequence[Row]) -> Iterator[_TimeRow]:
                 continue
 
 
-def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[float]:
-    """Yield the ends that rows tell of one launch."""
+def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool]]:
+    """Yield the ends that rows tell of one launch, and whether it failed."""
     for row in rows:
-        if row.get("kind") == ENDED:
+        if row.get("kind") == ENDED and is_launch(row, launched_at):
             try:
-                if abs(number(row["launched_at"]) - launched_at) <= _SAME_LAUNCH:
-                    yield number(row["time"])
+                yield number(row["time"]), bool(number(row.get("exit_code", 0)))
             except (ValueError, KeyError):
                 continue
 
@@ -249,8 +270,8 @@ def _faults(events: Sequence[Row]) -> Iterator[_Fault]:
 class _Launch:
     """Fills one launch of a run with intervals from its start to its end."""
 
-    def __init__(self, start: float, end: float, faults: Sequence[_Fault]) -> None:
-        self._cursor, self._end, self._faults = start, end, faults
+    def __init__(self, start: float, end: float, faults: Sequence[_Fault], *, failed: bool) -> None:
+        self._cursor, self._end, self._faults, self._failed = start, end, faults, failed
         self._found: list[Interval] = []
         self._before: _TimeRow | None = None
         self._steps: _TimeRow | None = None
@@ -299,7 +320,8 @@ class _Launch:
         same = self._before is not None and after is not None
         same = same and self._before.generation == after.generation  # type: ignore[union-attr]
         iteration = self._before.iteration if self._before is not None else 0
-        if not faults and (same or not restarted):
+        failed = after is None and self._failed
+        if not faults and not failed and (same or not restarted):
             name = "start" if self._before is None else "other"
             self._add(end, {name: end - self._cursor}, iteration)
             return

@@ -24,11 +24,11 @@ from megatron_ext.checkpoint.files import (
     standing_folder_of,
 )
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.faults.events import EVENTS_FILE
 from megatron_ext.train.reporting.files import CONFIGURATION_FILE, METRICS_FILE, with_numbers
-from megatron_ext.train.reporting.goodput import number
+from megatron_ext.train.reporting.goodput import LAUNCHED, number
 
 Row = dict[str, Any]
-EVENTS_FILE = "faults.jsonl"
 MAX_CHECKPOINTS = 200
 """Number of the newest checkpoints whose files are looked at."""
 _POST_MORTEM = re.compile(r"postmortem_(\d{1,9})$")
@@ -61,7 +61,7 @@ class RunFolder:
     Attributes:
         rows: rows of metrics.jsonl, in order.
         events: faults, restarts, saves and the like, in order of time.
-        settings: the configuration, by section and field; {} if it cannot be read.
+        settings: the configuration file, by section and field; {} if it cannot be read.
         tracked: the iteration that the tracker names as the newest whole checkpoint.
         problems: sentences on files that are damaged.
     """
@@ -69,7 +69,7 @@ class RunFolder:
     path: Path
     rows: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     checkpoints: list[StoredCheckpoint] = field(default_factory=list)
     post_mortems: list[PostMortem] = field(default_factory=list)
     tracked: int | None = None
@@ -77,6 +77,14 @@ class RunFolder:
 
     def of_kind(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] == kind]
+
+    @property
+    def start_facts(self) -> Row:
+        """Return what the ranks told at their last start; a restart tells only what changes."""
+        facts: Row = {}
+        for row in self.of_kind(LAUNCHED):
+            facts = row if "host" in row else facts | row
+        return facts
 
     def events_of(self, *kinds: str) -> list[Row]:
         return [event for event in self.events if event["kind"] in kinds]
@@ -153,7 +161,7 @@ def time_of(event: Row) -> float:
         return 0.0
 
 
-def _read_settings(path: Path, problems: list[str]) -> dict[str, Any]:
+def _read_settings(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     try:
         # The C parser takes a tenth of the time, where it was built.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -163,7 +171,8 @@ def _read_settings(path: Path, problems: list[str]) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read ({type(error).__name__}).")
         return {}
-    return found if isinstance(found, dict) else {}
+    sections = found if isinstance(found, dict) else {}
+    return {str(name): v for name, v in sections.items() if isinstance(v, dict)}
 
 
 def _checkpoints(root: Path, problems: list[str]) -> Iterable[StoredCheckpoint]:

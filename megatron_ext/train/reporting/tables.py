@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from megatron_ext.config.flags import flags_of
-from megatron_ext.config.run import engine_sections, named
+from megatron_ext.config.flags import changed_fields, default_of, flags_of
+from megatron_ext.config.run import RunConfig, engine_sections
 from megatron_ext.train.reporting.charts import show
-from megatron_ext.train.reporting.goodput import LAUNCHED, number, show_seconds
+from megatron_ext.train.reporting.goodput import number, show_seconds
 from megatron_ext.train.reporting.run_folder import PostMortem, Row, RunFolder, time_of
 
 MAX_ROWS = 300
@@ -243,44 +243,60 @@ def noticed_table(folder: RunFolder) -> Table:
     return table.shortened()
 
 
-def settings_tables(
-    settings: Mapping[str, Any], sections: Sequence[type] = ()
-) -> list[tuple[str, Table]]:
+def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
+    """Return by section the flag, value and default of each setting that is not at its default.
+
+    A run keeps this with its metrics, as only it knows the sections that its program adds.
+    """
+    return {
+        name: [
+            [f"--{field.replace('_', '-')}", *map(_setting, pair)]
+            for field in changed_fields(section)
+            if (pair := (getattr(section, field), default_of(section, field)))
+        ]
+        for name, section in config.by_name().items()
+        if changed_fields(section)
+    }
+
+
+def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
     """Return by section the settings that differ from their defaults.
 
-    ``sections`` are the classes of a program's own sections; all settings of a section of another
-    program are shown, since their defaults are not known.
+    They are those that the run has told, else those of its configuration file, where only the
+    sections that every program has are known.
     """
-    kinds = engine_sections() | named(sections)
+    told = folder.start_facts.get("settings")
+    if not isinstance(told, Mapping):
+        told = {name: _from_file(name, values) for name, values in folder.settings.items()}
     found = []
-    for section, values in settings.items():
-        if not isinstance(values, Mapping):
-            continue
+    for section, entries in told.items():
         table = Table(("setting", "value", "default"))
-        kind = kinds.get(str(section))
-        table.rows += _known(kind, values) if kind is not None else _unknown(values)
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, (list, tuple)) and len(entry) == 3:
+                table.rows.append([text_of(cell) for cell in entry])
         if table.rows:
             found.append((text_of(section, 60), table))
     return found
 
 
-def _known(kind: type, values: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+def _from_file(section: str, values: Mapping[str, Any]) -> list[Sequence[str]]:
+    """Return settings of a configuration file that differ from the defaults of this version."""
+    kind = engine_sections().get(section)
+    if kind is None:
+        return [(str(name), _setting(value), "not known here") for name, value in values.items()]
     flags = {flag.field: flag for flag in flags_of("", kind)}
-    fields = {f.name for f in dataclasses.fields(kind)}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    found = list[Sequence[str]]()
     for name, value in values.items():
-        flag = flags.get(name)
-        if flag is not None:
-            default = flag.default
-            default = list(default) if isinstance(default, tuple) else default
-            if value != default:
-                yield flag.positive[0], _setting(value), _setting(default)
-        elif name not in fields:
-            yield text_of(name, 80), _setting(value), "not a setting of this version"
+        if name not in fields:
+            found.append((str(name), _setting(value), "not a setting of this version"))
+        elif name in flags and value != _as_in_a_file(flags[name].default):
+            found.append((flags[name].positive[0], _setting(value), _setting(flags[name].default)))
+    return found
 
 
-def _unknown(values: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    for name, value in values.items():
-        yield text_of(name, 80), _setting(value), "not known here"
+def _as_in_a_file(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _setting(value: object) -> str:
@@ -292,13 +308,14 @@ def _setting(value: object) -> str:
 
 
 def environment_table(folder: RunFolder) -> Table:
-    """Return what the last start of the ranks has told of its machine and its packages."""
+    """Return what the ranks have told of their machine and their packages when they started."""
     table = Table(("what", "value"))
-    rows = folder.of_kind(LAUNCHED)
-    last: Mapping[str, Any] = rows[-1] if rows else {}
-    for name, value in last.items():
-        if name in ("kind", "iteration", "launched_at", "time", "num_iterations"):
+    for name, fact in folder.start_facts.items():
+        if name in ("kind", "iteration", "launched_at", "time", "num_iterations", "settings"):
             continue
-        words = value if isinstance(value, Mapping) else {name: value}
-        table.rows += [(text_of(k, 60).replace("_", " "), text_of(v, 4000)) for k, v in words.items()]
+        words = fact if isinstance(fact, Mapping) else {name: fact}
+        table.rows += [
+            (text_of(key, 60).replace("_", " "), text_of(value, 4000))
+            for key, value in words.items()
+        ]
     return table

@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.train.reporting.files import MetricsFile, as_json
+from megatron_ext.train.reporting.tables import changed_settings
 from tests.training_runs import config_of, mock_data
 
 BEGAN = 1_790_000_000.0
 """When the launcher of the made-up runs started, in seconds since the epoch."""
 Row = dict[str, Any]
-STEP = {"data": 0.02, "forward": 0.3, "backward": 0.5, "bubble": 0.1, "reduce": 0.05, "update": 0.03}
+STEP = {
+    "data": 0.02,
+    "forward": 0.3,
+    "backward": 0.5,
+    "bubble": 0.1,
+    "reduce": 0.05,
+    "update": 0.03,
+}
 """Seconds of one step by phase; a step takes 1 second."""
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -54,7 +62,8 @@ def launched_row(time: float, iteration: int, generation: int) -> Row:
     row |= {"generation": generation, "world_size": 4, "num_iterations": 400, "host": "node-07"}
     row |= {"device": "cpu", "command": "python pretrain_gpt.py --num-layers 4 --save run"}
     versions = {"megatron_ext": "0.1.0", "megatron-core": "0.16.1", "torch": "2.13.0"}
-    return row | {"versions": versions, "commit": "7b714f7c0ffee"}
+    settings = changed_settings(config_of([*FLAGS, *mock_data()], ranks=4))
+    return row | {"versions": versions, "commit": "7b714f7c0ffee", "settings": settings}
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -75,7 +84,7 @@ def faulty_run(folder: Path) -> float:
     now, generation, step = BEGAN + 5, 0, 0
     faults = {143: ("SIGKILL", 2, 0.06, "backward of micro-batch 3, stage 1", "memory"),
               217: ("hang", 0, 2.1, "all-reduce 812 of the data-parallel group", "peer"),
-              305: ("exception", 3, 0.05, "OSError: [Errno 28] No space left on device", "checkpoint")}  # fmt: skip
+              305: ("exception", 3, 0.05, "OSError: disk is full", "checkpoint")}  # fmt: skip
     while step < 400:
         begun, seconds, before = now, steps_of(10), step
         ahead = next((at for at in faults if before < at <= before + 10), None)

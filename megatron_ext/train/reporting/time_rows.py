@@ -1,0 +1,240 @@
+"""Writes what a run's time is spent on to metrics.jsonl, and what its ranks started with.
+
+The ranks of a machine write their seconds to a board in shared memory, which the reporting rank
+reads when it reports. So the account costs no communication, and no device waits for it. With
+several machines it holds the ranks of the reporting machine, which has the last pipeline stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import say_to_stderr
+from megatron_ext.faults.board import START, Board
+from megatron_ext.faults.host import generation, host_folder
+from megatron_ext.faults.recorder import BOARD, Recorder
+from megatron_ext.train.reporting.files import METRICS_FILE, as_json
+from megatron_ext.train.reporting.goodput import ENDED, LAUNCHED, PREFIX, TIME, is_launch
+from megatron_ext.train.reporting.page import REPORT_FILE, write_report
+from megatron_ext.train.reporting.run_folder import read_run_folder
+from megatron_ext.train.reporting.tables import changed_settings
+
+_PACKAGES = ("megatron-ext", "megatron-core", "torch", "transformer-engine", "triton", "numpy")
+_SECONDS_FOR_GIT = 1.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a run by its launcher, from which all restarts come.
+
+    Attributes:
+        started: when the launcher started, in seconds since the epoch.
+        ends_itself: whether the launcher is a process of this package, which writes the report
+            when all ranks have ended; otherwise the reporting rank does.
+    """
+
+    started: float
+    ends_itself: bool
+
+
+def launch_of(argv: Sequence[str]) -> Launch:
+    """Return the launch to which this process belongs; ``argv`` are its program's arguments.
+
+    A process that is the program itself counts from its start, with all imports. Under torchrun
+    the launcher is torchrun's agent, the parent.
+    """
+    is_rank = "RANK" in os.environ
+    if is_rank and "TORCHELASTIC_RUN_ID" in os.environ:
+        return Launch(_start_of(os.getppid()), ends_itself=False)
+    is_program = list(argv) == sys.argv[1:]
+    started = _start_of(os.getpid()) if is_program else time.time()
+    return Launch(started, ends_itself=not is_rank)
+
+
+def _start_of(pid: int) -> float:
+    """Return when a process started, in seconds since the epoch; now, if the system hides it.
+
+    psutil's answer is exact to a second only, as the kernel tells the time of the boot so.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.time()
+
+
+class TimeRows:
+    """Adds a row of kind "time" for each report: the seconds of each phase since the last one.
+
+    Each value is a mean over the ranks of this machine, or of this rank alone without a board.
+    """
+
+    def __init__(self, folder: Path, recorder: Recorder, launch: Launch, resumed_at: int) -> None:
+        self._path, self._recorder, self.launch = folder / METRICS_FILE, recorder, launch
+        self._iteration = resumed_at
+        self._seconds: dict[int, Mapping[str, float]] = {}
+        self._generation = generation()
+        own, now = sum(recorder.seconds.values()), time.time()
+        # Restarted ranks count from their own start; the time before is that of the fault.
+        self._from = now - own if self._generation else min(launch.started, now - own)
+        self._before_ranks = now - own - self._from
+        host = host_folder()
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._board = None if host is None else Board(host / BOARD, size)
+        recorder.listeners.append(self._on_event)
+
+    def _on_event(self, name: str, _iteration: int, _detail: Any) -> None:
+        """Write the time of the start when the first step begins."""
+        if name == "step":
+            others = [one for one in self._recorder.listeners if one != self._on_event]
+            self._recorder.listeners = others
+            self.write(self._iteration)
+
+    def write(self, iteration: int) -> None:
+        """Write the seconds since the last row; ``iteration`` is the last step that was done."""
+        now, seconds = time.time(), self._since_last_row()
+        seconds[START] = seconds.get(START, 0.0) + self._before_ranks
+        row = {
+            "kind": TIME,
+            "iteration": iteration,
+            "before": self._iteration,
+            "from": round(self._from, 3),
+            "to": round(now, 3),
+            "launched_at": self.launch.started,
+            "generation": self._generation,
+        }
+        row |= {f"{PREFIX}{k}": round(v, 6) for k, v in seconds.items() if v > 0}
+        self._from, self._before_ranks, self._iteration = now, 0.0, iteration
+        append_row(self._path, row)
+
+    def _since_last_row(self) -> dict[str, float]:
+        """Return by phase the mean of the seconds since the last call over the ranks known here."""
+        before, self._seconds = self._seconds, self._read()
+        mean: dict[str, float] = {}
+        for rank, seconds in self._seconds.items():
+            known = before.get(rank, {})
+            for name, value in seconds.items():
+                spent = (value - known.get(name, 0.0)) / len(self._seconds)
+                mean[name] = mean.get(name, 0.0) + spent
+        return mean
+
+    def _read(self) -> dict[int, Mapping[str, float]]:
+        """Return the seconds of each rank by phase, up to now."""
+        own = self._recorder.seconds
+        records = [] if self._board is None else self._board.read(num_events=1)
+        found: dict[int, Mapping[str, float]] = {}
+        now = time.monotonic()
+        for record in records:
+            if record.generation == self._generation and not record.ended:
+                seconds = dict(record.seconds)
+                # The board has the seconds up to the rank's last event.
+                since = max(0.0, now - record.last_time)
+                seconds[record.phase] = seconds.get(record.phase, 0.0) + since
+                found[record.rank] = seconds
+        return found or {0: own}
+
+    def launched(self, config: RunConfig, num_iterations: int) -> None:
+        """Write the row that tells with which settings, machine and packages the ranks start."""
+        row: dict[str, Any] = {"kind": LAUNCHED, "iteration": self._iteration, "time": time.time()}
+        row |= {"launched_at": self.launch.started, "generation": self._generation}
+        row |= {"world_size": config.parallel.world_size, "num_iterations": num_iterations}
+        if self._generation == 0:
+            row |= {**environment(config.device), "settings": changed_settings(config)}
+        append_row(self._path, row)
+
+    def finish(self, reason: str) -> None:
+        """Write the last row, and why the run ended without a fault."""
+        self.write(self._recorder.iteration or self._iteration)
+        append_row(self._path, _ended_row(self._iteration, self.launch, reason=reason))
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return facts about machine, program and packages, for people who ask later what ran."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "device": device,
+        "command": shlex.join(sys.orig_argv),
+        "folder": os.getcwd(),
+        "versions": versions,
+    }
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        facts["gpus"] = f"{count} × {torch.cuda.get_device_name()} in this machine"
+        facts["versions"]["cuda"] = torch.version.cuda
+    commit = _commit()
+    return facts if commit is None else {**facts, "commit": commit}
+
+
+def _commit() -> str | None:
+    """Return the git commit of the working folder; None if it has none, or git is not here."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS_FOR_GIT,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def _ended_row(iteration: int, launch: Launch, **facts: Any) -> dict[str, Any]:
+    row = {"kind": ENDED, "iteration": iteration, "time": round(time.time(), 3)}
+    return {**row, "launched_at": launch.started, **facts}
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one row to metrics.jsonl with a single write; the file may be open elsewhere too."""
+    with path.open("ab", buffering=0) as file:
+        file.write(as_json(row).encode())
+
+
+def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> str | None:
+    """Write the report of a launch that is over; return goodput and the report's path in words.
+
+    A launcher calls this after its ranks have ended, however they did, and gives its exit code.
+    Returns None if no rank came as far as to write metrics, or if the report cannot be written,
+    which is a warning, since no run may fail by its report.
+    """
+    try:
+        run = read_run_folder(folder)
+        mine = [row for row in run.rows if is_launch(row, launch.started)]
+        if not any(row["kind"] == LAUNCHED for row in mine):
+            return None
+        if exit_code is not None:
+            iteration = max(row["iteration"] for row in mine)
+            ended = _ended_row(iteration, launch, exit_code=exit_code)
+            run.rows.append(ended)
+            with contextlib.suppress(OSError):  # The disk may be full, which ended the run.
+                append_row(folder / METRICS_FILE, ended)
+        goodput = write_report(run)
+        return f"{goodput.sentence()}; the report is {folder / REPORT_FILE}"
+    except Exception as error:
+        say_to_stderr(f"warning: {folder / REPORT_FILE} cannot be written ({error!r}).")
+        return None

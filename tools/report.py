@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Writes report.html of a run from its save folder: one page that opens from disk.
+
+    python tools/report.py out/run
+
+The run may still go on, or may have been killed, or have been trained by an older version. The page
+says what ran and how it ended, with curves, faults and restarts, checkpoints, settings, and what
+the time was spent on. Exit code 0: written; 2: bad flags, or a folder without a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.train.reporting.page import REPORT_FILE, write_report
+from megatron_ext.train.reporting.run_folder import read_run_folder
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report of a folder; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="save folder of the run")
+    parser.add_argument(
+        "--output", type=Path, help=f"file to write; default: {REPORT_FILE} in the folder"
+    )
+    args = parser.parse_args(argv)
+    try:
+        print(f"wrote {report(args.folder, args.output)}")
+    except ConfigError as error:
+        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(folder: Path, output: Path | None) -> Path:
+    """Write the report, and return its path; raise a ConfigError where that cannot be."""
+    if not folder.is_dir():
+        raise ConfigError(f"`folder` ({folder}) must be the save folder of a run; give another.")
+    path = output or folder / REPORT_FILE
+    try:
+        write_report(read_run_folder(folder), path)
+    except OSError as error:
+        raise ConfigError(
+            f"`--output` ({path}) cannot be written ({error.strerror}); give another path."
+        ) from None
+    return path
+
+
+if __name__ == "__main__":
+    run_program(main)
