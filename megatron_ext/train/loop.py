@@ -77,6 +77,7 @@ def train(run: Run) -> int | None:
             save(decision.superseded)
         metrics.pause(time.perf_counter() - started)
     if decision.stop is not None:
+        run.reporters.reason = decision.stop
         run.reporters.say(f"exiting at iteration {run.progress.iteration} ({decision.stop})")
     for callback in callbacks:
         callback.on_train_end()

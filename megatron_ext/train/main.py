@@ -36,6 +36,7 @@ from megatron_ext.train.launch import launch, refuse
 from megatron_ext.train.loop import train
 from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.reporting.start import start_lines
+from megatron_ext.train.reporting.time_rows import Launch, launch_of, reported_end
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags
@@ -105,7 +106,7 @@ def main(
         The exit code of the program: 2 after a user's error, which is printed; 1 if ``--dry-run``
         finds that the run does not fit the named GPU.
     """
-    first = int(os.environ.get("RANK", "0")) == 0
+    first, launched = int(os.environ.get("RANK", "0")) == 0, launch_of(argv)
     try:
         stored = stored_config(argv, program)
         if splits_layers(argv, program, stored):
@@ -139,12 +140,16 @@ def main(
             print("\n".join(start_lines(config, parsed.given)), flush=True)
     except MegatronExtError as error:
         return refuse(error)
-    return launch(
-        lambda: pretrain(task, config, device=device, assets=assets, work=work),
-        nproc_per_node=config.parallel.nproc_per_node,
-        device=device,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-    )
+    with reported_end(config.checkpoint.save, launched) as end:
+        end.exit_code = launch(
+            lambda: pretrain(
+                task, config, device=device, assets=assets, work=work, launched=launched
+            ),
+            nproc_per_node=config.parallel.nproc_per_node,
+            device=device,
+            timeout_minutes=config.parallel.distributed_timeout_minutes,
+        )
+    return end.exit_code
 
 
 def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | None:
@@ -185,6 +190,7 @@ def pretrain(
     assets: Any,
     prepare: Callable[[Run], None] | None = None,
     work: Work | None = None,
+    launched: Launch | None = None,
 ) -> int:
     """Train one model on this rank, and return the exit code; all ranks call this.
 
@@ -192,6 +198,7 @@ def pretrain(
         assets: what `Task.preflight` returned.
         prepare: called with the `Run` before it starts, for example to attach an observer.
         work: called with the `Run` in place of `train_and_evaluate`.
+        launched: the start of the run, since which it accounts for its time; None for no account.
     """
     recorder = open_recorder()
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
@@ -219,7 +226,13 @@ def pretrain(
             if injector is not None:
                 injector.chunks = run.chunks
             at, steps = run.progress.iteration, run.num_iterations
-            reporters = build_reporters(config, context, resumed_at=at, num_iterations=steps)
+            reporters = build_reporters(
+                config,
+                context,
+                resumed_at=at,
+                num_iterations=steps,
+                launched=None if work is not None else launched,
+            )
             with reporters as run.reporters:
                 if prepare is not None:
                     prepare(run)

@@ -169,7 +169,7 @@ def test_the_page_shows_tokens_and_weights(sft: list[str], folder: Path, tmp_pat
     assert weight == "weight 1"
     assert lines == [f"sample 1, {folder}/a.jsonl, conversation 2", "MTP 1: “↵” (198), weight 1"]
     assert "<script" not in page and "<b>ok" not in page and not found.addresses
-    assert "prefers-color-scheme: dark" in page
+    assert "color-scheme: light dark" in page and "light-dark(" in page
 
 
 def test_suspicious_data_fails_if_strict(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -232,11 +232,11 @@ def build_reporters(
     *,
     resumed_at: int,
     num_iterations: int,
-    launch: Launch | None = None,
+    launched: Launch | None = None,
 ) -> Reporters:
     """Build the sinks that the flags select; ranks other than the reporting rank have none.
 
-    With a ``launch`` the run accounts for its time since then.
+    A run that was ``launched`` accounts for its time since then.
     A package that is not installed, or a folder that cannot be written, raises a ConfigError.
     """
     if not context.is_reporting_rank:
@@ -250,10 +250,10 @@ def build_reporters(
     try:
         if save is not None:
             write_configuration(config.to_yaml(), Path(save))
-            launched_at = math.inf if launch is None else launch.started
+            launched_at = math.inf if launched is None else launched.started
             metrics = MetricsFile(Path(save), resumed_at, launched_at)
-            if launch is not None:
-                time_rows = TimeRows(Path(save), context.recorder, launch, resumed_at)
+            if launched is not None:
+                time_rows = TimeRows(Path(save), context.recorder, launched, resumed_at)
                 time_rows.launched(config, num_iterations)
             sinks += [metrics, LossPlot(metrics.path, f"loss of {Path(save)}")]
         if save is not None and logs.log_progress:

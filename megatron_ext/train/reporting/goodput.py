@@ -43,7 +43,7 @@ CATEGORIES = {
     "restart": "restarting",
     "other": "other",
 }
-"""What a second can be spent on, with its words; the first three make up goodput."""
+"""Categories of time with their words; the first three make up goodput."""
 PRODUCTIVE = ("computing", "reduce", "bubble")
 _OF_PHASES = {"forward": "computing", "backward": "computing", "update": "computing"}
 _OUTSIDE_STEPS = ("start", "save", "restart")

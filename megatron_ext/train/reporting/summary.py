@@ -102,8 +102,8 @@ def summary(
         wall = f" in {show_seconds(goodput.wall)}" if goodput.wall else ""
         found.append(f"It reached iteration {last['iteration']:,}{of}{used}{wall}.")
         name = main_loss(train)
-        values = [row[name] for row in train if is_finite(row.get(name or ""))]
-        if name is not None and values:
+        values = [row[name] for row in train if is_finite(row.get(name))] if name else []
+        if name and values:
             text = f"The {text_of(name, 60)} went from {show(values[0])} to {show(values[-1])}"
             found.append(text + _validation(folder, name) + ".")
     if stories:

@@ -202,7 +202,9 @@ def checkpoint_table(folder: RunFolder) -> Table:
     table = Table(columns, numeric=numeric)
     for iteration in sorted({*stored, *(i for i in saves if i is not None)}):
         save, found = saves.get(iteration, {}), stored.get(iteration)
-        how = {True: "asynchronous", False: "synchronous"}.get(save.get("asynchronous"), NOTHING)
+        asynchronous = save.get("asynchronous")
+        how = NOTHING if asynchronous is None else "synchronous"
+        how = "asynchronous" if asynchronous is True else how
         state = "removed"
         if found is not None:
             state = f"damaged: {text_of(found.fault)}" if found.fault else "whole"

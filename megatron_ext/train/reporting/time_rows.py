@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,9 +159,13 @@ class TimeRows:
         append_row(self._path, row)
 
     def finish(self, reason: str) -> None:
-        """Write the last row, and why the run ended without a fault."""
+        """Write the last row, why the run ended without a fault, and maybe the report."""
         self.write(self._recorder.iteration or self._iteration)
-        append_row(self._path, _ended_row(self._iteration, self.launch, reason=reason))
+        reports = not self.launch.ends_itself
+        ended = _ended_row(self._iteration, self.launch, reason=reason, reported=reports)
+        append_row(self._path, ended)
+        if reports:
+            _say(end_launch(self._path.parent, self.launch))
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -227,6 +231,8 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
         mine = [row for row in run.rows if is_launch(row, launch.started)]
         if not any(row["kind"] == LAUNCHED for row in mine):
             return None
+        if exit_code == 0 and any(row.get("reported") is True for row in mine):
+            return None
         if exit_code is not None:
             iteration = max(row["iteration"] for row in mine)
             ended = _ended_row(iteration, launch, exit_code=exit_code)
@@ -238,3 +244,26 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
     except Exception as error:
         say_to_stderr(f"warning: {folder / REPORT_FILE} cannot be written ({error!r}).")
         return None
+
+
+@dataclass
+class End:
+    """The end of a launch: the exit code of the program, which is 1 if it raises an error."""
+
+    exit_code: int = 1
+
+
+@contextlib.contextmanager
+def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
+    """Write the report of a run when this context ends, in the launcher and if the run saves."""
+    end = End()
+    try:
+        yield end
+    finally:
+        if save is not None and launch.ends_itself:
+            _say(end_launch(Path(save), launch, end.exit_code))
+
+
+def _say(sentence: str | None) -> None:
+    if sentence is not None:
+        print(f"> {sentence}", flush=True)

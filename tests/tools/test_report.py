@@ -1,0 +1,37 @@
+"""tools/report.py writes the page of a folder, or says in one sentence why it cannot."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.reporting.made_runs import faulty_run
+from tools.report import main
+
+
+def test_the_page_is_written_into_the_folder_or_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "a run", tmp_path / "pages"
+    faulty_run(run)
+    (run / "postmortem_1").mkdir()
+    other.mkdir()
+    (run / "faults.jsonl").write_text('{"kind": "fault", "time": 1790000100, "rank": 1}\n')
+    assert main([str(run)]) == 0
+    assert main([str(run), "--output", str(other / "page.html")]) == 0
+    written = [f"wrote {run / 'report.html'}", f"wrote {other / 'page.html'}"]
+    assert capsys.readouterr().out.splitlines() == written
+    assert 'href="././postmortem_1/"' in (run / "report.html").read_text()
+    assert 'href="./../a%20run/postmortem_1/"' in (other / "page.html").read_text()
+    assert not list(run.glob("*.tmp")) + list(run.glob(".*.tmp"))
+
+
+def test_folders_and_outputs_that_cannot_be_used_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "none")]) == 2
+    assert main([str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: `folder` ({tmp_path / 'none'}) must be the save folder of a run; give another.",
+        f"error: `--output` ({tmp_path / 'no' / 'page.html'}) cannot be written (No such file or "
+        "directory); give another path.",
+    ]
