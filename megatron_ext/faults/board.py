@@ -234,11 +234,15 @@ def _record(memory: mmap.mmap, at: int, num_events: int) -> RankRecord | None:
 
 
 def _names(copy: bytes) -> Sequence[str]:
-    cells = (
-        copy[_NAMES_AT + n * _NAME_BYTES : _NAMES_AT + (n + 1) * _NAME_BYTES]
-        for n in range(MAX_NAMES)
-    )
-    return [cell.rstrip(b"\0").decode(errors="replace") for cell in cells]
+    """Return the names of a slot in the order of their numbers."""
+    names = list[str]()
+    for number in range(MAX_NAMES):
+        at = _NAMES_AT + number * _NAME_BYTES
+        cell = copy[at : at + _NAME_BYTES].rstrip(b"\0")
+        if not cell:
+            break
+        names.append(cell.decode(errors="replace"))
+    return names
 
 
 def _event(copy: bytes, number: int, names: Sequence[str]) -> Event | None:
@@ -248,5 +252,11 @@ def _event(copy: bytes, number: int, names: Sequence[str]) -> Event | None:
     )
     if written != number + 1:
         return None
-    kind, name = EventKind(code & 3), names[code >> 2]
-    return Event(written, time / 1e9, iteration, kind, name, names[phase], microbatch, stage, peer)
+    kind, name = EventKind(code & 3), _name(names, code >> 2)
+    return Event(
+        written, time / 1e9, iteration, kind, name, _name(names, phase), microbatch, stage, peer
+    )
+
+
+def _name(names: Sequence[str], number: int) -> str:
+    return names[number] if number < len(names) else "..."

@@ -23,7 +23,9 @@ from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.faults import inject
+from megatron_ext.faults.host import host_folder
 from megatron_ext.faults.recorder import open_recorder
+from megatron_ext.faults.watchdog import watchdog
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.losses.custom import load_loss
@@ -221,7 +223,8 @@ def pretrain(
         elif context.pgs.tp.size() > 1 and not config.parallel.sequence_parallel:
             # These ranks hold the same hidden states, and the same gradients of norms.
             compile_alike()
-        with hold_save_folder(config.checkpoint.save, context):
+        save = config.checkpoint.save
+        with watchdog(host_folder(), context.rank), hold_save_folder(save, context):
             run = build_run(config, task, context, torch_device, assets)
             if injector is not None:
                 injector.chunks = run.chunks

@@ -1,0 +1,106 @@
+"""The last collectives of a rank, as torch's flight recorder holds them, in a file for watchers.
+
+torch records each collective, with gloo as with NCCL: group, number, operation, time of the call,
+and whether it is over. Messages of a pipeline are on the board instead.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a rank.
+
+    Attributes:
+        group: name of the process group, the same on all its ranks.
+        label: description of the group, such as "TENSOR_MODEL_PARALLEL_GROUP".
+        ranks: global ranks of the group; empty if they are not known.
+        number: which collective of the group it is, from 1 on.
+        name: operation, such as "all_reduce".
+        created: time of the call, in seconds of CLOCK_MONOTONIC.
+        over: whether it has ended on this rank.
+    """
+
+    group: str
+    label: str
+    ranks: tuple[int, ...]
+    number: int
+    name: str
+    shape: str
+    created: float
+    over: bool
+
+    def __str__(self) -> str:
+        members = f" (ranks {', '.join(map(str, self.ranks))})" if self.ranks else ""
+        label = self.label if self.label not in ("", "undefined") else f"group {self.group}"
+        return f"{self.name} number {self.number} of {label}{members}"
+
+
+Flight = tuple[Collective, ...]
+"""The last collectives of a rank, in the order of their calls."""
+
+
+def take_flight() -> Flight:
+    """Return the last collectives of this process; none if torch does not record them."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    if dump is None or not torch.distributed.is_initialized():
+        return ()
+    # Stack traces would take seconds; faulthandler writes those that matter.
+    entries = pickle.loads(dump(includeStackTraces=False)).get("entries", [])
+    behind = time.time() - time.monotonic()
+    groups = _groups()
+    found = [_collective(entry, behind, groups) for entry in entries if not entry.get("is_p2p")]
+    return tuple(sorted(found, key=lambda entry: entry.created))
+
+
+def _groups() -> dict[str, tuple[int, ...]]:
+    """Return the global ranks of all process groups of this process by name."""
+    world = torch.distributed.distributed_c10d._world
+    return {
+        str(name): tuple(torch.distributed.get_process_group_ranks(group))
+        for group, name in list(world.pg_names.items())
+        if group is not None
+    }
+
+
+def _collective(
+    entry: Mapping[str, Any], behind: float, groups: Mapping[str, tuple[int, ...]]
+) -> Collective:
+    name, label = entry["process_group"]
+    return Collective(
+        group=name,
+        label=label,
+        ranks=groups.get(name, ()),
+        number=entry["collective_seq_id"],
+        name=entry["profiling_name"].rpartition(":")[2],
+        shape=str(entry.get("input_sizes")),
+        created=entry["time_created_ns"] / 1e9 - behind,
+        over=bool(entry["retired"]) or entry["state"] == "completed",
+    )
+
+
+def write_flight(path: Path) -> None:
+    """Write the last collectives of this process to a file, which appears whole."""
+    text = json.dumps([asdict(entry) for entry in take_flight()])
+    aside = path.with_suffix(".tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def read_flight(path: Path) -> Flight | None:
+    """Return what `write_flight` has written, None if there is no such file."""
+    with suppress(OSError, ValueError, TypeError):
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(Collective(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in entries)
+    return None

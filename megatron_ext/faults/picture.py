@@ -1,0 +1,82 @@
+"""Draws the last events before a fault as a picture, ranks × time: ``python -m … FOLDER``.
+
+It is a program of its own, so that drawing takes no time from a recovery.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+COLOURS = {
+    "data": "#b07aa1",
+    "forward": "#4e79a7",
+    "backward": "#59a14f",
+    "bubble": "#e0e0e0",
+    "reduce": "#f28e2b",
+    "update": "#edc948",
+    "save": "#76b7b2",
+    "evaluate": "#9c755f",
+}
+"""Colours of phases; all others are white."""
+_SECONDS_SHOWN = 20.0
+_STEPS_SHOWN = 3
+
+
+def spans(events: Sequence[Sequence[Any]]) -> Iterator[tuple[float, float, str]]:
+    """Yield start, end and name of each phase; the last one lasts until time 0, the fault."""
+    for event, after in zip(events, [*events[1:], [0.0]], strict=True):
+        if after[0] > event[0]:
+            yield event[0], after[0], event[3]
+
+
+def first_time(ranks: Sequence[dict[str, Any]]) -> float:
+    """Return the time from which on to draw: that of the last steps, or of the last seconds."""
+    steps = [e[0] for rank in ranks for e in rank["events"] if e[1] == "STEP"]
+    last = sorted({round(at, 3) for at in steps})[-_STEPS_SHOWN * len(ranks) :]
+    events = [e[0] for rank in ranks for e in rank["events"]]
+    start = min(last or events, default=-1.0)
+    return max(start, -_SECONDS_SHOWN)
+
+
+def draw(folder: Path) -> None:
+    """Draw ``timeline.json`` of a post-mortem's folder as ``picture.svg``."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    told = json.loads((folder / "timeline.json").read_text(encoding="utf-8"))
+    ranks = told["ranks"]
+    start = first_time(ranks)
+    figure = Figure(figsize=(12, 1.8 + 0.45 * len(ranks)), layout="constrained")
+    axes = figure.subplots()
+    for row, rank in enumerate(ranks):
+        for begin, end, phase in spans(rank["events"]):
+            if end > start:
+                begin = max(begin, start)
+                colour = COLOURS.get(phase, "#ffffff")
+                axes.barh(row, end - begin, left=begin, color=colour, height=0.8)
+        for event in rank["events"]:
+            if event[1] == "STEP" and event[0] >= start:
+                axes.plot([event[0]] * 2, [row - 0.45, row + 0.45], color="black", linewidth=0.8)
+                axes.text(event[0], row - 0.42, f" {event[4]}", fontsize=7, va="top")
+        if rank["events"] and rank["first"]:
+            last = rank["events"][-1][0]
+            axes.plot([max(last, start)], [row], marker="X", color="#e15759", markersize=11)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank['rank']}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlim(start, 0.0)
+    axes.set_xlabel(
+        "seconds before the fault was seen; a number is a step, the cross is where it began"
+    )
+    axes.set_title("\n".join(textwrap.wrap(told["title"], 130)), fontsize=8)
+    legend = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8)
+    figure.savefig(folder / "picture.svg")
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]))

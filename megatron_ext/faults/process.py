@@ -1,0 +1,100 @@
+"""The operating system's view of a rank: alive, stopped or gone, its memory, kills for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The state of a process.
+
+    Attributes:
+        alive: False once it has ended, also if its parent does not know yet.
+        stopped: whether a signal such as SIGSTOP has stopped it.
+        cpu_seconds: processor time of all its threads.
+        resident: bytes of main memory that it holds.
+    """
+
+    alive: bool = True
+    stopped: bool = False
+    cpu_seconds: float = 0.0
+    resident: int = 0
+
+
+GONE = ProcessState(alive=False)
+
+
+def process_states(pids: Iterable[int]) -> dict[int, ProcessState]:
+    """Return the states of processes by process id."""
+    return {pid: _state(pid) for pid in pids}
+
+
+def _state(pid: int) -> ProcessState:
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            status, times = process.status(), process.cpu_times()
+            if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return GONE
+            stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            return ProcessState(True, stopped, times.user + times.system, process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return GONE
+    except psutil.Error:
+        return ProcessState()
+
+
+class MemoryKills:
+    """Tells whether the kernel has killed a process for want of memory since the last question.
+
+    It reads the counters ``oom_kill`` of the machine and of the control groups of this process, in
+    version 1 and 2; ``root`` is "/" but in tests.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._before = self._counts()
+
+    def happened(self) -> bool:
+        """Return whether a counter has grown since the last call or the construction."""
+        before, self._before = self._before, self._counts()
+        return any(count > before.get(path, 0) for path, count in self._before.items())
+
+    def _counts(self) -> dict[Path, int]:
+        found = {}
+        for path in self._paths():
+            with suppress(OSError, ValueError):
+                for line in path.read_text(encoding="ascii").splitlines():
+                    name, _, count = line.partition(" ")
+                    if name == "oom_kill":
+                        found[path] = int(count)
+        return found
+
+    def _paths(self) -> list[Path]:
+        """Return the files that may hold a counter; many machines have only some of them."""
+        groups = self._root / "sys/fs/cgroup"
+        paths = [
+            self._root / "proc/vmstat",
+            groups / "memory.events",
+            groups / "memory/memory.oom_control",
+        ]
+        with suppress(OSError):
+            own = (self._root / "proc/self/cgroup").read_text(encoding="ascii")
+            for line in own.splitlines():
+                _, controllers, name = line.split(":", 2)
+                if not controllers:
+                    paths.append(groups / name.lstrip("/") / "memory.events")
+                elif "memory" in controllers.split(","):
+                    paths.append(groups / "memory" / name.lstrip("/") / "memory.oom_control")
+        return paths
+
+
+def gibibytes(size: int) -> str:
+    """Return a size in bytes as text in GiB."""
+    return f"{size / 2**30:.2f} GiB"
