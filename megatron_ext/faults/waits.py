@@ -39,7 +39,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for.
+    """A rank waits for others: in a collective, or for a message.
 
     Attributes:
         on: ranks that have not come to it; empty if all have, or nothing is known about them.
@@ -83,7 +83,7 @@ def blame(
     waits = []
     for record in records.values():
         if _awaits(record, states):
-            wait = _message(record, records) or _collective(record, evidence, flights)
+            wait = _message(record, records) or _collective(record, records, evidence, flights)
             if wait is not None:
                 waits.append(wait)
     ranks, reason = _first(records, states, waits, flights)
@@ -118,7 +118,10 @@ def _messages(record: RankRecord, iteration: int) -> set[tuple[EventKind, str, i
 
 
 def _collective(
-    record: RankRecord, evidence: Mapping[int, Evidence], flights: Mapping[int, Flight]
+    record: RankRecord,
+    records: Mapping[int, RankRecord],
+    evidence: Mapping[int, Evidence],
+    flights: Mapping[int, Flight],
 ) -> Wait | None:
     """Return the collective that a rank waits for, None if it does not."""
     pending = [entry for entry in flights.get(record.rank, ()) if not entry.over]
@@ -126,7 +129,8 @@ def _collective(
         return None
     latest = pending[-1]
     missing = tuple(rank for rank in latest.ranks if not _arrived(latest, flights.get(rank)))
-    return Wait(record.rank, missing, str(latest))
+    ahead = tuple(r for r in missing if r in records and records[r].iteration > record.iteration)
+    return Wait(record.rank, ahead or missing, str(latest), passed=bool(ahead))
 
 
 def _stands_in_wait(stack: Sequence[Frame]) -> bool:
@@ -156,7 +160,7 @@ def _first(
     if stopped := tuple(rank for rank in records if of[rank].stopped):
         return stopped, "is stopped by a signal"
     if passed := sorted({rank for wait in waits for rank in wait.on if wait.passed}):
-        return tuple(passed), "has gone on past a message that others wait for"
+        return tuple(passed), "has gone on past what others wait for"
     waiting = {wait.rank: wait for wait in waits}
     awaited = {rank for wait in waits for rank in wait.on}
     if idle := [rank for rank in records if rank not in waiting]:

@@ -26,7 +26,7 @@ _ASK, _END = b"?", b"."
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rank has told about itself: collectives and stacks; None or "" without an answer."""
+    """A rank's own account: collectives and stacks; None or "" without an answer."""
 
     flight: Flight | None = None
     stack: str = ""
