@@ -25,7 +25,7 @@ LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "tp2pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "dp2": (2, ""),
+    "dp2": (2, "--use-distributed-optimizer"),
 }
 STEP = 4
 LIMITS = Limits(floor=1.0, boundless=60.0)
