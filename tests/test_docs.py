@@ -53,9 +53,9 @@ ARGUMENT = re.compile(r"""add_argument\(\s*["'](--[\w-]+)["'](?:, ["'](--[\w-]+)
 OTHERS = set(
     "--standalone --nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id "
     "--master-addr --master-port --max-restarts --pdb --no-deps --only-binary --python-version "
-    "--platform --implementation".split()
+    "--platform --implementation --shutdown-timeout --signal --requeue".split()
 )
-"""Flags of torchrun, pytest and pip."""
+"""Flags of torchrun, pytest, pip and Slurm."""
 FAMILY = "-"
 """Ends the beginning of several names, as in `--shift-*`."""
 
@@ -161,7 +161,10 @@ def commands() -> Iterator[tuple[str, str, str]]:
 def flags_of_program(program: str) -> frozenset[str]:
     """Return the flags that a program takes before ``--``."""
     if program.startswith("-m"):
-        module = importlib.import_module(f"{program.split()[1]}.__main__")
+        name = program.split()[1]
+        spec = importlib.util.find_spec(name)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        module = importlib.import_module(f"{name}.__main__" if is_package else name)
         return frozenset(FLAG.findall(help_of(getattr(module, "main", None) or module.parse, [])))
     path = ROOT / program
     if path.parent.name == "tools":

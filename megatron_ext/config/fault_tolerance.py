@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import COUNT, FACTOR, Changeable, Range, flag
+from megatron_ext.config.flags import COUNT, FACTOR, NATURAL, SIZE, Changeable, Range, flag
 
 DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
 """The values of ``--rerun-mode``, which are Megatron-LM's."""
@@ -14,6 +14,22 @@ DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
 @dataclass(frozen=True)
 class FaultToleranceConfig(Changeable):
     """How a run finds faults, and how it goes on after them."""
+
+    max_restarts: int = flag(
+        0,
+        "start the ranks again, from the newest state, so many times after a rank has failed; "
+        "torchrun has a flag of this name, which does it under torchrun",
+        NATURAL,
+        "restarts",
+    )
+    elastic_min_nodes: int | None = flag(
+        None,
+        "go on with fewer nodes, but at least this many, where not all can be started again, and "
+        "with more when they come back; the global batch stays. A data-parallel replica stands "
+        "for a node where --nproc-per-node starts the ranks of one machine on CPUs",
+        SIZE,
+        "nodes",
+    )
 
     rerun_mode: str = flag(
         DISABLED,
@@ -56,8 +72,18 @@ class FaultToleranceConfig(Changeable):
         FACTOR,
     )
 
-    def errors(self) -> Iterator[str]:
-        """Yield a sentence for each fault in the flags of this section."""
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the run may go on with another number of nodes."""
+        return self.elastic_min_nodes is not None
+
+    def errors(self, save: str | None) -> Iterator[str]:
+        """Yield a sentence for each fault in these flags; ``save`` is the folder of ``--save``."""
+        if self.elastic_min_nodes is not None and save is None:
+            yield (
+                f"`--elastic-min-nodes` ({self.elastic_min_nodes}) needs `--save`, from which "
+                "another number of nodes goes on; give a folder."
+            )
         mode, interval = self.rerun_mode, self.rerun_interval
         if mode == DISABLED and interval is not None:
             yield (

@@ -127,7 +127,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from optimizer_rules.moment_errors(run.optimizer, run.model)
     yield from optimizer_rules.ema_errors(run.ema, run.training)
     yield from run.checkpoint.errors(evaluates=run.training.evaluates)
-    yield from run.fault_tolerance.errors()
+    yield from run.fault_tolerance.errors(run.checkpoint.save)
     project = run.logging.wandb_project
     if project and not run.logging.wandb_exp_name:
         yield f"`--wandb-project` ({project}) needs `--wandb-exp-name`; give the run a name."

@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
 from megatron_ext.checkpoint.stored import check_start, read_run_config
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
-from megatron_ext.config.parser import parse_args, read_words
+from megatron_ext.config.parser import ParsedArgs, parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
@@ -34,11 +34,13 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.memory import check_host_memory
 from megatron_ext.planning.report import print_plan
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
+from megatron_ext.train.elastic import elastic_sizes
 from megatron_ext.train.launch import launch, refuse
 from megatron_ext.train.loop import train
 from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.reporting.start import start_lines
 from megatron_ext.train.reporting.time_rows import Launch, launch_of, reported_end
+from megatron_ext.train.restarts import RestartPolicy
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags
@@ -113,15 +115,16 @@ def main(
         stored = stored_config(argv, program)
         if splits_layers(argv, program, stored):
             keep_launch_order()
-        parsed = parse_args(
+        parse = partial(
+            parse_args,
             argv,
             program,
-            world_size=int(os.environ.get("WORLD_SIZE", "0")),
             device=select().kind,
             checkpoint_config=stored,
             defaults=defaults,
             elsewhere=elsewhere,
         )
+        parsed = parse(world_size=int(os.environ.get("WORLD_SIZE", "0")))
         if parsed.print_config:
             print(parsed.config.to_yaml() if first else "", end="")
             return 0
@@ -129,12 +132,14 @@ def main(
         device, task = select(parsed.config.parallel.distributed_backend), parsed.task
         check_own_flags(task, parsed.config)
         config, assets = preflight(parsed.config, task.preflight)
+        configure = partial(_resized, config, task, parse)
         silence_known_warnings(device.kind)
         for note in parsed.notes if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:
             return int(first and not print_plan(config, task.cost))
         check_core(config)
+        sizes = elastic_sizes(config, configure)
         check_host_memory(config, task.cost)
         if first:
             check_save_folder(config.checkpoint.save)
@@ -142,16 +147,28 @@ def main(
             print("\n".join(start_lines(config, parsed.given)), flush=True)
     except MegatronExtError as error:
         return refuse(error)
+    program_of = partial(pretrain, device=device, assets=assets, work=work, launched=launched)
     with reported_end(config.checkpoint.save, launched) as end:
         end.exit_code = launch(
-            lambda: pretrain(
-                task, config, device=device, assets=assets, work=work, launched=launched
-            ),
+            partial(program_of, task, config),
             nproc_per_node=config.parallel.nproc_per_node,
             device=device,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
+            policy=RestartPolicy.of_run(
+                config, sizes, lambda size: partial(program_of, task, configure(size))
+            ),
         )
     return end.exit_code
+
+
+def _resized(
+    config: RunConfig, task: Task, parse: Callable[..., ParsedArgs], world_size: int
+) -> RunConfig:
+    """Return the configuration for a number of ranks, which may be the present one."""
+    if world_size == config.parallel.world_size:
+        return config
+    changed: RunConfig = task.preflight(parse(world_size=world_size).config)[0]
+    return changed
 
 
 def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | None:

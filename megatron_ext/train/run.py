@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -25,46 +26,58 @@ from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress
+from megatron_ext.train.elastic import is_asked_to_resize
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.task import Task
 
-EXIT_CODE_SIGNAL = 143
-"""Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM)."""
-
 
 class StopRequests:
-    """Watches for the exit signal and the time limit; ``started`` is when the run began."""
+    """Watches for reasons to end the run: the exit signal, the time limit, other replicas.
 
-    def __init__(self, training: TrainingConfig, started: float) -> None:
+    Args:
+        started: when the run began, in seconds since 1970.
+        elastic: whether the run may be asked to go on with another number of replicas. torchrun
+            asks by SIGTERM, and the launcher of forked ranks as `elastic.is_asked_to_resize` tells.
+    """
+
+    def __init__(self, training: TrainingConfig, started: float, elastic: bool = False) -> None:
         minutes = training.exit_duration_in_mins
         self._end = None if minutes is None else started + 60.0 * minutes
-        self._signalled = False
+        self._signalled = self._ended_by_torchrun = False
         self._before: HostCopy | None = None
-        self._watch_signal = training.exit_signal_handler
-        if self._watch_signal:
+        self._elastic = elastic
+        self._watches = training.exit_signal_handler or elastic or self._end is not None
+        if elastic and "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(signal.SIGTERM, self._on_end_by_torchrun)
+        if training.exit_signal_handler:
             signal.signal(signal.Signals[training.exit_signal], self._on_signal)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signalled = True
 
+    def _on_end_by_torchrun(self, _number: int, _frame: FrameType | None) -> None:
+        self._ended_by_torchrun = True
+
     def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
-        """Return why all ranks should stop now: ``"signal"``, ``"duration"`` or None.
+        """Return why all ranks should stop now: "signal", "resize", "duration" or None.
 
         All ranks call this together. It costs one small all-reduce, or nothing if no flag asks for
         a stop. With ``late``, the default on a GPU, it returns the previous call's result without
         waiting.
         """
-        if not self._watch_signal and self._end is None:
+        if not self._watches:
             return None
+        resize = self._elastic and (self._ended_by_torchrun or is_asked_to_resize())
         over = self._end is not None and time.time() > self._end
-        flags = to_device(torch.tensor([self._signalled, over], dtype=torch.int32), device)
+        flags = to_device(torch.tensor([self._signalled, resize, over], dtype=torch.int32), device)
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         answer: HostCopy | None = HostCopy(flags)
         if device.type == "cuda" if late is None else late:
             answer, self._before = self._before, answer
-        signalled, over_anywhere = answer.read() if answer is not None else (False, False)
-        return "signal" if signalled else "duration" if over_anywhere else None
+        asked = answer.read() if answer is not None else (False, False, False)
+        reasons = zip(("signal", "resize", "duration"), asked, strict=True)
+        return next((reason for reason, is_asked in reasons if is_asked), None)
 
 
 @dataclass

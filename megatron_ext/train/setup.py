@@ -12,6 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.run_record import flags_to_go_on
 from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
@@ -35,7 +36,7 @@ from megatron_ext.train.task import Datasets, Task
 def build_run(
     config: RunConfig, task: Task, context: ParallelContext, device: torch.device, assets: Any
 ) -> Run:
-    """Build model, optimizer and data of this rank, and load the checkpoint that the flags name."""
+    """Build model, optimizer and data of this rank, and load the checkpoint to go on from."""
     started = time.time()
     prepare_transformer_engine(config)
     if config.model.transformer_impl != TE_IMPL:
@@ -59,7 +60,7 @@ def build_run(
         decay, start = config.ema.ema_decay or 0.0, config.ema.ema_start or 1
         ema = ShardedEMA(chunks, optimizer, decay=decay, start=start)
     frozen = FrozenBase.of_run(config.lora, config.training.seed)
-    checkpoints = CheckpointManager(config.checkpoint, context, frozen)
+    checkpoints = CheckpointManager(flags_to_go_on(config, context), context, frozen)
     make_runner = task.step_runner or StepRunner
     runner = make_runner(config, task, context, transformer_config, chunks, optimizer, scheduler)
     loaded = checkpoints.load(
@@ -93,7 +94,7 @@ def build_run(
         checkpoints=checkpoints,
         progress=_progress_after(loaded, context),
         ema=ema,
-        stop_requests=StopRequests(config.training, started),
+        stop_requests=StopRequests(config.training, started, config.fault_tolerance.is_elastic),
         peak_flops=peak_flops(name),
     )
     # Data loaders draw a number from torch's generator when they start. A run that starts draws it

@@ -19,7 +19,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting.start import STARTED
 from tests.checkpoint.tiny import build, load, manager, save

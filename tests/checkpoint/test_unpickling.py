@@ -18,7 +18,8 @@ from megatron_ext.checkpoint.files import MANIFEST, describe_file, folder_of, re
 from megatron_ext.checkpoint.unpickling import MetadataReader, common_state_of, read_tensors
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.task import GPT
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
+from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import main
 from tests.checkpoint.tiny import build, load, manager, save
 from tests.ranks import ranks

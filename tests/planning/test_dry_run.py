@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.report import NO_COST, print_plan
 from megatron_ext.text.task import GPT
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from tests.config.runs import refusals
 from tests.planning.measure import configuration

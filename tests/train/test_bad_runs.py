@@ -14,7 +14,7 @@ import pytest
 import megatron_ext.text.data.gpt
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.text.task import GPT
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from tests.training_runs import NULL, TINY, mock_data
 

@@ -18,7 +18,8 @@ from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError, loader_ends_with_parent
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.train.launch import EXIT_CODE_NO_ANSWER, fork_ranks, launch, refuse, run_rank
+from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
+from megatron_ext.train.launch import fork_ranks, launch, refuse, run_rank
 
 CPU = Device("cpu", "gloo")
 
@@ -213,7 +214,8 @@ SCRIPT = """
 import os, sys, time
 from megatron_ext.device import Device
 from megatron_ext.errors import loader_ends_with_parent
-from megatron_ext.parallel import Layout, init_groups
+from megatron_ext.parallel.context import init_groups
+from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.launch import fork_ranks
 def main():
     init_groups(Layout(2), Device("cpu", "gloo"))
@@ -244,7 +246,8 @@ def test_a_signal_to_the_launcher_leaves_no_orphans(number: signal.Signals, tmp_
     words = [sys.executable, "-c", SCRIPT, str(ranks)]
     process = subprocess.Popen(words, env={**os.environ, "TMPDIR": str(temporary)})
     end = time.monotonic() + 60
-    while len(list(ranks.iterdir())) < 2 and time.monotonic() < end:
+    while len(list(ranks.iterdir())) < 2:
+        assert time.monotonic() < end
         time.sleep(0.1)
     time.sleep(0.3)
     process.send_signal(number)

@@ -14,9 +14,10 @@ import torch
 from megatron_ext import device as devices
 from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.text.task import GPT
+from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL
 from megatron_ext.train.main import LOGGED, main, silence_known_warnings
 from megatron_ext.train.reporting.files import read_metrics
-from megatron_ext.train.run import EXIT_CODE_SIGNAL, StopRequests
+from megatron_ext.train.run import StopRequests
 from tests import training_runs
 from tests.ranks import ParallelContext, ranks
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ext.checkpoint.files import TRACKER
 from megatron_ext.text.task import GPT
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from tests.training_runs import TINY, Rows, mock_data, train_on_ranks, train_steps
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.data.setup import prepare_video
 from megatron_ext.video.task import FLOW, FLOW_OF_DIT, VIDEO

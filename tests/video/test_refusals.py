@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.text import task as text_task
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.task import VIDEO

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.train.run import EXIT_CODE_SIGNAL, Run
+from megatron_ext.train.exit_codes import EXIT_CODE_RESIZED, EXIT_CODE_SIGNAL
+from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 
 Losses = Sequence[Mapping[str, float]]
@@ -164,7 +165,8 @@ class StopConditions(Callback):
         request = run.stop_requests.check(run.device)
         if request is not None:
             decision.stop = request
-            decision.exit_code = EXIT_CODE_SIGNAL if request == "signal" else 0
+            codes = {"signal": EXIT_CODE_SIGNAL, "resize": EXIT_CODE_RESIZED}
+            decision.exit_code = codes.get(request, 0)
         elif due(run.progress.iteration, config.training.exit_interval):
             decision.stop = decision.stop or EXIT_INTERVAL
         decision.save |= due(run.progress.iteration, config.checkpoint.save_interval)

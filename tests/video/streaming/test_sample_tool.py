@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.files import TRACKER
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
+from megatron_ext.train.launch import fork_ranks
 from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
 from megatron_ext.video.sampling.tool import sample_video
 from megatron_ext.video.streaming.long_videos import LongVideoWriter

@@ -1,0 +1,101 @@
+"""The exit codes of a run, what each says, and after which of them it is worth another start.
+
+``python -m megatron_ext.train.exit_codes CODE`` prints the sentence of a code, and exits with 0 if
+a scheduler should start the job again, else with 1. With a folder in MEGATRON_EXT_EXIT_CODES, the
+codes that nodes have left there (`torchrun.run_torchrun`) count instead of CODE.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from megatron_ext.errors import EXIT_CODE_INTERRUPTED
+
+EXIT_CODE_USER_ERROR = 2
+EXIT_CODE_RESIZED = 121
+"""Exit code of a rank that saved and ended, so that the run goes on with other replicas."""
+EXIT_CODE_COMES_BACK = 122
+"""Exit code of a run whose restarts met the same fault at the same step again and again."""
+EXIT_CODE_LOST_CONTACT = 123
+"""Exit code of a rank whose connection to another one broke."""
+EXIT_CODE_NO_ANSWER = 124
+"""Exit code of a rank that waited too long for another, as of the program ``timeout``."""
+EXIT_CODE_SIGNAL = 143
+"""Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM)."""
+
+FOLDER_VARIABLE = "MEGATRON_EXT_EXIT_CODES"
+"""Environment variable with the folder in which the nodes of a job leave their exit codes."""
+FOLLOWS = (EXIT_CODE_NO_ANSWER, EXIT_CODE_LOST_CONTACT)
+"""Exit codes of ranks that only failed because another one did."""
+FINAL = {
+    0: "the run is complete",
+    EXIT_CODE_USER_ERROR: "a flag, a file or a checkpoint must be corrected first",
+    EXIT_CODE_COMES_BACK: "the same fault came back at the same step, so it is not transient",
+    EXIT_CODE_INTERRUPTED: "it was interrupted from the keyboard",
+}
+"""Codes after which another start would not help or is not wanted."""
+TRANSIENT = {
+    1: "a rank raised an error",
+    EXIT_CODE_RESIZED: "it has saved, to go on with another number of replicas",
+    EXIT_CODE_LOST_CONTACT: "a rank lost its connection to another one",
+    EXIT_CODE_NO_ANSWER: "a rank did not answer",
+    EXIT_CODE_SIGNAL: "it was asked to end and has saved what it could",
+}
+"""Codes after which another start may go on from the last checkpoint."""
+
+
+def code_of(status: int) -> int:
+    """Return a shell's exit code for a process's status, which is negative after a signal."""
+    return status if status >= 0 else 128 - status
+
+
+def cause_of(status: int) -> str:
+    """Return the cause of a rank's end in one or two words, such as "SIGKILL" or "exception"."""
+    if status < 0:
+        return signal.Signals(-status).name
+    names = {1: "exception", EXIT_CODE_LOST_CONTACT: "lost contact"}
+    return {**names, EXIT_CODE_NO_ANSWER: "hang"}.get(status, f"exit code {status}")
+
+
+def meaning_of(code: int) -> str:
+    """Return why a run with this exit code has ended, as a part of a sentence."""
+    known = FINAL | TRANSIENT
+    if code not in known and code > 128 and code - 128 in list(signal.Signals):
+        return f"a rank was ended by {signal.Signals(code - 128).name}"
+    return known.get(code, "a rank ended with this code")
+
+
+def is_worth_a_start(code: int) -> bool:
+    """Return whether a scheduler should start a job again that has ended with this exit code."""
+    return code not in FINAL
+
+
+def code_of_nodes(code: int, folder: Path | None) -> int:
+    """Return the exit code of a job on several nodes, whose launcher ended with ``code``.
+
+    Nodes that were ended because of another one leave no code in ``folder``. A code after which no
+    start helps precedes the others.
+    """
+    paths = [] if folder is None else sorted(folder.glob("*"))
+    left = [int(path.read_text(encoding="utf-8")) for path in paths]
+    return next((found for found in left if not is_worth_a_start(found)), (*left, code)[0])
+
+
+def main(words: list[str]) -> int:
+    """Print the sentence of the exit code in ``words``; return 0 if it is worth another start."""
+    if len(words) != 1 or not words[0].isdecimal():
+        print("usage: python -m megatron_ext.train.exit_codes CODE", file=sys.stderr)
+        return EXIT_CODE_USER_ERROR
+    folder = os.environ.get(FOLDER_VARIABLE)
+    code = code_of_nodes(int(words[0]), None if folder is None else Path(folder))
+    again = is_worth_a_start(code)
+    advice = "worth another start" if again else "not worth another start"
+    print(f"exit code {code}: {meaning_of(code)}; {advice}", flush=True)
+    return int(not again)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

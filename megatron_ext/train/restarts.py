@@ -1,0 +1,371 @@
+"""Starts the forked ranks of one machine again after a fault, as often as it makes sense.
+
+All ranks are ended and forked anew. A fork costs milliseconds, as this process has imported all
+that a rank needs; ranks that stayed would have to break their waits and to build their groups
+again, which takes as long.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.checkpoint.run_record import RUN_VARIABLE
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import EXIT_CODE_INTERRUPTED, MegatronExtError
+from megatron_ext.faults.board import Board, RankRecord
+from megatron_ext.faults.events import append_event
+from megatron_ext.faults.host import GENERATION_VARIABLE, host_folder
+from megatron_ext.faults.recorder import BOARD
+from megatron_ext.train.elastic import (
+    ask_to_resize,
+    forget_resize,
+    ranks_of_a_node,
+    wanted_nodes,
+)
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_COMES_BACK,
+    EXIT_CODE_RESIZED,
+    EXIT_CODE_SIGNAL,
+    EXIT_CODE_USER_ERROR,
+    FOLLOWS,
+    cause_of,
+)
+from megatron_ext.train.supervisor import (
+    SignalForwarder,
+    Supervisor,
+)
+
+Main = Callable[[], "int | None"]
+Fork = Callable[[Main, int, SignalForwarder, Mapping[str, str]], AbstractContextManager[None]]
+"""A function of main, number of ranks, forwarder and environment that forks ranks when entered."""
+
+FAULT_TIME_VARIABLE = "MEGATRON_EXT_FAULT_TIME"
+"""Environment variable with the time at which the fault before this restart was seen."""
+FAULT_STEP_VARIABLE = "MEGATRON_EXT_FAULT_STEP"
+"""Environment variable with the step in which the ranks were when that fault came."""
+RESTARTS_WITHOUT_PROGRESS = 2
+"""Restarts in a row, because of one cause at one step, after which the next such fault is final."""
+_LASTING = (0, EXIT_CODE_USER_ERROR, EXIT_CODE_INTERRUPTED, EXIT_CODE_SIGNAL)
+"""Statuses of a rank that ended on purpose, or that would end in the same way again."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The end of a run's ranks that nobody asked for.
+
+    Attributes:
+        rank: the rank that failed first.
+        cause: such as "SIGKILL", "exception" or "hang".
+        iteration: the newest step that any rank was in; None if it is not known.
+        where: what the rank did last, as text.
+        seen_after: most seconds that it can have taken to see the fault.
+        time: when the fault was seen, in seconds of CLOCK_MONOTONIC.
+    """
+
+    rank: int
+    cause: str
+    time: float
+    iteration: int | None = None
+    where: str | None = None
+    seen_after: float | None = None
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How often ranks are started again, and what they run.
+
+    Attributes:
+        save: the folder of the run, which keeps the list of faults; None for no list.
+        world_sizes: numbers of ranks that may run, largest first; the run begins with the first.
+        ranks_of_a_node: ranks that come and go together.
+        main_of: returns the program of the ranks for a number of ranks; it may raise a
+            MegatronExtError.
+    """
+
+    max_restarts: int
+    save: str | None
+    world_sizes: Sequence[int]
+    ranks_of_a_node: int
+    main_of: Callable[[int], Main]
+
+    @classmethod
+    def of_run(
+        cls, config: RunConfig, world_sizes: Sequence[int], main_of: Callable[[int], Main]
+    ) -> RestartPolicy | None:
+        """Return the policy that the flags ask for; None if the first fault ends the run."""
+        faults = config.fault_tolerance
+        if not faults.max_restarts and not faults.is_elastic:
+            return None
+        save, each = config.checkpoint.save, ranks_of_a_node(config)
+        return cls(faults.max_restarts, save, world_sizes, each, main_of)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the run may go on with another number of ranks."""
+        return len(self.world_sizes) > 1
+
+    def wish(self) -> tuple[int, int] | None:
+        """Return how many ranks an operator wants, and when that was written; None for no wish.
+
+        The ranks are the most that fit into the wanted nodes, or else the fewest that may run.
+        """
+        found = wanted_nodes(self.save) if self.is_elastic and self.save else None
+        if found is None:
+            return None
+        most = found[0] * self.ranks_of_a_node
+        fitting = (size for size in self.world_sizes if size <= most)
+        return next(fitting, self.world_sizes[-1]), found[1]
+
+    def smaller_size(self, size: int) -> int | None:
+        """Return the next smaller number of ranks; None if there is none."""
+        return next((other for other in self.world_sizes if other < size), None)
+
+
+class History:
+    """The faults of a run so far, which tell whether another restart makes sense."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._last: tuple[str, int | None] | None = None
+        self._repeated = 0
+        self.restarts = 0
+
+    def add(self, fault: Fault) -> None:
+        """Count a fault; it repeats the last one if it came at the same step from the same cause.
+
+        A fault whose step is not known repeats none.
+        """
+        known = (fault.cause, fault.iteration)
+        repeats = known == self._last and fault.iteration is not None
+        self._repeated = self._repeated + 1 if repeats else 0
+        self._last = known
+
+    @property
+    def comes_back(self) -> bool:
+        """Return whether the last fault has come again after each of the last few restarts."""
+        return self._repeated >= RESTARTS_WITHOUT_PROGRESS
+
+    @property
+    def exhausted(self) -> bool:
+        """Return whether all restarts are used up."""
+        return self.restarts >= self._max_restarts
+
+    def forget_repeats(self) -> None:
+        """Give the next restart a chance of its own, since it differs from those before."""
+        self._repeated = 0
+
+
+class RestartSupervisor(Supervisor):
+    """Waits for the ranks of one generation; after a fault it kills the others at once.
+
+    Attributes:
+        fault: what ended the ranks; None if they ended on purpose, or in a way that would repeat.
+    """
+
+    seconds_for_the_cause = 0.2
+
+    def __init__(
+        self,
+        forwarder: SignalForwarder,
+        timeout_minutes: float,
+        *,
+        board: Board | None,
+        generation: int,
+        look_for_wish: Callable[[], None],
+    ) -> None:
+        super().__init__(forwarder, timeout_minutes)
+        self._board, self._generation = board, generation
+        self._look_for_wish = look_for_wish
+        self._polled = time.monotonic()
+        self._contact_lost: int | None = None
+        self.fault: Fault | None = None
+
+    def wait(self) -> int:
+        """Wait for all ranks, and return the exit code as `Supervisor.wait` does."""
+        code = super().wait()
+        if self.fault is None and code in FOLLOWS and self._contact_lost is not None:
+            self.fault = self._fault(self._contact_lost, cause_of(code))
+        return code
+
+    def _reap(self) -> bool:
+        found = super()._reap()
+        self._polled = time.monotonic()
+        return found
+
+    def _find_stopped(self, now: float) -> None:
+        super()._find_stopped(now)
+        self._look_for_wish()
+
+    def _ended(self, rank: int, status: int) -> None:
+        if status in FOLLOWS and self._contact_lost is None:
+            self._contact_lost = rank
+        super()._ended(rank, status)
+
+    def _failed(self, rank: int, status: int) -> None:
+        if status == EXIT_CODE_RESIZED:
+            # The others have been asked too, and are about to end in the same way.
+            self._code = status
+            return
+        asked = -status in self._forwarder.received or self._forwarder.asked is not None
+        if status not in _LASTING and not asked:
+            self.fault = self._fault(rank, cause_of(status))
+        super()._failed(rank, status)
+
+    def _fault(self, rank: int, cause: str) -> Fault:
+        """Return what is known about a fault of a rank that has just been seen."""
+        now = time.monotonic()
+        records = self.records()
+        own = next((record for record in records if record.rank == rank), None)
+        last = None if own is None else own.last
+        return Fault(
+            rank=rank,
+            cause=cause,
+            time=now,
+            iteration=max((record.iteration for record in records), default=None),
+            where=None if own is None or last is None else f"{own.phase}: {last.name}",
+            seen_after=round(now - self._polled, 4),
+        )
+
+    def records(self) -> list[RankRecord]:
+        """Return what the board says about the ranks of this generation."""
+        found = [] if self._board is None else self._board.read(num_events=1)
+        return [record for record in found if record.generation == self._generation]
+
+    def _end_all(self, grace: float = 0.0) -> None:
+        """Kill all ranks at once if they are to be started again, else end them as usual."""
+        if self.fault is None:
+            super()._end_all()
+            return
+        self._kill_at = time.monotonic()
+        self._forwarder.send(signal.SIGKILL)
+
+
+def supervise(fork: Fork, policy: RestartPolicy, *, timeout_minutes: float) -> int:
+    """Fork ranks, fork them again after faults, and return the exit code of the run.
+
+    The exit code is 0, that of the rank that failed last, or `EXIT_CODE_COMES_BACK` if restarts
+    bring no progress.
+    """
+    with SignalForwarder() as forwarder:
+        return _Launcher(fork, policy, forwarder, host_folder(), timeout_minutes).run()
+
+
+class _Launcher:
+    """Forks the generations of a run, one after the other."""
+
+    def __init__(
+        self,
+        fork: Fork,
+        policy: RestartPolicy,
+        forwarder: SignalForwarder,
+        folder: Path | None,
+        timeout_minutes: float,
+    ) -> None:
+        self._fork, self._policy, self._forwarder = fork, policy, forwarder
+        self._folder, self._timeout_minutes = folder, timeout_minutes
+        self._size = self._wanted = policy.world_sizes[0]
+        self._last_wish = policy.wish()  # of an earlier run, and so of no meaning
+        self._board = None if folder is None else Board(folder / BOARD, self._size)
+        self._history = History(policy.max_restarts)
+        self._generation = 0
+        self._environment = {RUN_VARIABLE: f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"}
+
+    def run(self) -> int:
+        """Run generations until one ends on purpose or no other makes sense; return its code."""
+        while True:
+            try:
+                main = self._policy.main_of(self._size)
+            except MegatronExtError as error:
+                print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+                return EXIT_CODE_USER_ERROR
+            self._environment[GENERATION_VARIABLE] = str(self._generation)
+            watch = RestartSupervisor(
+                self._forwarder,
+                self._timeout_minutes,
+                board=self._board,
+                generation=self._generation,
+                look_for_wish=self._look_for_wish,
+            )
+            if self._forwarder.asked is not None:
+                return 128 + self._forwarder.asked
+            with self._fork(main, self._size, self._forwarder, self._environment):
+                code = watch.wait()
+            if watch.fault is not None:
+                code = self._follow(watch.fault, code)
+            elif code == EXIT_CODE_RESIZED:
+                self._resize()
+            if code not in (_GO_ON, EXIT_CODE_RESIZED):
+                return code
+            self._generation += 1
+
+    def _follow(self, fault: Fault, code: int) -> int:
+        """Note a fault; return `_GO_ON` if the run goes on, or the exit code with which it ends."""
+        history, policy = self._history, self._policy
+        facts = {"rank": fault.rank, "cause": fault.cause, "where": fault.where}
+        facts |= {"iteration": fault.iteration, "generation": self._generation}
+        append_event(policy.save, "fault", **facts, seen_after=fault.seen_after)
+        if self._forwarder.asked is not None:
+            return code
+        history.add(fault)
+        told = f"rank {fault.rank} has failed ({fault.cause})"
+        if fault.iteration:
+            told = f"rank {fault.rank} has failed at iteration {fault.iteration} ({fault.cause})"
+        smaller = policy.smaller_size(self._size) if history.comes_back else None
+        if history.exhausted:
+            _say(
+                f"{told}; the run ends, for it has been started again as often as "
+                f"`--max-restarts` ({policy.max_restarts}) allows"
+            )
+            return code
+        if history.comes_back and smaller is None:
+            _say(
+                f"{told}, as before each of the last {RESTARTS_WITHOUT_PROGRESS} restarts: it is "
+                "not transient, so the run ends"
+            )
+            return EXIT_CODE_COMES_BACK
+        history.restarts += 1
+        told += f"; restart {history.restarts} of {policy.max_restarts}"
+        if smaller is not None:
+            self._size = smaller
+            history.forget_repeats()
+            told += f", with {smaller} ranks, for {RESTARTS_WITHOUT_PROGRESS} have not helped"
+        _say(told)
+        self._environment[FAULT_TIME_VARIABLE] = repr(fault.time)
+        self._environment[FAULT_STEP_VARIABLE] = str(fault.iteration or 0)
+        return _GO_ON
+
+    def _look_for_wish(self) -> None:
+        """Ask the ranks to end at a step boundary if an operator wants another number of nodes."""
+        wish = self._policy.wish()
+        if wish is None or wish == self._last_wish or self._folder is None:
+            return
+        self._last_wish = wish
+        self._wanted = wish[0]
+        if self._wanted == self._size:
+            return
+        self._environment[FAULT_TIME_VARIABLE] = repr(time.monotonic())
+        self._environment[FAULT_STEP_VARIABLE] = "0"
+        ask_to_resize(self._folder)
+
+    def _resize(self) -> None:
+        """Take the number of ranks that an operator wants."""
+        assert self._folder is not None
+        forget_resize(self._folder)
+        _say(f"going on with {self._wanted} instead of {self._size} ranks, as asked")
+        self._size = self._wanted
+
+
+_GO_ON = -1
+"""Stands for the exit code of a run that goes on."""
+
+
+def _say(text: str) -> None:
+    print(f"> {text}", flush=True)

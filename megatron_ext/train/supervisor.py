@@ -1,0 +1,204 @@
+"""Watches the forked ranks of one machine: the first that fails by itself ends all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+
+from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER, FOLLOWS, code_of
+
+GRACE_SECONDS = 3.0
+"""Time between asking the ranks to end and killing them."""
+SECONDS_BETWEEN_POLLS = 0.02
+"""Time after which the end of a rank is seen."""
+_SECONDS_FOR_THE_CAUSE = 2.0
+"""Time from the first rank that gave up waiting to the report of the ranks it waited for."""
+_SECONDS_BETWEEN_LOOKS = 0.5
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class SignalForwarder:
+    """Passes the signals that the launcher gets on to its ranks, while it is entered.
+
+    Attributes:
+        children: rank by process id; whoever starts and reaps ranks keeps it.
+        asked: the last signal to end or to interrupt that has come; None before the first.
+        received: all signals that have come.
+    """
+
+    def __init__(self) -> None:
+        self.children: dict[int, int] = {}
+        self.asked: int | None = None
+        self.received: set[int] = set()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalForwarder:
+        self._before = {number: signal.signal(number, self._on_signal) for number in _FORWARDED}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back to their former handlers, as a forked rank does first."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.received.add(number)
+        if number in (signal.SIGTERM, signal.SIGINT):
+            self.asked = number
+        self.send(number)
+
+    def send(self, number: int) -> None:
+        """Send a signal to all ranks that have not been reaped."""
+        for pid in list(self.children):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Keep back the forwarded signals in this context, so that ranks can be forked in it."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def release_signals() -> None:
+    """Let the forwarded signals reach this process, which was forked within `held_signals`."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+
+
+class Supervisor:
+    """Waits for ranks; ends all if one fails or stays stopped too long."""
+
+    seconds_for_the_cause = _SECONDS_FOR_THE_CAUSE
+
+    def __init__(self, forwarder: SignalForwarder, timeout_minutes: float) -> None:
+        self._forwarder, self._timeout_minutes = forwarder, timeout_minutes
+        self._children = forwarder.children
+        self._code = 0
+        self._kill_at: float | None = None
+        self._name_at: float | None = None
+        self._look_at = 0.0
+        self._stopped_since: dict[int, float] = {}
+
+    def wait(self) -> int:
+        """Wait for all ranks; return the exit code of the first that failed, or 0.
+
+        A rank that failed by itself precedes those that failed only because another did not answer.
+        """
+        while self._children:
+            if not self._reap():
+                self._look(time.monotonic())
+                time.sleep(SECONDS_BETWEEN_POLLS)
+        return self._code
+
+    def _reap(self) -> bool:
+        """Record the exit of each rank that has ended by now, and return whether there was any."""
+        before = len(self._children)
+        for pid in list(self._children):
+            try:
+                done, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                # Another part of this process has taken the status: the rank counts as failed.
+                done, status = pid, 1 << 8
+            if done:
+                self._ended(self._children.pop(pid), os.waitstatus_to_exitcode(status))
+        return len(self._children) < before
+
+    def _ended(self, rank: int, status: int) -> None:
+        """Record a rank's exit, and end all ranks if it failed by itself.
+
+        If the rank only gave up waiting for another one, all ranks end a little later. Until then
+        the rank that caused the failure can report it.
+        """
+        if status in FOLLOWS and self._code == 0:
+            self._code = status
+            self._name_at = time.monotonic() + self.seconds_for_the_cause
+        elif status not in (0, *FOLLOWS) and self._code in (0, *FOLLOWS):
+            if self._kill_at is None:
+                self._failed(rank, status)
+
+    def _failed(self, rank: int, status: int) -> None:
+        """End all ranks, since this one failed by itself."""
+        if status < 0:
+            say(rank, f"was ended by {signal.Signals(-status).name}")
+        self._code = code_of(status)
+        self._end_all()
+
+    def _look(self, now: float) -> None:
+        """Do what is due at ``now``: kill ranks, report silent ranks, or look for stopped ranks."""
+        if self._kill_at is not None:
+            if now > self._kill_at:
+                self._forwarder.send(signal.SIGKILL)
+        elif self._name_at is not None:
+            if now > self._name_at:
+                self._name_the_silent()
+        elif now > self._look_at:
+            self._look_at = now + _SECONDS_BETWEEN_LOOKS
+            self._find_stopped(now)
+
+    def _name_the_silent(self) -> None:
+        """Print which ranks the others waited for in vain, and end all ranks."""
+        if self._code == EXIT_CODE_NO_ANSWER:
+            for pid, rank in sorted(self._children.items(), key=lambda item: item[1]):
+                why = "has been stopped by a signal" if is_stopped(pid) else "does not answer"
+                say(
+                    rank,
+                    f"{why}: others have waited for it for `--distributed-timeout-minutes` "
+                    f"({self._timeout_minutes:g}), so all ranks are ended; look at what it does, "
+                    "or give more minutes.",
+                )
+        # The silent ranks have had their time.
+        self._end_all(grace=0.5)
+
+    def _find_stopped(self, now: float) -> None:
+        """End all ranks if a signal has stopped one for longer than the timeout."""
+        stopped = {pid: rank for pid, rank in self._children.items() if is_stopped(pid)}
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        for pid, rank in stopped.items():
+            if now - self._stopped_since[pid] > 60 * self._timeout_minutes:
+                say(
+                    rank,
+                    "has been stopped by a signal (such as SIGSTOP) for longer than "
+                    f"`--distributed-timeout-minutes` ({self._timeout_minutes:g}), so all ranks "
+                    "are ended; let it go on by SIGCONT in time, or give more minutes.",
+                )
+                self._code = EXIT_CODE_NO_ANSWER
+                self._end_all(grace=0.5)
+                return
+
+    def _end_all(self, grace: float = GRACE_SECONDS) -> None:
+        self._kill_at = time.monotonic() + grace
+        self._forwarder.send(signal.SIGTERM)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP has stopped a process."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def say(rank: int, text: str) -> None:
+    """Print a line about a rank to stderr."""
+    print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)

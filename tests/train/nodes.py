@@ -1,0 +1,109 @@
+"""Stand-ins for machines: torchrun agents on addresses of this one, with ranks of their own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megatron_ext.train.reporting.files import read_metrics
+from tests.training_runs import ROOT
+
+NEW_STORE_EACH_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Environment without which torch's c10d rendezvous never tells a node that comes back where the
+others are."""
+
+
+class Nodes:
+    """Starts, kills and awaits the agents of a run, whose output goes to files in ``folder``.
+
+    Args:
+        nnodes: torchrun's ``--nnodes``.
+        flags: flags of pretrain_gpt.py.
+    """
+
+    def __init__(self, folder: Path, nnodes: str, flags: Sequence[str], restarts: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._words = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nnodes),
+            *("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", folder.name),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.1"),
+            *("--max-restarts", str(restarts)),
+        ]
+        self._meeting = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+        self._flags, self._folder = list(flags), folder
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> "Nodes":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for node in list(self._agents):
+            self.kill(node)
+
+    def start(self, node: int) -> None:
+        """Start the agent of a node, on an address of its own, in a new session."""
+        # Node 0 holds the store through which they meet.
+        meeting = f"{self._meeting},is_host={int(node == 0)}"
+        words = [*self._words, "--local-addr", f"127.0.0.{node + 1}", "--rdzv-conf", meeting]
+        with (self._folder / f"node_{node}.log").open("ab") as log:
+            self._agents[node] = subprocess.Popen(
+                [*words, "pretrain_gpt.py", *self._flags],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **NEW_STORE_EACH_ROUND},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self, node: int) -> None:
+        """Kill the agent of a node and all its ranks at once, as a power failure does."""
+        agent = self._agents.pop(node)
+        ranks = _children(agent.pid)
+        for pid in (agent.pid, *ranks):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        agent.wait(timeout=10)
+
+    def wait(self, seconds: float = 120) -> list[int]:
+        """Wait for all agents, and return their exit codes by node."""
+        codes = [agent.wait(timeout=seconds) for _, agent in sorted(self._agents.items())]
+        self._agents = {}
+        return codes
+
+    def log(self) -> str:
+        """Return the output of all nodes."""
+        return "\n".join(path.read_text() for path in sorted(self._folder.glob("node_*.log")))
+
+
+def _children(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def until(happened: Callable[[], bool], seconds: float = 90) -> None:
+    """Wait until something has happened; fail after ``seconds``."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it has not happened in time"
+        time.sleep(0.05)
+
+
+def steps_done(save: Path) -> int:
+    """Return the last iteration in the metrics of a run, 0 before the first."""
+    return max((row["iteration"] for row in read_metrics(save / "metrics.jsonl")), default=0)

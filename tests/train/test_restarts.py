@@ -1,0 +1,280 @@
+"""Runs go on after the death of ranks: what they lose, what they say, and when they give up."""
+
+import dataclasses
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_ext.config.fault_tolerance import FaultToleranceConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.faults.events import read_events
+from megatron_ext.faults.host import generation, host_folder
+from megatron_ext.text.task import GPT
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.elastic import WANTED_NODES, elastic_sizes
+from megatron_ext.train.exit_codes import EXIT_CODE_COMES_BACK, is_worth_a_start, meaning_of
+from megatron_ext.train.exit_codes import main as exit_code_main
+from megatron_ext.train.main import main
+from megatron_ext.train.restarts import Fault, History
+from megatron_ext.train.run import Run
+from tests.training_runs import (
+    ROOT,
+    SAME_WEIGHTS,
+    SMALL,
+    Rows,
+    config_of,
+    mock_data,
+    read_metrics,
+    training_rows,
+    without,
+)
+
+Strike = Callable[[Run], None]
+FLAGS = [*without(SMALL, "--train-iters", "--eval-iters"), "--eval-iters", "0"]
+
+
+class Struck(Callback):
+    """Lets faults happen before steps, and writes what the weights are at the end."""
+
+    def __init__(self, run: Run, strike: Strike) -> None:
+        super().__init__(run)
+        self._strike = strike
+
+    def before_step(self) -> None:
+        self._strike(self.run)
+
+    def on_train_end(self) -> None:
+        digest = hashlib.sha256()
+        for chunk in self.run.chunks:
+            for parameter in chunk.parameters():
+                digest.update(parameter.detach().contiguous().view(-1).numpy().tobytes())
+        save = Path(self.run.config.checkpoint.save or "")
+        (save / f"weights_{self.run.context.rank}").write_text(digest.hexdigest())
+
+
+def run_with(strike: Strike, save: Path, words: Sequence[str], ranks: int = 2) -> int:
+    """Train with faults, and return the exit code."""
+    task = dataclasses.replace(GPT, callbacks=(partial(Struck, strike=strike),))
+    return main(task, [*FLAGS, *words, "--nproc-per-node", str(ranks), "--save", str(save)])
+
+
+def weights(save: Path) -> list[str]:
+    return [path.read_text() for path in sorted(save.glob("weights_*"))]
+
+
+def rows_of(save: Path) -> Rows:
+    keys = "iteration", "lm loss", "grad_norm", "learning_rate", "consumed_samples"
+    return [
+        {k: row[k] for k in keys} for row in training_rows(read_metrics(save / "metrics.jsonl"))
+    ]
+
+
+def no_fault(run: Run) -> None:
+    pass
+
+
+def here(run: Run) -> tuple[int, int, int]:
+    """Return generation, rank and the steps done."""
+    return generation(), run.context.rank, run.progress.iteration
+
+
+def test_a_run_with_three_faults_ends_as_one_without(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An older checkpoint of another run in the same folder is none to go on from."""
+    words = ["--train-iters", "8", "--save-interval", "3"]
+    assert run_with(no_fault, tmp_path / "whole", words) == 0
+
+    save, shared = tmp_path / "struck", tmp_path / "shared"
+
+    def strike(run: Run) -> None:
+        shared.write_text(str(host_folder()))
+        place = here(run)
+        if place == (0, 1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if place == (1, 0, 5):
+            raise RuntimeError("out of luck")
+        if place == (2, 1, 7):
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    assert run_with(no_fault, save, ["--train-iters", "2", "--seed", "7"]) == 0
+    capfd.readouterr()
+    assert run_with(strike, save, [*words, "--max-restarts", "3"]) == 0
+    assert rows_of(save) == rows_of(tmp_path / "whole")
+    assert weights(save) == weights(tmp_path / "whole") and len(weights(save)) == 2
+    faults = [event for event in read_events(save) if event["kind"] == "fault"]
+    assert [(f["rank"], f["cause"], f["generation"]) for f in faults] == [
+        (1, "SIGKILL", 0),
+        (0, "exception", 1),
+        (1, "SIGSEGV", 2),
+    ]
+    assert all(fault["seen_after"] <= 0.2 for fault in faults)
+    shown = capfd.readouterr()
+    assert "restart 3 of 3" in shown.out and "out of luck" in shown.err
+    assert shown.out.count("> loaded ") == 2  # the first restart begins at step 0 again
+    assert shared.read_text() != "None" and not Path(shared.read_text()).exists()
+    assert psutil.Process().children() == []
+
+
+def test_a_fault_that_comes_back_and_the_last_restart_end_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def always(run: Run) -> None:
+        if run.progress.iteration == 1 and run.context.rank == 0:
+            raise RuntimeError("always here")
+
+    words = ["--train-iters", "3"]
+    assert run_with(always, tmp_path, [*words, "--max-restarts", "9"], 1) == EXIT_CODE_COMES_BACK
+    shown = capfd.readouterr()
+    assert shown.err.count("always here") == 2 * 3  # the traceback quotes its line
+    assert "as before each of the last 2 restarts: it is not transient" in shown.out
+    assert run_with(always, tmp_path, [*words, "--max-restarts", "1"], 1) == 1
+    assert "as often as `--max-restarts` (1) allows" in capfd.readouterr().out
+
+    def wrong(run: Run) -> None:
+        raise ConfigError("`--flag` (1) must be 2; use 2.")
+
+    assert run_with(wrong, tmp_path, [*words, "--max-restarts", "9"], 1) == 2
+    assert "restart 1 of" not in capfd.readouterr().out
+
+
+def test_replicas_leave_and_come_back_and_the_losses_stay(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Four replicas, two as an operator asks, four again; then one can not be started, so two."""
+    words = ["--train-iters", "12", "--global-batch-size", "8", "--save-interval", "100"]
+    assert run_with(no_fault, tmp_path / "whole", words, 4) == 0
+    save = tmp_path / "elastic"
+
+    def strike(run: Run) -> None:
+        steps = run.progress.iteration
+        wish = {(0, 2): "3", (1, 5): "4"}.get((generation(), steps))
+        if wish and run.context.rank == 0:
+            (save / WANTED_NODES).write_text(wish)
+        if generation() < 2:
+            time.sleep(0.3)  # the launcher looks twice a second
+        elif run.context.layout.world_size == 4 and run.context.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    elastic = ["--max-restarts", "9", "--elastic-min-nodes", "2"]
+    assert run_with(strike, save, [*words, *elastic], 4) == 0
+    shown = capfd.readouterr().out
+    assert "going on with 2 instead of 4 ranks" in shown
+    assert "going on with 4 instead of 2 ranks" in shown
+    assert "restart 3 of 9, with 2 ranks, for 2 have not helped" in shown
+    rows, wanted = rows_of(save), rows_of(tmp_path / "whole")
+    assert [row["iteration"] for row in rows] == list(range(1, 13))
+    for row, want in zip(rows, wanted, strict=True):
+        assert row == pytest.approx(want, rel=1e-6)
+
+
+def test_numbers_of_replicas_that_change_the_batch_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sizes(words: str, ranks: int) -> tuple[int, ...]:
+        def configure(size: int) -> RunConfig:
+            return config_of([*SAME_WEIGHTS, *mock_data(), *words.split()], ranks=size)
+
+        return elastic_sizes(configure(ranks), configure)
+
+    words = "--train-iters 2 --save x --elastic-min-nodes"
+    pairs = "--tensor-model-parallel-size 2"
+    assert sizes(f"{words} 1", 4) == (4, 2, 1)  # 16 samples, 2 at a time
+    assert sizes(f"{words} 2 {pairs}", 8) == (8, 4)
+    with pytest.raises(ConfigError, match=r"go on with 3 nodes \(3 ranks\), but: .*16"):
+        sizes(f"{words} 3", 4)
+    with pytest.raises(ConfigError, match=r"`--elastic-min-nodes` \(5\) must be at most"):
+        sizes(f"{words} 5", 4)
+    with pytest.raises(ConfigError, match="would have 12 samples instead of 16"):
+        sizes(f"{words} 3 --decrease-batch-size-if-needed", 4)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert sizes(f"{words} 1", 4) == (4, 2)
+    with pytest.raises(ConfigError, match=r"3 nodes \(6 ranks\)"):
+        sizes(f"{words} 1", 8)
+    errors = list(FaultToleranceConfig(elastic_min_nodes=2).errors(None))
+    assert errors == [
+        "`--elastic-min-nodes` (2) needs `--save`, from which another number of nodes goes on; "
+        "give a folder."
+    ]
+
+
+ENDLESS = """
+import os, sys, time
+from pathlib import Path
+from megatron_ext.device import Device
+from megatron_ext.train.launch import launch
+from megatron_ext.train.restarts import RestartPolicy
+def main():
+    (Path(sys.argv[1]) / "shared").write_text(os.environ["MEGATRON_EXT_HOST_FOLDER"])
+    (Path(sys.argv[1]) / "ranks" / str(os.getpid())).touch()
+    time.sleep(0.05)
+    os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else time.sleep(60)
+policy = RestartPolicy(10_000, None, (2,), 1, lambda size: main)
+sys.exit(launch(main, nproc_per_node=2, device=Device("cpu", "gloo"), policy=policy))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_in_the_middle_of_restarts_ends_the_run(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], cwd=ROOT) as process:
+        end = time.monotonic() + 60
+        while len(list(ranks.iterdir())) < 8:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(number)
+        code = process.wait(timeout=20)
+    assert code == (128 + number if number == signal.SIGTERM else -number)
+    end = time.monotonic() + 10
+    while any(psutil.pid_exists(int(path.name)) for path in ranks.iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    if number == signal.SIGTERM:
+        assert not Path((tmp_path / "shared").read_text()).exists()
+
+
+def test_only_a_fault_at_one_step_repeats_and_others_begin_anew() -> None:
+    history = History(9)
+
+    def comes_back(cause: str, step: int | None) -> bool:
+        history.add(Fault(0, cause, 0.0, step))
+        return history.comes_back
+
+    known: list[tuple[str, int | None]] = [("SIGKILL", 3), ("SIGKILL", 3), ("SIGKILL", 3)]
+    assert [comes_back(*fault) for fault in known] == [False, False, True]
+    others: list[Any] = [("SIGKILL", 3), ("hang", 3), ("SIGKILL", 3), ("SIGKILL", 3)]
+    assert [comes_back(*fault) for fault in others] == [True, False, False, False]
+    unknown: list[Any] = [("SIGKILL", None)] * 4
+    assert not any(comes_back(*fault) for fault in unknown)
+
+
+def test_exit_codes_say_whether_a_scheduler_should_start_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert [code for code in (0, 1, 2, 122, 123, 124, 130, 137, 143) if is_worth_a_start(code)] == [
+        1,
+        123,
+        124,
+        137,
+        143,
+    ]
+    assert meaning_of(137) == "a rank was ended by SIGKILL"
+    assert (exit_code_main(["143"]), exit_code_main(["2"]), exit_code_main([])) == (0, 1, 2)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].endswith("saved what it could; worth another start")
+    assert shown[1].endswith("must be corrected first; not worth another start")
