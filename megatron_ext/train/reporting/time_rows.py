@@ -94,9 +94,7 @@ class TimeRows:
         # Restarted ranks count from their own start; the time before is that of the fault.
         self._from = now - own if self._generation else min(launch.started, now - own)
         self._before_ranks = now - own - self._from
-        host = host_folder()
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._board = None if host is None else Board(host / BOARD, size)
+        self._board = _board()
         recorder.listeners.append(self._on_event)
 
     def _on_event(self, name: str, _iteration: int, _detail: Any) -> None:
@@ -108,7 +106,7 @@ class TimeRows:
 
     def write(self, iteration: int) -> None:
         """Write the seconds since the last row; ``iteration`` is the last step that was done."""
-        now, seconds = time.time(), self._since_last_row()
+        seconds, now = self._since_last_row(), time.time()
         seconds[START] = seconds.get(START, 0.0) + self._before_ranks
         row = {
             "kind": TIME,
@@ -136,18 +134,17 @@ class TimeRows:
 
     def _read(self) -> dict[int, Mapping[str, float]]:
         """Return the seconds of each rank by phase, up to now."""
-        own = self._recorder.seconds
         records = [] if self._board is None else self._board.read(num_events=1)
         found: dict[int, Mapping[str, float]] = {}
         now = time.monotonic()
         for record in records:
             if record.generation == self._generation and not record.ended:
                 seconds = dict(record.seconds)
-                # The board has the seconds up to the rank's last event.
-                since = max(0.0, now - record.last_time)
-                seconds[record.phase] = seconds.get(record.phase, 0.0) + since
+                # What the board does not have yet belongs to the phase that the rank is in.
+                rest = max(0.0, now - record.started - sum(seconds.values()))
+                seconds[record.phase] = seconds.get(record.phase, 0.0) + rest
                 found[record.rank] = seconds
-        return found or {0: own}
+        return found or {0: self._recorder.seconds}
 
     def launched(self, config: RunConfig, num_iterations: int) -> None:
         """Write the row that tells with which settings, machine and packages the ranks start."""
@@ -166,6 +163,15 @@ class TimeRows:
         append_row(self._path, ended)
         if reports:
             _say(end_launch(self._path.parent, self.launch))
+
+
+def _board() -> Board | None:
+    """Return the board of this machine's ranks; None if they have none, or it cannot be opened."""
+    host, size = host_folder(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        return None if host is None else Board(host / BOARD, size)
+    except OSError:
+        return None
 
 
 def environment(device: str) -> dict[str, Any]:
