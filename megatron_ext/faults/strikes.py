@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -163,6 +164,8 @@ def damage_checkpoint(target: Target) -> None:
         raise InjectedFault("there is no checkpoint to damage")
     victim = max(folders[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
     target.note(f"a byte of {victim.parent.name}/{victim.name}")
+    if target.host is not None:
+        shutil.rmtree(target.host / "snapshots", ignore_errors=True)
     with victim.open("r+b") as file:
         middle = victim.stat().st_size // 2
         file.seek(middle)

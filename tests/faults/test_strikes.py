@@ -97,7 +97,10 @@ def test_one_byte_of_the_newest_checkpoint_changes_before_the_kill(tmp_path: Pat
         folder.mkdir()
         (folder / "__0_0.distcp").write_bytes(before)
         (folder / "__1_0.distcp").write_bytes(before[:100])
-    status = status_of(lambda: STRIKES["corrupt checkpoint"](target(save=tmp_path)))
+    (tmp_path / "host/snapshots").mkdir(parents=True)
+    full = target(save=tmp_path, host=tmp_path / "host")
+    status = status_of(lambda: STRIKES["corrupt checkpoint"](full))
+    assert not (tmp_path / "host/snapshots").exists()
     assert os.WTERMSIG(status) == signal.SIGKILL
     after = (tmp_path / "iter_0000010/__0_0.distcp").read_bytes()
     assert sum(a != b for a, b in zip(before, after, strict=True)) == 1

@@ -174,10 +174,9 @@ def _outcome(
         right &= fault.kind in NAMES_NO_RANK or rank == row["rank"]
         if not right:
             problems.append(f"it was told as {told}")
-    lost = resumed = restored = None
+    lost, resumed = _steps_lost(row, begun, until)
+    restored = None if restart is None else restart.get("restored_from")
     if restart is not None:
-        lost, resumed = _steps_lost(row, begun, until)
-        restored = restart.get("restored_from")
         if fault.kind != "corrupt checkpoint" and (lost or 0) > MOST_STEPS_LOST:
             problems.append(f"{lost} steps were lost")
     elif fault.kind in RESTARTS:
