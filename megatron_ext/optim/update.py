@@ -199,7 +199,9 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
     All ranks call this together. The ranks' sums of squares are added in double precision. The list
-    ``sizes`` gets the `UpdateResult.sizes` of this rank's gradients.
+    ``sizes`` gets the `UpdateResult.sizes` of this rank's gradients. The norm is not finite either
+    where a gradient is not that another rank counts, such as the copy of a norm's weight on a
+    tensor-parallel rank: only that rank's copy may have suffered.
     """
 
     def sum_of_squares(grads: list[Tensor]) -> Tensor:
@@ -208,7 +210,22 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
             sizes.append(found)
         return _sum_of_squares(found)
 
-    return _over_ranks(optimizer, sum_of_squares).sqrt()
+    return _over_ranks(optimizer, sum_of_squares, _nothing_if_finite).sqrt()
+
+
+def _nothing_if_finite(part: MegatronOptimizer, counted: list[Tensor]) -> Tensor | float:
+    """Return 0 if all gradients of this rank that are not among ``counted`` are finite, else NaN.
+
+    Both are float64 ``[]``; without such gradients the result is a plain 0.
+    """
+    known = {id(grad) for grad in counted}
+    found = [
+        grad
+        for parameter in part.get_parameters()
+        for name in ("grad", "decoupled_grad")
+        if (grad := getattr(parameter, name, None)) is not None and id(grad) not in known
+    ]
+    return _sizes(found).double().sum() * 0.0 if found else 0.0
 
 
 def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
@@ -221,15 +238,23 @@ def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
 
 
 def _over_ranks(
-    optimizer: MegatronOptimizer, statistic: Callable[[list[Tensor]], Tensor]
+    optimizer: MegatronOptimizer,
+    statistic: Callable[[list[Tensor]], Tensor],
+    of_the_others: Callable[[MegatronOptimizer, list[Tensor]], Tensor | float] | None = None,
 ) -> Tensor:
-    """Return a statistic of the gradients, summed over all optimizers and ranks, float64 ``[]``."""
+    """Return a statistic of the gradients, summed over all optimizers and ranks, float64 ``[]``.
+
+    ``of_the_others`` maps an optimizer and the counted gradients to a term for the gradients that
+    are counted on another rank.
+    """
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):
         grads = core.gradients_for_norm(part)
         own = torch.zeros_like(total)
         if grads:
             own += statistic(grads)
+        if of_the_others is not None:
+            own += of_the_others(part, grads)
         torch.distributed.all_reduce(own, group=part.get_grad_stats_parallel_group())
         total += own
     return total

@@ -81,6 +81,26 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("distributed", [False, True])
+@ranks(tp=2)
+def test_a_bad_gradient_of_a_copy_that_no_norm_counts_skips_the_step_on_all(
+    context: ParallelContext, distributed: bool, fused: bool
+) -> None:
+    model, optimizer = _optimizer(context, distributed=distributed)
+    choose_kernels(optimizer, fused=fused)
+    before = [p.detach().clone() for p in model.parameters()]
+    # Both ranks hold all of the weights, and the norm counts those of rank 0.
+    grads = _fill(model, 0.5)
+    optimizer.prepare_grads()
+    want = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+    assert math.isclose(update.global_grad_norm(optimizer), want, rel_tol=1e-7)
+    _fill(model, math.nan if context.rank == 1 else 0.5)
+    result = update.update_parameters(optimizer, clip_grad=1.0)
+    assert not result.applied
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 @ranks(dp=2)
 def test_the_update_is_torchs_adam_on_the_clipped_gradient(context: ParallelContext) -> None:
     model, optimizer = _optimizer(context, distributed=True)
