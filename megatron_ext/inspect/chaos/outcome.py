@@ -31,9 +31,9 @@ TOLD: dict[str, tuple[str, tuple[str, ...]]] = {
     "SIGSTOP": ("fault", ("hang", "stopped")),
     "SIGSEGV": ("fault", ("SIGSEGV",)),
     "exception": ("fault", ("exception",)),
-    "memory": ("fault", ("memory", "exception")),
+    "memory": ("fault", ("memory",)),
     "memory kill": ("fault", ("memory",)),
-    "lost socket": ("fault", ("connection", "exception")),
+    "lost socket": ("fault", ("lost contact",)),
     "corrupt checkpoint": ("fault", ("SIGKILL",)),
     "slow rank": ("slow_rank", ()),
     "full disk": ("save_failed", ()),
@@ -174,6 +174,8 @@ def _outcome(
         right &= fault.kind in NAMES_NO_RANK or rank == row["rank"]
         if not right:
             problems.append(f"it was told as {told}")
+    if fault.kind == "corrupt checkpoint" and not _any(events, "checkpoint_refused"):
+        problems.append("the damaged checkpoint was not told")
     lost, resumed = _steps_lost(row, begun, until)
     restored = None if restart is None else restart.get("restored_from")
     if restart is not None:
@@ -184,6 +186,10 @@ def _outcome(
     where = f"rank {row['rank']}, step {row['iteration']}, {row['event']}"
     where += f" + {fault.seconds:.2f} s" if fault.seconds else ""
     return Outcome(fault, where, told, seen, resumed, lost, restored, tuple(problems))
+
+
+def _any(events: Sequence[Row], kind: str) -> bool:
+    return any(event["kind"] == kind for event in events)
 
 
 def _steps_lost(row: Row, begun: Sequence[Row], until: float) -> tuple[int | None, float | None]:
