@@ -24,7 +24,7 @@ import torch
 
 from megatron_ext.faults.host import generation, host_folder
 from megatron_ext.faults.recorder import Recorder
-from megatron_ext.faults.strikes import FROM_ANY_THREAD, STRIKES, Target
+from megatron_ext.faults.strikes import FROM_ANY_THREAD, STRIKES, Target, watch_fsync
 
 VARIABLE = "MEGATRON_EXT_FAULTS"
 SLOW = "slow rank"
@@ -48,7 +48,7 @@ class Fault:
         seconds: time from that event to the fault.
         generation: number of restarts before it; None for any.
         amount: strength; for a slow rank the seconds added to each forward pass.
-        steps: number of steps that a slow rank is slow.
+        steps: number of steps that a rank stays slow, or a disk full.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Fault:
     generation: int | None = 0
     seed: int = 0
     amount: float | None = None
-    steps: int = 4
+    steps: int = 3
 
 
 def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str, str]:
@@ -108,6 +108,8 @@ class Injector:
         ]
         self._due: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
+        self._undo_at = 0
+        self._fsync_fails = watch_fsync()
         self._slow_until, self._delay = 0, 0.0
 
     def __call__(self, name: str, iteration: int, detail: Any = None) -> None:
@@ -130,9 +132,10 @@ class Injector:
                 self._start(*entry, iteration, event)
 
     def _begin_step(self, iteration: int) -> None:
-        undo, self._undo = self._undo, []
-        for action in undo:
-            action()
+        if self._undo and iteration >= self._undo_at:
+            undo, self._undo = self._undo, []
+            for action in undo:
+                action()
         if self._folder is not None:
             row = {"time": time.time(), "generation": self._generation, "iteration": iteration}
             with steps_file(self._folder, self._rank).open("a", encoding="utf-8") as file:
@@ -164,16 +167,24 @@ class Injector:
             self._delay = fault.amount or _SECONDS_OF_A_SLOW_PASS
             note(f"{self._delay:g} s in each forward pass of {fault.steps} steps")
             return
+        self._undo_at = iteration + fault.steps
         target = Target(
-            note, Random(fault.seed), self._save, self._host, self.chunks, fault.amount, self._undo
+            note=note,
+            random=Random(fault.seed),
+            save=self._save,
+            host=self._host,
+            chunks=self.chunks,
+            fsync_fails=self._fsync_fails,
+            undo=self._undo,
         )
         STRIKES[fault.kind](target)
 
 
-def arm(recorder: Recorder, rank: int, world_size: int, save: str | None) -> Injector | None:
-    """Let faults happen at the events of a rank, if the environment asks for any; else do nothing.
+def arm(recorder: Recorder, save: str | None) -> Injector | None:
+    """Let faults happen at the events of this rank, if the environment asks for any.
 
-    Returns the listener that has been added to the recorder.
+    Returns the listener that has been added to the recorder; None, and nothing is done, if there
+    are no faults. Processes that the rank forks later can be struck with it.
     """
     if VARIABLE not in os.environ:
         return None
@@ -183,8 +194,8 @@ def arm(recorder: Recorder, rank: int, world_size: int, save: str | None) -> Inj
         folder, given = Path(given["folder"]), given["faults"]
     injector = Injector(
         [Fault(**row) for row in given],
-        rank=rank,
-        world_size=world_size,
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
         generation=generation(),
         folder=folder,
         save=None if save is None else Path(save),

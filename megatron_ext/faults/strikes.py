@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import resource
 import shutil
@@ -46,8 +47,8 @@ class Target:
         save: the folder of the run's checkpoints, if any.
         host: the run's folder of memory checkpoints on this machine, if any.
         chunks: the model chunks of this rank.
-        amount: strength of the fault, such as the seconds of delay of a slow rank.
-        undo: what ends the fault's effect; called when the next step begins.
+        fsync_fails: the byte of `watch_fsync`.
+        undo: functions that end the fault's effect; called some steps later.
     """
 
     note: Callable[[str], None]
@@ -55,7 +56,7 @@ class Target:
     save: Path | None = None
     host: Path | None = None
     chunks: Sequence[torch.nn.Module] = ()
-    amount: float | None = None
+    fsync_fails: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))
     undo: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -122,7 +123,7 @@ def memory_limit() -> int | None:
 def fill_disk(target: Target) -> None:
     """Let the kernel refuse to write large files, in this process and those that it has started.
 
-    RLIMIT_FSIZE gives EFBIG, as a full disk gives ENOSPC, until the next step begins.
+    RLIMIT_FSIZE gives EFBIG, as a full disk gives ENOSPC, for some steps.
     """
     limited = [psutil.Process(), *psutil.Process().children(recursive=True)]
     target.note(f"files of at most {_LARGEST_FILE >> 10} KiB in {len(limited)} processes")
@@ -139,19 +140,23 @@ def _give_back(process: psutil.Process, limits: tuple[int, int]) -> None:
 
 
 def fail_fsync(target: Target) -> None:
-    """Let the next ``os.fsync`` of this process raise EIO."""
+    """Let the next ``os.fsync`` raise EIO, in this process or in one that it has forked."""
     target.note("the next fsync")
-    _fail_next_fsync()
+    target.fsync_fails[0] = 1
 
 
-def _fail_next_fsync() -> None:
-    real = os.fsync
+def watch_fsync() -> mmap.mmap:
+    """Let ``os.fsync`` raise EIO once when the returned byte is 1, which forks share."""
+    real, fails = os.fsync, mmap.mmap(-1, 1)
 
-    def failing(_descriptor: object) -> None:
-        os.fsync = real
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def fsync(descriptor: int) -> None:
+        if fails[0]:
+            fails[0] = 0
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
 
-    os.fsync = failing  # type: ignore[assignment]
+    os.fsync = fsync  # type: ignore[assignment]
+    return fails
 
 
 def damage_checkpoint(target: Target) -> None:

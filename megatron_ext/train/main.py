@@ -220,6 +220,7 @@ def pretrain(
         launched: the start of the run, since which it accounts for its time; None for no account.
     """
     recorder = open_recorder()
+    injector = inject.arm(recorder, config.checkpoint.save)
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(
         Layout.from_config(config.parallel),
@@ -229,7 +230,6 @@ def pretrain(
         get_embedding_ranks=embedding_ranks(config.model, config.parallel),
         recorder=recorder,
     )
-    injector = inject.arm(recorder, context.rank, context.layout.world_size, config.checkpoint.save)
     try:
         random_init = config.training.data_parallel_random_init
         seed_everything(context, config.training.seed, data_parallel_random_init=random_init)

@@ -1,6 +1,7 @@
 """Faults happen where they are armed, once in all restarts, and on the chosen rank only."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,15 @@ STEP = [
 """The events of a step, whose number is filled in."""
 
 
-def armed(rank: int = 0, world_size: int = 1) -> Injector:
+@pytest.fixture(autouse=True)
+def own_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give ``os.fsync`` back after a test that has armed faults."""
+    monkeypatch.setattr(os, "fsync", os.fsync)
+
+
+def armed() -> Injector:
     recorder = Recorder()
-    injector = arm(recorder, rank, world_size, None)
+    injector = arm(recorder, None)
     assert injector is not None and recorder.listeners == [injector]
     return injector
 
@@ -56,7 +63,9 @@ def struck_at(
     for name, value in as_variable([fault], folder).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MEGATRON_EXT_GENERATION", str(generation))
-    injector = armed(rank, 4)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    injector = armed()
     for iteration in range(1, 6):
         for name, _, detail in STEP:
             try:
@@ -92,7 +101,7 @@ def test_a_fault_happens_at_the_named_event(
 def test_without_the_variable_no_event_is_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     recorder = Recorder()
-    assert arm(recorder, 0, 1, None) is None
+    assert arm(recorder, None) is None
     assert recorder.listeners == []
 
 

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 import torch
 
-from megatron_ext.faults.strikes import STRIKES, InjectedFault, Target
+from megatron_ext.faults.strikes import STRIKES, InjectedFault, Target, watch_fsync
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses limits and files of Linux")
 
@@ -82,12 +82,22 @@ def test_the_kernel_refuses_to_write_until_the_disk_has_room_again(tmp_path: Pat
     assert status_of(body) == 0
 
 
-def test_one_fsync_fails(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("wb") as file:
-        STRIKES["failed fsync"](target())
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+def test_one_fsync_fails_in_any_process_of_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", os.fsync)
+    victim = target(fsync_fails=watch_fsync())
+
+    def fails() -> None:
+        with (tmp_path / "file").open("wb") as file:
             os.fsync(file.fileno())
-        os.fsync(file.fileno())
+            STRIKES["failed fsync"](victim)
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                os.fsync(file.fileno())
+            os.fsync(file.fileno())
+
+    fails()
+    assert status_of(fails) == 0
 
 
 def test_one_byte_of_the_newest_checkpoint_changes_before_the_kill(tmp_path: Path) -> None:
