@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megatron_ext.config.fault_tolerance import DISABLED, VALIDATE
@@ -41,10 +43,12 @@ class Rerun(Callback):
         flags, runner = run.config.fault_tolerance, run.runner
         self._validates, self._interval = flags.rerun_mode == VALIDATE, flags.rerun_interval
         self._own = torch.zeros(0, dtype=torch.int64)
+        self._least_norm = torch.zeros(())
         if flags.rerun_mode == DISABLED:
             return
         self._named = named_parameters(runner.trained_chunks)
         self._names = [name for name, _ in self._named]
+        self._copies: list[Any] = [p for _, p in self._named if _is_copy(p)]
         runner.guard = self._step
         if self._validates:
             runner.approvals.append(self._replicas_agree)
@@ -71,11 +75,17 @@ class Rerun(Callback):
         return Outcome(self._own, digests(self._gradients), digest_of_reports(reports))
 
     def _replicas_agree(self, _reports: Sequence[Report], norm: Tensor) -> Tensor:
-        """Return whether the norm is finite and the same on all ranks, bool ``[]``."""
-        known = torch.where(norm.isfinite(), norm, math.inf)
+        """Return whether the norm is finite and the same on all ranks, bool ``[]``.
+
+        The gradients of copies, which the norm does not count, must be finite too.
+        """
+        uncounted = [parameter.main_grad.double().sum() for parameter in self._copies]
+        finite = torch.stack([norm, *uncounted]).isfinite().all()
+        known = torch.where(finite, norm, math.inf)
         extremes = torch.stack([known, -known])
         torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
         largest, least = extremes[0], -extremes[1]
+        self._least_norm = least
         return largest.isfinite() & (largest - least <= _SAME_NORM * largest)
 
     def _step(self, compute: Compute, update: Update) -> tuple[list[Report], UpdateResult]:
@@ -94,20 +104,22 @@ class Rerun(Callback):
         # The loss scaler of fp16 changes the gradients in the update.
         scaled = self._outcome(reports) if self._validates and run.config.precision.fp16 else None
         result = update(reports)
-        if not self._validates or result.applied or _overflowed(run, result):
+        if not self._validates or result.applied or self._overflowed():
             return reports, result
         here = not_finite_here(run, [report[name] for report in reports for name in report])
         found = [each for each in self._gathered(here) if each.found]
-        first, facts = (
-            scaled or self._outcome(reports),
-            describe(found, result.grad_norm, run.context),
-        )
+        facts = describe(found, result.grad_norm, run.context)
+        first = scaled or self._outcome(reports)
         start.restore()
         reports = compute()
         second = self._outcome(reports)
         again = update(reports)
         self._judge(self._differing(first, second), result, again, facts, iteration)
         return reports, again
+
+    def _overflowed(self) -> bool:
+        """Return whether fp16's loss scale was too large on all ranks, as it is now and then."""
+        return self.run.config.precision.fp16 and math.isinf(float(self._least_norm))
 
     def _judge(
         self,
@@ -121,7 +133,7 @@ class Rerun(Callback):
 
         ``facts`` are those of `describe` about the first one.
         """
-        run, finite = self.run, math.isfinite(refused.grad_norm)
+        run, finite = self.run, math.isfinite(refused.grad_norm) and facts["cause"] == "norm"
         sentence = facts.pop("sentence")
         if finite:
             sentence = f"its gradient norm is {refused.grad_norm:.6g}"
@@ -216,6 +228,7 @@ def _filled(found: Found) -> Found:
     return {rank: names for rank, names in found.items() if names}
 
 
-def _overflowed(run: Run, result: UpdateResult) -> bool:
-    """Return whether fp16's loss scale was too large, which is expected now and then."""
-    return run.config.precision.fp16 and not math.isfinite(result.grad_norm)
+def _is_copy(parameter: Tensor) -> bool:
+    """Return whether another rank counts the gradient of this parameter in the norm."""
+    counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+    return not counts

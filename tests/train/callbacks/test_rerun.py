@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.faults.inject import Fault, as_variable
 from megatron_ext.train.run import Run
 from tests.train.callbacks.silent_faults import Spoiler, run_with
 from tests.training_runs import SAME_WEIGHTS, check_refused
@@ -102,3 +103,24 @@ def test_flags_that_need_each_other() -> None:
         [*SAME_WEIGHTS, "--rerun-mode", "report_stats"],
         "`--rerun-mode` (report_stats) needs `--rerun-interval`",
     )
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        ("end of backward", "--tensor-model-parallel-size 2"),
+        ("update", "--no-use-distributed-optimizer"),
+    ],
+)
+def test_an_injected_gradient_leaves_no_trace(
+    at: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "update" one replica's gradient is spoiled after the replicas have summed theirs."""
+    plain = run_with(words, tmp_path / "plain", 2)
+    for name, value in as_variable([Fault("NaN gradient", 3, rank=1, at=at, seed=4)]).items():
+        monkeypatch.setenv(name, value)
+    ended = run_with(f"{words} --rerun-mode validate_results", tmp_path / "struck", 2)
+    assert ended.state == plain.state
+    (event,) = ended.events
+    assert (event["kind"], event["iteration"], event["rank"]) == ("non_finite", 3, 1)
+    assert event["verdict"] == "transient"

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.faults.events import read_events
+from megatron_ext.faults.inject import Fault, as_variable
 from megatron_ext.train.callbacks.resting_state import resting_tensors
 from megatron_ext.train.replay import digest
 from megatron_ext.train.run import Run
@@ -82,3 +84,17 @@ def test_a_state_at_rest_is_left_alone(tmp_path: Path) -> None:
     assert (
         run_with(f"{more} --check-state-interval 1", tmp_path / "watched", 2).state == plain.state
     )
+
+
+@pytest.mark.parametrize("at", ["step", "update"])
+def test_an_injected_bit_is_met(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in as_variable([Fault("bit flip", 3, rank=1, at=at)]).items():
+        monkeypatch.setenv(name, value)
+    flags = [*FLAGS, "--bf16", "--check-state-interval", "1"]
+    code, rows = train_on_ranks(flags, ranks=2, save=tmp_path)
+    assert (code, len(rows)) == (1, 2)
+    (event,) = read_events(tmp_path)
+    assert (event["kind"], event["iteration"], event["rank"]) == ("mismatch", 3, 1)
+    assert "During iteration 3 weight `" in capfd.readouterr().err
