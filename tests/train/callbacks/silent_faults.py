@@ -63,8 +63,12 @@ def run_with(
 ) -> Ended:
     task = replace(GPT, callbacks=(FinalState,))
     rows = train_steps([*FLAGS, *split(words)], folder, ranks, task=task, prepare=prepare)
-    state = [json.loads((folder / f"state_{rank}.json").read_text()) for rank in range(ranks)]
-    return Ended(rows, read_events(folder), state)
+    return Ended(rows, read_events(folder), state_of(folder, ranks))
+
+
+def state_of(folder: Path, ranks: int) -> list[Any]:
+    """Return the digests that `FinalState` has left, by rank."""
+    return [json.loads((folder / f"state_{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @dataclass

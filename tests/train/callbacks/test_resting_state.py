@@ -1,6 +1,7 @@
 """A bit that flips between two updates is found, with its rank and its tensor."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ from torch import Tensor
 
 from megatron_ext.faults.events import read_events
 from megatron_ext.faults.inject import Fault, as_variable
+from megatron_ext.text.task import GPT
 from megatron_ext.train.callbacks.resting_state import resting_tensors
+from megatron_ext.train.main import main
 from megatron_ext.train.replay import digest
 from megatron_ext.train.run import Run
-from tests.train.callbacks.silent_faults import FLAGS, run_with
+from tests.train.callbacks.silent_faults import FLAGS, FinalState, run_with, state_of
 from tests.training_runs import split, train_on_ranks
 
 
@@ -98,3 +101,16 @@ def test_an_injected_bit_is_met(
     (event,) = read_events(tmp_path)
     assert (event["kind"], event["iteration"], event["rank"]) == ("mismatch", 3, 1)
     assert "During iteration 3 weight `" in capfd.readouterr().err
+
+
+def test_a_restart_mends_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run_with("--bf16", tmp_path / "plain", 2)
+    for name, value in as_variable([Fault("bit flip", 4, rank=0, at="forward")]).items():
+        monkeypatch.setenv(name, value)
+    save = tmp_path / "struck"
+    words = [*FLAGS, "--bf16", *"--check-state-interval 1 --max-restarts 1".split()]
+    words += ["--save-interval", "2", "--nproc-per-node", "2", "--save", str(save)]
+    assert main(replace(GPT, callbacks=(FinalState,)), words) == 0
+    assert state_of(save, 2) == plain.state
+    kinds = [event["kind"] for event in read_events(save)]
+    assert kinds.count("mismatch") == kinds.count("fault") == kinds.count("restart") == 1
