@@ -93,7 +93,7 @@ def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) 
     with_gradients = [each for each in found if each.parameters]
     cause = "loss" if any(each.loss for each in found) else "gradient"
     if not with_gradients and cause == "gradient":
-        sentence = f"its gradients are finite, but their norm is {norm}"
+        sentence = f"its gradient norm is {norm}, though each gradient that it counts is finite"
         return {"sentence": sentence, "ranks": [], "parameter": None, "cause": "norm"}
     fewest = min((len(each.parameters) for each in with_gradients), default=0)
     nearest = [each for each in with_gradients if len(each.parameters) == fewest]

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megatron_ext.config.fault_tolerance import DISABLED, VALIDATE
@@ -48,7 +46,6 @@ class Rerun(Callback):
             return
         self._named = named_parameters(runner.trained_chunks)
         self._names = [name for name, _ in self._named]
-        self._copies: list[Any] = [p for _, p in self._named if _is_copy(p)]
         runner.guard = self._step
         if self._validates:
             runner.approvals.append(self._replicas_agree)
@@ -75,13 +72,8 @@ class Rerun(Callback):
         return Outcome(self._own, digests(self._gradients), digest_of_reports(reports))
 
     def _replicas_agree(self, _reports: Sequence[Report], norm: Tensor) -> Tensor:
-        """Return whether the norm is finite and the same on all ranks, bool ``[]``.
-
-        The gradients of copies, which the norm does not count, must be finite too.
-        """
-        uncounted = [parameter.main_grad.double().sum() for parameter in self._copies]
-        finite = torch.stack([norm, *uncounted]).isfinite().all()
-        known = torch.where(finite, norm, math.inf)
+        """Return whether the norm is finite and the same on all ranks, bool ``[]``."""
+        known = torch.where(norm.isfinite(), norm, math.inf)
         extremes = torch.stack([known, -known])
         torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
         largest, least = extremes[0], -extremes[1]
@@ -226,9 +218,3 @@ class Rerun(Callback):
 
 def _filled(found: Found) -> Found:
     return {rank: names for rank, names in found.items() if names}
-
-
-def _is_copy(parameter: Tensor) -> bool:
-    """Return whether another rank counts the gradient of this parameter in the norm."""
-    counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-    return not counts
