@@ -67,12 +67,17 @@ def number(value: object) -> float:
     return found
 
 
+def launch_time(row: Row) -> float:
+    """Return when the launch that wrote a row started; NaN if the row does not tell."""
+    try:
+        return number(row.get("launched_at"))
+    except ValueError:
+        return math.nan
+
+
 def is_launch(row: Row, started: float) -> bool:
     """Return whether a row belongs to the launch that started at this time."""
-    try:
-        return abs(number(row.get("launched_at")) - started) <= _SAME_LAUNCH
-    except ValueError:
-        return False
+    return abs(launch_time(row) - started) <= _SAME_LAUNCH
 
 
 @dataclass(frozen=True)
@@ -212,7 +217,7 @@ def account(rows: Sequence[Row], events: Sequence[Row] = ()) -> Goodput:
         last = max(row.end for row, _ in chosen)
         ends = list(_ends(rows, launched_at))
         end = max([last, *(time for time, _ in ends), *(fault.time for fault in mine)])
-        launch = _Launch(launched_at, min(end, limit), mine, failed=any(bad for _, bad in ends))
+        launch = _Launch(launched_at, min(end, limit), mine, ends)
         goodput.launches.append((launched_at, min(end, limit)))
         goodput.intervals += launch.intervals(chosen)
     return goodput
@@ -270,8 +275,16 @@ def _faults(events: Sequence[Row]) -> Iterator[_Fault]:
 class _Launch:
     """Fills one launch of a run with intervals from its start to its end."""
 
-    def __init__(self, start: float, end: float, faults: Sequence[_Fault], *, failed: bool) -> None:
-        self._cursor, self._end, self._faults, self._failed = start, end, faults, failed
+    def __init__(
+        self,
+        start: float,
+        end: float,
+        faults: Sequence[_Fault],
+        told_ends: Sequence[tuple[float, bool]],
+    ) -> None:
+        self._cursor, self._end, self._faults = start, end, faults
+        self._failed = any(failed for _, failed in told_ends)
+        self._stops = [time for time, failed in told_ends if not failed]
         self._found: list[Interval] = []
         self._before: _TimeRow | None = None
         self._steps: _TimeRow | None = None
@@ -324,6 +337,10 @@ class _Launch:
         if not faults and not failed and (same or not restarted):
             name = "start" if self._before is None else "other"
             self._add(end, {name: end - self._cursor}, iteration)
+            return
+        if not faults and any(self._cursor - 0.01 <= stop <= end for stop in self._stops):
+            # The ranks ended on purpose, to start again as another number of ranks.
+            self._add(end, {"lost" if failed else "restart": end - self._cursor}, iteration)
             return
         first = faults[0] if faults else _Fault(end, 0.0, None)
         happened = max(self._cursor, first.time - first.seen_after)

@@ -151,11 +151,13 @@ def curves(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Markup]:
         if other is not None:
             first = other == name
             losses += _loss_curves(other, steps, _values(train, other), smooth=first)
-    for split in dict.fromkeys(text_of(row.get("split"), 60) for row in evaluations):
+    splits = dict.fromkeys(text_of(row.get("split"), 60) for row in evaluations)
+    for index, split in enumerate(splits):
+        style = "evaluated" if index == 0 else "evaluated-too"
         mine = [row for row in evaluations if text_of(row.get("split"), 60) == split]
         at, values = [row["iteration"] for row in mine], _values(mine, name or "")
-        losses.append(Curve(split, at, values, "evaluated line"))
-        losses.append(Curve("", at, values, "evaluated dots"))
+        losses.append(Curve(split, at, values, f"{style} line"))
+        losses.append(Curve("", at, values, f"{style} dots"))
     found = [charts.line_chart("Loss", losses, marks, x_range=x_range)]
     for title, key, style in (
         ("Gradient norm", "grad_norm", "norm line"),

@@ -7,6 +7,7 @@ out of the folder is not followed, and a value of another type than expected is 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from megatron_ext.checkpoint.files import (
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.faults.events import EVENTS_FILE
 from megatron_ext.train.reporting.files import CONFIGURATION_FILE, METRICS_FILE, with_numbers
-from megatron_ext.train.reporting.goodput import LAUNCHED, number
+from megatron_ext.train.reporting.goodput import LAUNCHED, launch_time, number
 
 Row = dict[str, Any]
 MAX_CHECKPOINTS = 200
@@ -37,11 +38,15 @@ _MAX_PICTURE, _PNG = 1 << 20, b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint in the folder; ``fault`` says what is wrong with its files, if anything."""
+    """A checkpoint in the folder; ``fault`` says what is wrong with its files, if anything.
+
+    ``size`` is in bytes, and ``saved`` in seconds since the epoch, None if it is not known.
+    """
 
     iteration: int
     size: int
     fault: str | None
+    saved: float | None
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,12 @@ def read_run_folder(path: Path) -> RunFolder:
     found = RunFolder(path)
     rows = _read_lines(path / METRICS_FILE, found.problems)
     found.rows = [row for row in rows if _is_integer(row.get("iteration"))]
-    began = min((t for t in map(_launch_of, found.rows) if t is not None), default=None)
+    starts = (t for t in map(launch_time, found.rows) if math.isfinite(t))
+    began = min(starts, default=0.0)
     events = _read_lines(path / EVENTS_FILE, found.problems)
-    found.events = sorted(
-        (e for e in events if began is None or time_of(e) > began - 1.0), key=time_of
-    )
+    # Those of an earlier run in the same folder are not of this run.
+    mine = (event for event in events if time_of(event) > began - 1.0)
+    found.events = sorted(mine, key=time_of)
     found.settings = _read_settings(path / CONFIGURATION_FILE, found.problems)
     found.checkpoints = list(_checkpoints(path, found.problems))
     try:
@@ -145,14 +151,6 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
-def _launch_of(row: Row) -> float | None:
-    """Return when the launch that wrote a row began; None for the rows that do not tell it."""
-    try:
-        return number(row["launched_at"])
-    except (KeyError, ValueError):
-        return None
-
-
 def time_of(event: Row) -> float:
     """Return when an event happened, in seconds since the epoch; 0.0 if it does not tell."""
     try:
@@ -183,13 +181,15 @@ def _checkpoints(root: Path, problems: list[str]) -> Iterable[StoredCheckpoint]:
         return
     for iteration in iterations:
         folder, size, fault = standing_folder_of(root, iteration), 0, None
+        saved = None
         try:
+            saved = folder.stat().st_mtime
             size = sum(x.lstat().st_size for x in folder.iterdir() if x.is_file())
             manifest = read_manifest(folder)
             fault = None if manifest is None else size_fault(folder, manifest)
         except (MegatronExtError, OSError) as error:
             fault = str(error)
-        yield StoredCheckpoint(iteration, size, fault)
+        yield StoredCheckpoint(iteration, size, fault, saved)
 
 
 def _post_mortems(root: Path) -> Iterable[PostMortem]:

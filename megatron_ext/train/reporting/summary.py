@@ -14,7 +14,6 @@ from megatron_ext.train.reporting.goodput import (
     FINISHED,
     OF_TIME,
     Goodput,
-    is_launch,
     number,
     show_seconds,
 )
@@ -47,8 +46,9 @@ def state_of(folder: RunFolder, now: float) -> State:
         return State("warn", "no data", "The folder holds no metrics of a run.")
     last = timed[-1] if timed else {}
     if last.get("kind") == ENDED:
-        ends = [row for row in timed if is_launch(row, _launch_of(last))]
         # The launcher tells the exit code, and the reporting rank, if it lives, the reason.
+        started = max((i for i, row in enumerate(timed) if row["kind"] != ENDED), default=-1)
+        ends = timed[started + 1 :]
         code = next((c for row in ends[::-1] if (c := integer_of(row, "exit_code"))), 0)
         reason = next((row["reason"] for row in ends[::-1] if "reason" in row), None)
         if reason is None or (code and reason == FINISHED):
@@ -65,10 +65,6 @@ def state_of(folder: RunFolder, now: float) -> State:
         return State("busy", "running", "The run was running when this page was written.")
     sentence = f"No row tells how the run ended; its last sign of life is of {moment(seen)} UTC."
     return State("warn", "no end", sentence)
-
-
-def _launch_of(row: Mapping[str, Any]) -> float:
-    return number(row["launched_at"]) if is_finite(row.get("launched_at")) else math.nan
 
 
 def _moment_of(row: Mapping[str, Any]) -> float:
@@ -160,7 +156,8 @@ def _faults_told(stories: Sequence[FaultStory]) -> list[str]:
     if len(stories) == 1:
         head = "1 fault was seen" + (" and survived" if survived else ", and not survived")
     else:
-        head = f"{len(stories)} faults were seen, {survived} of them survived"
+        many = {0: "none", len(stories): "all"}.get(survived, str(survived))
+        head = f"{len(stories)} faults were seen, {many} of them survived"
     steps = "1 step was" if lost == 1 else f"{lost} steps were"
     told = "; ".join(story.headline for story in stories[-3:])
     which = "the last ones: " if len(stories) > 3 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,14 @@ from typing import Any
 from megatron_ext.config.flags import changed_fields, default_of, flags_of
 from megatron_ext.config.run import RunConfig, engine_sections
 from megatron_ext.train.reporting.charts import show
-from megatron_ext.train.reporting.goodput import number, show_seconds
+from megatron_ext.train.reporting.goodput import (
+    LAUNCHED,
+    TIME,
+    is_launch,
+    launch_time,
+    number,
+    show_seconds,
+)
 from megatron_ext.train.reporting.run_folder import PostMortem, Row, RunFolder, time_of
 
 MAX_ROWS = 300
@@ -126,11 +134,29 @@ def fault_stories(folder: RunFolder) -> list[FaultStory]:
     in_order = folder.post_mortems if len(folder.post_mortems) == len(faults) else []
     stories = []
     for index, fault in enumerate(faults):
-        after = (r for r in restarts if time_of(r) >= time_of(fault))
+        told = next((r for r in restarts if time_of(r) >= time_of(fault)), None)
         named_one = by_name.get(str(fault.get("postmortem")))
         post_mortem = named_one or (in_order[index] if in_order else None)
-        stories.append(FaultStory(index + 1, fault, next(after, None), post_mortem))
+        restart = told or _restart_of_rows(folder, fault)
+        stories.append(FaultStory(index + 1, fault, restart, post_mortem))
     return stories
+
+
+def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
+    """Return the restart after a fault as the rows of metrics tell it; None if there was none."""
+    at, rows = time_of(fault), folder.of_kind(LAUNCHED)
+    started = next((r for r in rows if time_of(r) >= at and integer_of(r, "generation")), None)
+    if started is None:
+        return None
+    restored, iteration = started["iteration"], integer_of(fault, "iteration")
+    found: Row = {"restored_iteration": restored}
+    if iteration is not None:
+        found["steps_lost"] = max(0, iteration - restored)
+    steps = (r for r in folder.of_kind(TIME) if r.get("generation") == started["generation"])
+    first = next((r for r in steps if is_launch(r, launch_time(started))), {})
+    with contextlib.suppress(KeyError, ValueError):
+        found["seconds"] = number(first["to"]) - at
+    return found
 
 
 def fault_table(stories: Sequence[FaultStory]) -> Table:
@@ -143,10 +169,10 @@ def fault_table(stories: Sequence[FaultStory]) -> Table:
     table = Table(columns, numeric=numeric)
     for story in stories:
         fault, restart = story.fault, story.restart or {}
-        source = restart.get("restored_from")
-        restored = NOTHING
-        if source is not None:
-            restored = f"iteration {text_of(restart.get('restored_iteration'))} ({text_of(source)})"
+        source, restored = restart.get("restored_from"), NOTHING
+        if "restored_iteration" in restart:
+            restored = f"iteration {text_of(restart['restored_iteration'])}"
+            restored += "" if source is None else f" ({text_of(source)})"
         table.ids.append(story.target)
         table.rows.append(
             (
@@ -210,7 +236,8 @@ def checkpoint_table(folder: RunFolder) -> Table:
             state = f"damaged: {text_of(found.fault)}" if found.fault else "whole"
             state = "whole, the newest" if iteration == newest else state
         size = NOTHING if found is None else show_bytes(found.size)
-        times = moment(save.get("time")), seconds_of(save.get("seconds"))
+        saved = save.get("time", None if found is None else found.saved)
+        times = moment(saved), seconds_of(save.get("seconds"))
         stall = seconds_of(save.get("stall"))
         table.rows.append((str(iteration), times[0], size, times[1], stall, how, state))
     return table.shortened()

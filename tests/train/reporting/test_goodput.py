@@ -91,6 +91,19 @@ def test_a_launch_that_fails_loses_what_it_did_not_report() -> None:
     assert goodput.seconds["lost"] == pytest.approx(4)
 
 
+def test_ranks_that_end_to_become_more_or_fewer_lose_nothing() -> None:
+    rows: list[Row] = [
+        time_row(BEGAN, BEGAN + 10, 0, 10, **steps_of(10)),
+        {"kind": "ended", "iteration": 10, "time": BEGAN + 10, "launched_at": BEGAN},
+        time_row(BEGAN + 12, BEGAN + 13, 10, 10, generation=1, start=1.0),
+        time_row(BEGAN + 13, BEGAN + 23, 10, 20, generation=1, **steps_of(10)),
+    ]
+    goodput = account(rows)
+    _sums(goodput)
+    assert goodput.seconds["lost"] == 0
+    assert goodput.seconds["restart"] == pytest.approx(3)
+
+
 def test_time_between_two_launches_is_not_of_the_run() -> None:
     later = BEGAN + 3600
     rows = [

@@ -98,7 +98,7 @@ def test_the_page_of_a_faulty_run_tells_its_story(tmp_path: Path) -> None:
         "layers, hidden size 64.",
         "The run came to its end.",
         "It reached iteration 400 of 400 with 6,400 samples in 7 min 15 s.",
-        "3 faults were seen, 3 of them survived; 7 steps were done again (rank 2: SIGKILL at "
+        "3 faults were seen, all of them survived; 7 steps were done again (rank 2: SIGKILL at "
         "iteration 143; rank 0: hang at iteration 217; rank 3: exception at iteration 305).",
         "The newest whole checkpoint is of iteration 400.",
         "Goodput 90.1% of 7 min 15 s; the largest losses: lost to faults 9.21 s (2.1%), ",
@@ -115,6 +115,17 @@ def test_the_page_of_a_faulty_run_tells_its_story(tmp_path: Path) -> None:
     # Each fault stands on each of four curves and on the chart of time, and leads to its row.
     assert found.addresses.count("#fault-2") == 5
     assert found.tags.count("svg") == 5 and found.tags.count("desc") == 5
+
+
+def test_a_restart_that_no_event_tells_is_told_by_the_rows(tmp_path: Path) -> None:
+    faulty_run(tmp_path)
+    events = tmp_path / "faults.jsonl"
+    lines = [line for line in events.read_text().splitlines() if '"restart"' not in line]
+    events.write_text("\n".join(lines))
+    _, found = _written(tmp_path)
+    told = " ".join(found.texts)
+    assert "3 faults were seen, all of them survived; 7 steps were done again" in told
+    assert "iteration 216" in told and told.count("1.50 s") == 3
 
 
 def test_the_page_of_an_empty_or_half_run_says_so(tmp_path: Path) -> None:
@@ -138,6 +149,11 @@ def test_the_page_of_a_run_that_failed_names_the_exit_code(tmp_path: Path) -> No
     write_lines(tmp_path / "metrics.jsonl", [*rows, {**ended, "exit_code": 137}])
     _, found = _written(tmp_path)
     assert "The run failed with exit code 137." in " ".join(found.texts)
+    # The ranks of an earlier generation ended on purpose, the last ones did not.
+    resized = [{**ended, "reason": "resize"}, launched_row(BEGAN + 9, 1, 1)]
+    write_lines(tmp_path / "metrics.jsonl", [*rows, *resized, {**ended, "exit_code": 1}])
+    _, found = _written(tmp_path)
+    assert "The run failed with exit code 1." in " ".join(found.texts)
     told = [{**ended, "reason": "signal"}, {**ended, "exit_code": 143}]
     write_lines(tmp_path / "metrics.jsonl", [*rows, *told])
     _, found = _written(tmp_path)
