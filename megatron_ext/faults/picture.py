@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+REPORT, TIMELINE, PICTURE = "report.txt", "timeline.json", "picture.svg"
+"""Names of the files of a post-mortem."""
 COLOURS = {
     "data": "#b07aa1",
     "forward": "#4e79a7",
@@ -48,7 +50,7 @@ def draw(folder: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    told = json.loads((folder / "timeline.json").read_text(encoding="utf-8"))
+    told = json.loads((folder / TIMELINE).read_text(encoding="utf-8"))
     ranks = told["ranks"]
     start = first_time(ranks)
     figure = Figure(figsize=(12, 1.8 + 0.45 * len(ranks)), layout="constrained")
@@ -75,7 +77,7 @@ def draw(folder: Path) -> None:
     axes.set_title("\n".join(textwrap.wrap(told["title"], 130)), fontsize=8)
     legend = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8)
-    figure.savefig(folder / "picture.svg")
+    figure.savefig(folder / PICTURE)
 
 
 if __name__ == "__main__":

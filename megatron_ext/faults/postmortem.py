@@ -16,11 +16,11 @@ from pathlib import Path
 
 import megatron_ext
 from megatron_ext.faults.board import Event, EventKind, RankRecord
+from megatron_ext.faults.picture import REPORT, TIMELINE
 from megatron_ext.faults.process import GONE, ProcessState, gibibytes
 from megatron_ext.faults.waits import Blame, Frame, Wait, main_stack
 from megatron_ext.faults.watchdog import Evidence
 
-REPORT, TIMELINE, PICTURE = "report.txt", "timeline.json", "picture.svg"
 _HOME = str(Path(megatron_ext.__file__).parent)
 _OUTSIDE = ("/site-packages/", "/lib/python", "<frozen ")
 

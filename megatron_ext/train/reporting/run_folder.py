@@ -26,6 +26,7 @@ from megatron_ext.checkpoint.files import (
 )
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.faults.events import EVENTS_FILE
+from megatron_ext.faults.picture import PICTURE, REPORT
 from megatron_ext.train.reporting.files import CONFIGURATION_FILE, METRICS_FILE, with_numbers
 from megatron_ext.train.reporting.goodput import LAUNCHED, launch_time, number
 
@@ -33,7 +34,7 @@ Row = dict[str, Any]
 MAX_CHECKPOINTS = 200
 """Number of the newest checkpoints whose files are looked at."""
 _POST_MORTEM = re.compile(r"postmortem_(\d{1,9})$")
-_MAX_PICTURE, _PNG = 1 << 20, b"\x89PNG\r\n\x1a\n"
+_MAX_PICTURE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class PostMortem:
-    """A folder with the account of one fault; ``picture`` holds a PNG, if there is a small one."""
+    """A folder with the account of one fault; ``picture`` holds an SVG, if there is a small one."""
 
     number: int
     name: str
@@ -201,11 +202,10 @@ def _post_mortems(root: Path) -> Iterable[PostMortem]:
     for match, folder in sorted(found, key=lambda pair: int(pair[0][1])):
         if folder.is_symlink() or not folder.is_dir():
             continue
-        picture = next(iter(sorted(folder.glob("*.png"))), None)
-        content = None if picture is None else _plain_bytes(picture, _MAX_PICTURE)
-        if content is not None and not content.startswith(_PNG):
+        content = _plain_bytes(folder / PICTURE, _MAX_PICTURE)
+        if content is not None and not content.lstrip().startswith((b"<?xml", b"<svg")):
             content = None
-        text = _plain_bytes(folder / "report.txt", 1 << 16) or b""
+        text = _plain_bytes(folder / REPORT, 1 << 16) or b""
         shown = text.decode("utf-8", errors="replace")
         yield PostMortem(int(match[1]), folder.name, content, shown)
 

@@ -193,7 +193,7 @@ def fault_table(stories: Sequence[FaultStory]) -> Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A post-mortem as the page shows it; ``data`` is the address of an embedded PNG, or empty."""
+    """A post-mortem as the page shows it; ``data`` is the address of an embedded SVG, or empty."""
 
     title: str
     folder: str
@@ -212,7 +212,7 @@ def pictures(
         data = ""
         if entry.picture is not None and len(entry.picture) <= left:
             left -= len(entry.picture)
-            data = f"data:image/png;base64,{base64.b64encode(entry.picture).decode()}"
+            data = f"data:image/svg+xml;base64,{base64.b64encode(entry.picture).decode()}"
         title = f"{story.number}. {story.headline}"
         found.append(Picture(title, entry.name, data, entry.text[:20_000]))
     return found

@@ -27,9 +27,7 @@ from tests.train.reporting.made_runs import (
 )  # fmt: skip
 
 VOID = {"meta", "img", "input", "br", "link"}
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><path d="M0 0H9V9Z"/></svg>'
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
@@ -77,7 +75,7 @@ def _written(folder: Path) -> tuple[str, _Whole]:
     found = _Whole(text)
     assert len(found.ids) == len(set(found.ids))
     for address in found.addresses:
-        assert re.match(r"#[\w-]+$|\./|data:image/png;base64,", address), address
+        assert re.match(r"#[\w-]+$|\./|data:image/svg\+xml;base64,", address), address
         if address.startswith("#"):
             assert address[1:] in found.ids
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org)", text)
@@ -91,7 +89,7 @@ def test_the_page_of_a_faulty_run_tells_its_story(tmp_path: Path) -> None:
         post_mortem = tmp_path / f"postmortem_{number}"
         post_mortem.mkdir()
         (post_mortem / "report.txt").write_text(f"story of <rank> {number}")
-        (post_mortem / "ranks.png").write_bytes(PNG)
+        (post_mortem / "picture.svg").write_bytes(SVG)
     text, found = _written(tmp_path)
     for sentence in (
         "4 ranks (tensor 2 × pipeline 2 × context 1 × data 1) on node-07 trained a model of 4 "
@@ -111,7 +109,7 @@ def test_the_page_of_a_faulty_run_tells_its_story(tmp_path: Path) -> None:
         assert sentence in " ".join(found.texts), sentence
     assert "story of &lt;rank&gt; 2" in text
     assert found.addresses.count("././postmortem_2/") == 1
-    assert sum(a.startswith("data:image/png") for a in found.addresses) == 3
+    assert sum(a.startswith("data:image/svg") for a in found.addresses) == 3
     # Each fault stands on each of four curves and on the chart of time, and leads to its row.
     assert found.addresses.count("#fault-2") == 5
     assert found.tags.count("svg") == 5 and found.tags.count("desc") == 5
@@ -190,14 +188,14 @@ def test_a_damaged_folder_has_a_page_that_tells_the_damage(tmp_path: Path) -> No
 
 
 def test_strings_of_strangers_are_text_and_links_do_not_lead_out(tmp_path: Path) -> None:
-    secret = tmp_path / "secret.png"
-    secret.write_bytes(PNG + b"secret")
+    secret = tmp_path / "secret.svg"
+    secret.write_bytes(SVG + b"secret")
     folder = tmp_path / 'javascript:alert(1)"<b>'
     faulty_run(folder)
     for number in (1, 2):
         (folder / f"postmortem_{number}").mkdir()
-    (folder / "postmortem_1" / "picture.png").symlink_to(secret)
-    (folder / "postmortem_2" / "picture.png").write_bytes(EVIL.encode())
+    (folder / "postmortem_1" / "picture.svg").symlink_to(secret)
+    (folder / "postmortem_2" / "picture.svg").write_bytes(EVIL.encode())
     (folder / "postmortem_3").symlink_to(tmp_path)
     config = {EVIL: {EVIL: EVIL}, "model": {"num_layers": EVIL}, "parallel": 7}
     (folder / "config.yaml").write_text(json.dumps(config))
