@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint import adapters, compatibility, publish, storage
 from megatron_ext.checkpoint import state as run_state
+from megatron_ext.checkpoint.background import BackgroundSaves
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
@@ -43,6 +44,7 @@ class CheckpointManager:
         base: the model's frozen weights, if checkpoints hold only its adapters.
         section: a prefix for weights' names in the checkpoint, used if only weights are loaded. A
             weight that is not stored under this prefix is loaded by its bare name.
+        background: writes checkpoints while training goes on, if given.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class CheckpointManager:
         context: ParallelContext,
         base: adapters.FrozenBase | None = None,
         section: str | None = None,
+        background: BackgroundSaves | None = None,
     ) -> None:
         self._config, self._context, self._base = config, context, base
+        self._background = background
         averages = [run_state.PREFIX] if config.pretrained_average else []
         self._names = averages if section is None else [f"{section}.", *averages]
 
@@ -69,10 +73,12 @@ class CheckpointManager:
         extra_state: ExtraState | None = None,
         best: Sequence[publish.BestCheckpoint] = (),
         superseded: Collection[int] = (),
+        waits: bool = False,
     ) -> Path:
         """Write a checkpoint to a temporary folder, verify and publish it, and remove old ones.
 
-        Return its folder. If one rank cannot write, all ranks raise a CheckpointError.
+        Return its folder. If one rank cannot write, all ranks raise a CheckpointError. With a
+        ``background``, return once the state is copied, unless ``waits`` is set.
 
         Args:
             progress: counters that JSON can hold.
@@ -84,32 +90,54 @@ class CheckpointManager:
         if config.save is None:
             raise CheckpointError("There is no folder to save to; give `--save`.")
         root = Path(config.save)
-        what = f"`--save` ({root}) cannot be written"
-        on_first_rank(lambda: publish.prepare(root, iteration), what)
-        temporary = publish.temporary_folder_of(root, iteration)
-        state = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
-        state.update(run_state.common_state(iteration, progress, run_config))
-        strategy = storage.save_strategy(config, self._context.pgs.dp_cp)
+
+        def state() -> dict[str, Any]:
+            found = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
+            return {**found, **run_state.common_state(iteration, progress, run_config)}
+
+        background, counters = None, (progress, run_config)
+        if waits or self._background is None:
+            what = f"`--save` ({root}) cannot be written"
+            on_first_rank(lambda: publish.prepare(root, iteration), what)
+        else:
+            background = self._background
         try:
-            storage.write_state(state, temporary, strategy)
-            files = storage.describe_written(temporary, progress, run_config)
-            what = f"{temporary} not published"
-            on_first_rank(lambda: publish.publish(root, iteration, files), what)
+            if background is None:
+                self._write(root, iteration, state, *counters)
+            else:
+                kept = tuple(best), tuple(superseded)
+                background.begin(iteration, state, *counters, *kept)
         except CheckpointError as error:
-            if self._context.rank == 0:
-                # What is written so far may be what fills the disk.
-                shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint of iteration {iteration} could not be saved: "
                 f"{storage.one_line(error)}; free some space or give another `--save`."
             ) from error
-        if best:
+        if background is None:
             what = f"{root / publish.BEST_TRACKER} not written"
-            on_first_rank(lambda: publish.write_best(root, best[0]), what)
-        if self._context.rank == 0:
-            kept = {entry.iteration for entry in best}
-            publish.remove_old(root, iteration, config, kept, superseded)
+            on_first_rank(lambda: publish.tidy(root, iteration, config, best, superseded), what)
         return folder_of(root, iteration)
+
+    def _write(
+        self,
+        root: Path,
+        iteration: int,
+        state: Callable[[], dict[str, Any]],
+        progress: dict[str, Any],
+        run_config: dict[str, Any],
+    ) -> None:
+        """Write and publish a checkpoint; if one rank cannot, all raise a CheckpointError."""
+        temporary = publish.temporary_folder_of(root, iteration)
+        strategy = storage.save_strategy(self._config, self._context.pgs.dp_cp)
+        try:
+            storage.write_state(state(), temporary, strategy)
+            files = storage.describe_written(temporary, progress, run_config)
+            what = f"{temporary} not published"
+            on_first_rank(lambda: publish.publish(root, iteration, files), what)
+        except CheckpointError:
+            if self._context.rank == 0:
+                # What is written so far may be what fills the disk.
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
     def _state(
         self,

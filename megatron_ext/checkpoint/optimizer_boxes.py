@@ -79,14 +79,14 @@ def sharded_optimizer_state(
     states: list[dict[Any, Any]] = []
     for part in parts:
         if isinstance(part, DistributedOptimizer):
-            state = {**part.state_dict(), "param_state": dict(enumerate(_in_boxes(part, entries)))}
+            state = {**part.state_dict(), "param_state": dict(enumerate(_of_part(part, entries)))}
             states.append({**state, "param_state_sharding_type": RESHARDABLE})
         else:
             states.append(part.sharded_state_dict(model_state, metadata=metadata))
     return states[0] if len(parts) == 1 else dict(enumerate(states))
 
 
-def _in_boxes(
+def _of_part(
     part: DistributedOptimizer, entries: dict[int, Any]
 ) -> Iterator[dict[str, list[ShardedTensor]]]:
     """Yield, for each parameter in a rank's ranges, its state's sharded tensors by kind of state.
@@ -102,17 +102,32 @@ def _in_boxes(
                     held = part._get_main_param_and_optimizer_states(parameter)
                     shards, start = _shards(entries[id(parameter)]), ranges["param"].start
                     yield {
-                        kind: list(_cut(shards, kind, state.detach().float(), start, instance))
+                        kind: list(_cut(shards, f"{PREFIX}.{kind}", state, start, instance))
                         for kind, state in held.items()
                         if kind != _STEP
                     }
 
 
+def in_boxes(
+    entry: ShardedTensor | ShardedTensorFactory, prefix: str, values: Tensor, start: int
+) -> list[ShardedTensor]:
+    """Return sharded tensors of values that belong to a range of elements of a parameter.
+
+    Args:
+        entry: the parameter's own sharded tensor, or a factory of several.
+        prefix: comes before the parameter's name.
+        values: one fp32 value per element, in any shape.
+        start: the first element in the flattened parameter.
+    """
+    return list(_cut(_shards(entry), prefix, values, start, 0))
+
+
 def _cut(
-    shards: list[ShardedTensor], kind: str, state: Tensor, start: int, instance: int
+    shards: list[ShardedTensor], prefix: str, values: Tensor, start: int, instance: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of one kind of state ``[n]``, which begins at element ``start``."""
-    flat, end = state.view(-1), start + state.numel()
+    """Yield the boxes of a range's values; ``instance`` numbers the optimizers that share it."""
+    flat = values.detach().float().view(-1)
+    end = start + flat.numel()
     for shard in shards:
         begin = shard.data.storage_offset()
         low, high = max(start, begin), min(end, begin + shard.data.numel())
@@ -121,7 +136,7 @@ def _cut(
             length, full = math.prod(size), (*(1 for _ in range(ahead)), *size)
             place = (*(0 for _ in range(ahead)), *offset)
             yield ShardedTensor(
-                f"{PREFIX}.{kind}.{shard.key}",
+                f"{prefix}.{shard.key}",
                 flat[at : at + length].view(full),
                 flat.dtype,
                 full,

@@ -35,11 +35,15 @@ _VERSION = 1
 _SECONDS_FOR_A_DYING_RUN = 2.0
 
 
-def prepare(root: Path, iteration: int) -> None:
-    """Make the empty temporary folder of an iteration; remove what killed runs left behind."""
+def prepare(root: Path, iteration: int, in_flight: Collection[int] = ()) -> None:
+    """Make the empty temporary folder of an iteration; remove what killed runs left behind.
+
+    The folders of iterations ``in_flight`` are being written now, so that they stay.
+    """
     root.mkdir(parents=True, exist_ok=True)
+    kept = [temporary_folder_of(root, other) for other in in_flight]
     for left in root.glob(f"iter_*{files.TEMPORARY_SUFFIX}"):
-        if left.is_dir():
+        if left.is_dir() and left not in kept:
             shutil.rmtree(left)
     for older in published(root):
         replaced = files.replaced_folder_of(root, older)
@@ -72,10 +76,30 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
         os.rename(final, replaced)
     os.rename(temporary, final)
     files.sync_folder(root)
-    os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
-    files.sync_folder(root)
+    complete(root, iteration)
+
+
+def complete(root: Path, iteration: int) -> None:
+    """Do what is left of `publish` once the folder has its final name; may be done twice."""
+    if files.announced(root) == iteration:
+        os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
+        files.sync_folder(root)
+    replaced = files.replaced_folder_of(root, iteration)
     if replaced.exists():
         shutil.rmtree(replaced)
+
+
+def tidy(
+    root: Path,
+    newest: int,
+    config: CheckpointConfig,
+    best: Sequence[BestCheckpoint],
+    superseded: Collection[int],
+) -> None:
+    """Name the best checkpoint in its file, and remove those that the flags do not keep."""
+    if best:
+        write_best(root, best[0])
+    remove_old(root, newest, config, {entry.iteration for entry in best}, superseded)
 
 
 def expired(

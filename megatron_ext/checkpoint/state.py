@@ -26,10 +26,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_ext.checkpoint import optimizer_state
-from megatron_ext.checkpoint.optimizer_boxes import sharded_optimizer_state
+from megatron_ext.checkpoint.optimizer_boxes import in_boxes, sharded_optimizer_state
 from megatron_ext.checkpoint.optimizer_state import RESHARDABLE
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
@@ -290,8 +289,15 @@ def take_named(
 
 
 def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the averages, copied to the CPU and sharded like ``weights``; all ranks call this."""
-    return _cut_like(weights, ((parameter, average.cpu()) for parameter, average in ema.gathered()))
+    """Return this rank's part of the averages, sharded like ``weights``."""
+    entries, state = _entries_of(weights), dict[str, Any]()
+    for index, part in enumerate(ema.parts):
+        entry = entries[id(part.parameter)]
+        if part.group is None:
+            state[str(index)] = make_sharded_optimizer_tensor(entry, part.whole(), prefix=EMA)
+        elif part.average.numel():
+            state[str(index)] = in_boxes(entry, EMA, part.average, part.start)
+    return state
 
 
 def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
@@ -300,8 +306,12 @@ def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]
     It is initialized with the weights in fp32. Vocabulary rows that the checkpoint lacks (padding)
     keep these values.
     """
+    entries = _entries_of(weights)
     values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
-    return _cut_like(weights, zip(ema.parameters, values, strict=True))
+    return {
+        str(index): make_sharded_optimizer_tensor(entries[id(parameter)], value, prefix=EMA)
+        for index, (parameter, value) in enumerate(zip(ema.parameters, values, strict=True))
+    }
 
 
 def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
@@ -309,12 +319,7 @@ def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
     ema.load([loaded[key] for key in sorted(loaded, key=int)])
 
 
-def _cut_like(
-    weights: dict[str, Any], averages: Iterable[tuple[Parameter, Tensor]]
-) -> dict[str, Any]:
+def _entries_of(weights: dict[str, Any]) -> dict[int, Any]:
+    """Return the sharded tensors and factories of parameters, by the ids of the parameters."""
     sharded, _ = extract_sharded_tensors_and_factories(weights)
-    entries = {id(entry.data): entry for entry in nested_values(sharded)}
-    return {
-        str(index): make_sharded_optimizer_tensor(entries[id(parameter)], average, prefix=EMA)
-        for index, (parameter, average) in enumerate(averages)
-    }
+    return {id(entry.data): entry for entry in nested_values(sharded)}

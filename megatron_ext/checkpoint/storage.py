@@ -9,6 +9,7 @@ loses the errors of further threads.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.storage import StorageWriter
 
 from megatron_ext.checkpoint.files import Files, describe_file, make_durable
 from megatron_ext.checkpoint.optimizer_state import drop_main_weights
@@ -62,8 +64,21 @@ from megatron_ext.parallel.context import ParallelContext, contact_fault
 BACKEND, VERSION = "torch_dist", 1
 
 
+def file_writer(folder: str | Path) -> FileSystemWriter:
+    """Return torch's writer of one file per rank, which does not start threads."""
+    return FileSystemWriter(folder, thread_count=1, sync_files=True)
+
+
 class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """A writer of megatron-core's ``torch_dist`` format that uses torch's FileSystemWriter."""
+    """A writer of megatron-core's ``torch_dist`` format that uses torch's FileSystemWriter.
+
+    Args:
+        writer: makes the writer of a folder.
+    """
+
+    def __init__(self, writer: Callable[[str | Path], StorageWriter]) -> None:
+        super().__init__(BACKEND, VERSION)
+        self._writer = writer
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's shards; if any rank fails, all raise a CheckpointException."""
@@ -72,7 +87,7 @@ class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[
         )
         save_state(
             core.mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            storage_writer=self._writer(checkpoint_dir),
             planner=core.MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
@@ -122,9 +137,13 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
         return {**found, **self.load_tensors_metadata(checkpoint_dir, metadata)}
 
 
-def save_strategy(config: CheckpointConfig, replicas: ProcessGroup) -> Any:
+def save_strategy(
+    config: CheckpointConfig,
+    replicas: ProcessGroup,
+    writer: Callable[[str | Path], StorageWriter] = file_writer,
+) -> Any:
     """Return the checkpoint writer; ``--ckpt-fully-parallel-save`` lets replicas share the work."""
-    strategy = InProcessSaveStrategy(config.ckpt_format, VERSION)
+    strategy = InProcessSaveStrategy(writer)
     shared = config.ckpt_fully_parallel_save
     return FullyParallelSaveStrategyWrapper(strategy, replicas) if shared else strategy
 
@@ -142,7 +161,12 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
     except CheckpointException as error:
         rank, why = first_failure(error)[0], one_line(error)
         raise CheckpointError(f"{folder} could not be written by rank {rank}: {why}") from error
-    on_first_rank(lambda: save_config(CheckpointingConfig(BACKEND, VERSION), str(folder)), "config")
+    on_first_rank(lambda: write_format(folder), "config")
+
+
+def write_format(folder: Path) -> None:
+    """Write the file that names the format, which megatron-core reads first."""
+    save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
 
 
 def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
@@ -154,23 +178,36 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
     rank = torch.distributed.get_rank()
 
     def describe() -> Files:
-        mine = sorted(folder.glob(f"__{rank}_*"))
-        if rank == 0:
-            (folder / RUN_CONFIG).write_text(json.dumps(run_config, indent=1), encoding="utf-8")
-            (folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
-            mine += [path for path in folder.iterdir() if not path.name.startswith("__")]
-        for path in mine:
-            make_durable(path)
-        return {path.name: describe_file(path) for path in mine}
+        of_all = describe_common(folder, progress, run_config) if rank == 0 else {}
+        return {**describe_shards(folder, rank), **of_all}
 
     what = f"{folder} cannot be read back"
     parts = gather_or_raise(describe, what)
     files = {name: known for part in parts for name, known in part.items()}
-    on_first_rank(lambda: _check_index(folder, files), what)
+    on_first_rank(lambda: check_index(folder, files), what)
     return files
 
 
-def _check_index(folder: Path, files: Files) -> None:
+def describe_shards(folder: Path, rank: int) -> Files:
+    """Make the files that a rank wrote durable, read them back, and return size and checksum."""
+    return _read_back(sorted(folder.glob(f"__{rank}_*")))
+
+
+def describe_common(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
+    """Write counters and configuration; do as `describe_shards` for the files of no single rank."""
+    (folder / RUN_CONFIG).write_text(json.dumps(run_config, indent=1), encoding="utf-8")
+    (folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+    return _read_back([path for path in folder.iterdir() if not path.name.startswith("__")])
+
+
+def _read_back(paths: list[Path]) -> Files:
+    for path in paths:
+        make_durable(path)
+    return {path.name: describe_file(path) for path in paths}
+
+
+def check_index(folder: Path, files: Files) -> None:
+    """Raise a CheckpointError if a file is shorter than the index of tensors says."""
     metadata = MetadataReader(str(folder)).read_metadata()
     for index, place in metadata.storage_data.items():
         size = files.get(place.relative_path, {"bytes": -1})["bytes"]

@@ -32,8 +32,10 @@ NO_EFFECT: dict[str, str] = {
     "--use-dist-ckpt": "checkpoints are always distributed",
     "--dist-ckpt-format": "the format is --ckpt-format",
     "--auto-detect-ckpt-format": "there is one format",
-    "--ckpt-assume-constant-structure": "plans of checkpoints are not cached",
-    "--use-persistent-ckpt-worker": "checkpoints are written by the ranks themselves",
+    "--ckpt-assume-constant-structure": "whether the structure is constant is checked at each save",
+    "--use-persistent-ckpt-worker": "the processes of --async-save always persist",
+    "--use-persistent-ckpt-worker-process": "the processes of --async-save always persist",
+    "--async-strategy": "--async-save has one way to write",
     "--data-impl": "there is one kind of dataset",
     "--local-rank": "torchrun says it in the environment",
     "--local_rank": "torchrun says it in the environment",
@@ -170,8 +172,6 @@ one of `--fp8-recipe`:
     activation-func-fp8-input-store
 the tokenizer's chat template decides; use `--sft-chat-template`:
     sft-tokenizer-prompt-format
-checkpoints are written while the step waits; leave it out:
-    async-save use-persistent-ckpt-worker-process
 only checkpoints that stay are written; use `--save-interval` with `--keep-last`:
     non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir
     non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication replication-jump

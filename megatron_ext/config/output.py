@@ -55,6 +55,16 @@ class CheckpointConfig(Changeable):
     ckpt_format: str = flag("torch_dist", "format of checkpoints", choices="torch_dist")
     ckpt_fully_parallel_save: bool = flag(True, "share the writing over replicas")
     ckpt_fully_parallel_load: bool = flag(False, "share the reading over replicas")
+    async_save: bool = flag(
+        False, "write checkpoints in a process beside each rank while training goes on"
+    )
+    async_save_buffer: float | None = flag(
+        None,
+        "memory of a rank's host for copies of what --async-save writes, in GiB; there is room for "
+        "one copy at least, which is the default, and a save waits until it has room",
+        Range(0, 1e6, above=True),
+        "GiB",
+    )
     dist_ckpt_strictness: str = flag(
         "assume_ok_unexpected", "what to do about keys that do not match", choices=STRICTNESS
     )
@@ -95,6 +105,13 @@ class CheckpointConfig(Changeable):
             yield (
                 "`--pretrained-average` needs a checkpoint that gives weights to start from; give "
                 "`--pretrained-checkpoint`, or `--load` with `--finetune`."
+            )
+        if self.async_save and self.save is None:
+            yield "`--async-save` needs `--save`; give a folder."
+        if self.async_save_buffer is not None and not self.async_save:
+            yield (
+                f"`--async-save-buffer` ({self.async_save_buffer:g}) needs `--async-save`; give "
+                "both."
             )
         if self.resume_mode == "disable" and self.load is not None:
             yield (

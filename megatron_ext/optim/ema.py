@@ -23,7 +23,7 @@ _BATCH = 2**26  # elements that are updated at a time, which bounds the memory f
 
 
 @dataclass(frozen=True)
-class _Part(Shard):
+class Part(Shard):
     """The elements of one parameter that this rank averages.
 
     Attributes:
@@ -123,6 +123,11 @@ class ShardedEMA:
             part.average.copy_(average.reshape(-1)[part.piece].view(part.average.shape))
 
     @property
+    def parts(self) -> Sequence[Part]:
+        """Return the averages that this rank holds, in the order of `parameters`."""
+        return self._parts
+
+    @property
     def parameters(self) -> list[Parameter]:
         """Return the trained parameters, in the order of `gathered`."""
         return [part.parameter for part in self._parts]
@@ -158,12 +163,12 @@ class ShardedEMA:
             self._swapped = False
 
 
-def _part(shard: Shard) -> _Part:
+def _part(shard: Shard) -> Part:
     average = torch.empty_like(shard.main, dtype=torch.float32, requires_grad=False)
-    return _Part(shard.parameter, shard.main, shard.start, shard.group, average=average)
+    return Part(shard.parameter, shard.main, shard.start, shard.group, average=average)
 
 
-def _in_batches(parts: Sequence[_Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
+def _in_batches(parts: Sequence[Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Return weights and their averages in batches small enough to update in little memory."""
     batches, size = list[tuple[list[Tensor], list[Tensor]]](), _BATCH
     for part in (part for part in parts if part.main.numel()):

@@ -48,12 +48,12 @@ def train(run: Run) -> int | None:
     metrics = IntervalMetrics(run)
     saved_at = run.progress.iteration
 
-    def save(superseded: Sequence[int] = ()) -> None:
+    def save(superseded: Sequence[int] = (), *, is_last: bool = False) -> None:
         nonlocal saved_at
         if saved_at != run.progress.iteration:
             metrics.settle()
-            run.save(superseded)
-            saved_at = run.progress.iteration
+            if run.save(superseded, is_last=is_last):
+                saved_at = run.progress.iteration
 
     for callback in callbacks:
         callback.on_train_start()
@@ -70,6 +70,7 @@ def train(run: Run) -> int | None:
         started = time.perf_counter()
         for callback in callbacks:
             callback.after_step()
+        run.saves.look()
         decision = Decision()
         for callback in callbacks:
             callback.decide(decision)
@@ -81,7 +82,7 @@ def train(run: Run) -> int | None:
         run.reporters.say(f"exiting at iteration {run.progress.iteration} ({decision.stop})")
     for callback in callbacks:
         callback.on_train_end()
-    save()
+    save(is_last=True)
     return None if decision.stop is None else decision.exit_code
 
 
@@ -209,6 +210,7 @@ class IntervalMetrics:
             peak_flops=run.peak_flops,
             memory=memory,
             epoch=run.progress.epoch,
+            failed_saves=run.saves.num_failed,
         )
         run.reporters.on_iteration(record)
         if not keep:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.checkpoint.background import Helper
 from megatron_ext.checkpoint.compatibility import check_resume
 from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
@@ -221,6 +222,8 @@ def pretrain(
     """
     recorder = open_recorder()
     injector = inject.arm(recorder, config.checkpoint.save)
+    # The helper is forked before this process has threads, process groups or a GPU.
+    helper = Helper() if config.checkpoint.async_save else None
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(
         Layout.from_config(config.parallel),
@@ -242,7 +245,7 @@ def pretrain(
             compile_alike()
         save = config.checkpoint.save
         with watchdog(host_folder(), context.rank), hold_save_folder(save, context):
-            run = build_run(config, task, context, torch_device, assets)
+            run = build_run(config, task, context, torch_device, assets, helper)
             if injector is not None:
                 injector.chunks = run.chunks
             at, steps = run.progress.iteration, run.num_iterations
@@ -257,10 +260,13 @@ def pretrain(
                 if prepare is not None:
                     prepare(run)
                 code = (work or train_and_evaluate)(run) or 0
+                run.finish_saves()
         recorder.close()
         return code
     finally:
         context.destroy()
+        if helper is not None:
+            helper.end()
 
 
 def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -28,6 +30,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress
 from megatron_ext.train.elastic import is_asked_to_resize
 from megatron_ext.train.reporting.build import Reporters
+from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.task import Task
 
@@ -105,6 +108,7 @@ class Run:
     ema_sources: dict[str, list[BatchSource]] = field(default_factory=dict)
     reporters: Reporters = field(default_factory=lambda: Reporters([]))
     peak_flops: float | None = None
+    saves: Saves = field(default_factory=lambda: Saves(None, 0))
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -131,10 +135,20 @@ class Run:
             squares = _summed(lambda p: p.double().square().sum(), self.chunks, self.context)
             return float(squares.sqrt())
 
-    def save(self, superseded: Collection[int] = ()) -> None:
-        """Save a checkpoint if ``--save`` is given; ``superseded`` checkpoints may be deleted."""
+    def save(self, superseded: Collection[int] = (), *, is_last: bool = False) -> bool:
+        """Save a checkpoint if ``--save`` is given; ``superseded`` checkpoints may be deleted.
+
+        Return False if that failed, and the run may go on. Only the ``is_last`` save must succeed.
+        """
         if self.config.checkpoint.save is None or self.optimizer is None:
-            return
+            return True
+        return self.saves.save(
+            functools.partial(self.save_now, superseded), self.progress.iteration, is_last
+        )
+
+    def save_now(self, superseded: Collection[int] = (), *, waits: bool) -> None:
+        """Save a checkpoint, or raise a CheckpointError; with ``waits`` wait for its files."""
+        assert self.optimizer is not None
         with self.context.recorder.phase("save"), self.parameter_gather.paused():
             self.checkpoints.save(
                 self.progress.iteration,
@@ -142,12 +156,25 @@ class Run:
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
                 progress=self.progress.to_dict(),
-                run_config=self.config.to_dict(),
+                run_config=self._config_values,
                 ema=self.ema,
                 extra_state=self.runner.extra_state,
                 best=self.progress.best_checkpoints,
                 superseded=superseded,
+                waits=waits,
             )
+
+    @functools.cached_property
+    def _config_values(self) -> dict[str, Any]:
+        return self.config.to_dict()
+
+    def finish_saves(self) -> None:
+        """Wait for all checkpoints that are being written; if the last one failed, save it again.
+
+        All ranks call this together.
+        """
+        with self.context.recorder.phase("save"):
+            self.saves.finish(functools.partial(self.save_now, ()), self.progress.iteration)
 
 
 def count_parameters(

@@ -8,12 +8,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_ext.checkpoint.adapters import FrozenBase
+from megatron_ext.checkpoint.background import BackgroundSaves, Helper
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.run_record import flags_to_go_on
+from megatron_ext.checkpoint.run_record import flags_to_go_on, may_be_restarted
 from megatron_ext.checkpoint.state import LoadedCheckpoint
+from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, reads_dataset
@@ -29,14 +32,20 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run, StopRequests, count_parameters
+from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.task import Datasets, Task
 
 
 def build_run(
-    config: RunConfig, task: Task, context: ParallelContext, device: torch.device, assets: Any
+    config: RunConfig,
+    task: Task,
+    context: ParallelContext,
+    device: torch.device,
+    assets: Any,
+    helper: Helper | None = None,
 ) -> Run:
-    """Build model, optimizer and data of this rank, and load the checkpoint to go on from."""
+    """Build what a run needs on this rank, load its checkpoint, and let ``helper`` write others."""
     started = time.time()
     prepare_transformer_engine(config)
     if config.model.transformer_impl != TE_IMPL:
@@ -51,16 +60,9 @@ def build_run(
     if trains:
         optimizer = build_optimizer(config, chunks, context.pgs)
         scheduler = build_scheduler(config.optimizer, config.training, optimizer)
-    sizes = count_parameters(chunks, context)
-    if context.rank == 0:
-        print(f"> {parameters_line(*sizes)}", flush=True)
-        print(f"> {implementation_line(config.model, config.fp8, optimizer)}", flush=True)
-    ema = None
-    if config.ema.keeps_average(trains=trains):
-        decay, start = config.ema.ema_decay or 0.0, config.ema.ema_start or 1
-        ema = ShardedEMA(chunks, optimizer, decay=decay, start=start)
-    frozen = FrozenBase.of_run(config.lora, config.training.seed)
-    checkpoints = CheckpointManager(flags_to_go_on(config, context), context, frozen)
+    _tell_sizes(config, context, chunks, optimizer)
+    ema = _average(config.ema, chunks, optimizer, trains=trains)
+    checkpoints, saves = _checkpoints(config, context, device, helper)
     make_runner = task.step_runner or StepRunner
     runner = make_runner(config, task, context, transformer_config, chunks, optimizer, scheduler)
     loaded = checkpoints.load(
@@ -78,7 +80,6 @@ def build_run(
     parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)
     parameter_gather.switch_off(gather=False)
     of_batches = config.training, config.model.seq_length, context.layout.data_parallel_size
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     run = Run(
         config=config,
         context=context,
@@ -95,7 +96,8 @@ def build_run(
         progress=_progress_after(loaded, context),
         ema=ema,
         stop_requests=StopRequests(config.training, started, config.fault_tolerance.is_elastic),
-        peak_flops=peak_flops(name),
+        peak_flops=_peak_flops(device),
+        saves=saves,
     )
     # Data loaders draw a number from torch's generator when they start. A run that starts draws it
     # too, as Megatron-LM does; a run that goes on has drawn it before it saved its state.
@@ -103,6 +105,56 @@ def build_run(
     with resumed:
         attach_data(run, task, assets)
     return run
+
+
+def _tell_sizes(
+    config: RunConfig,
+    context: ParallelContext,
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer | None,
+) -> None:
+    """Print the size of the model and how it is computed; all ranks call this together."""
+    sizes = count_parameters(chunks, context)
+    if context.rank == 0:
+        print(f"> {parameters_line(*sizes)}", flush=True)
+        print(f"> {implementation_line(config.model, config.fp8, optimizer)}", flush=True)
+
+
+def _average(
+    config: EmaConfig,
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer | None,
+    *,
+    trains: bool,
+) -> ShardedEMA | None:
+    if not config.keeps_average(trains=trains):
+        return None
+    decay, start = config.ema_decay or 0.0, config.ema_start or 1
+    return ShardedEMA(chunks, optimizer, decay=decay, start=start)
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+
+
+def _checkpoints(
+    config: RunConfig,
+    context: ParallelContext,
+    device: torch.device,
+    helper: Helper | None,
+) -> tuple[CheckpointManager, Saves]:
+    """Return what saves and loads checkpoints, and what tells how the saves end."""
+    settings, background = config.checkpoint, None
+    if helper is not None:
+        limit = 60 * config.parallel.distributed_timeout_minutes
+        background = BackgroundSaves(settings, context, device, helper, seconds=limit)
+    tolerant = settings.async_save or may_be_restarted(config.fault_tolerance)
+    saves = Saves(settings.save, context.rank, background=background, tolerant=tolerant)
+    frozen, flags = (
+        FrozenBase.of_run(config.lora, config.training.seed),
+        flags_to_go_on(config, context),
+    )
+    return CheckpointManager(flags, context, frozen, background=background), saves
 
 
 def _follow_new_weights(

@@ -153,7 +153,7 @@ def evaluate_at_end(run: Run) -> None:
     if not training.skip_train and not judged:
         decision = Decision(save=True)
         if EarlyStopping(run).judge(losses, decision):
-            run.save(decision.superseded)
+            run.save(decision.superseded, is_last=True)
     evaluate_split(run, "test", final=True)
 
 

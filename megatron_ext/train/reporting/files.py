@@ -181,6 +181,7 @@ class MetricsFile:
             **record.common,
         }
         asked = {"num_zeros": record.num_zeros, "params_norm": record.params_norm}
+        asked["failed_saves"] = record.failed_saves or None
         self._write(row | {name: value for name, value in asked.items() if value is not None})
 
     def on_evaluation(self, record: EvaluationRecord) -> None:

@@ -23,6 +23,8 @@ class IterationRecord:
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
         memory: allocated and reserved bytes of this rank's GPU, by name; empty on a CPU.
         epoch: passes through the training data so far; None where the data has no epochs.
+        failed_saves: number of checkpoints that could not be saved, and without which the run went
+            on.
     """
 
     iteration: int
@@ -47,6 +49,7 @@ class IterationRecord:
     sample_name: str | None = None
     memory: dict[str, float] = field(default_factory=dict)
     epoch: float | None = None
+    failed_saves: int = 0
 
     @property
     def common(self) -> dict[str, float]:

@@ -1,0 +1,366 @@
+"""Saves checkpoints while training goes on: ``--async-save``.
+
+At a step boundary each rank copies what it writes of a checkpoint to host memory, which costs a
+small part of the time of a save, and hands it to its `Helper`, a process that was forked before the
+rank had threads, process groups or a GPU. A save that fails is told and counted, and the next one
+is tried as usual; a helper that ends or hangs is replaced and gets its job again.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.checkpoint import helper, publish
+from megatron_ext.checkpoint.helper import FAILED, PUBLISHED, WRITTEN, Job, Report
+from megatron_ext.checkpoint.prepared import PreparedSave, SavePreparer
+from megatron_ext.checkpoint.snapshot import SnapshotFile, content_of
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.device import to_device
+from megatron_ext.errors import CheckpointError, end_with_parent
+from megatron_ext.parallel.collectives import gather_or_raise
+from megatron_ext.parallel.context import ParallelContext
+
+ATTEMPTS = 3
+"""Helpers that are tried for a job before it counts as failed."""
+_SECONDS_BETWEEN_LOOKS = 0.005
+KNOWN, UNKNOWN, BROKEN = 0, 1, 2
+"""Whether a rank can go on with a save: with its last plan, with a new one, or not at all."""
+
+
+class Helper:
+    """The process that writes a rank's part of checkpoints."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                self.connection.close()
+                end_with_parent(parent)
+                helper.serve(theirs)
+                code = 0
+            finally:
+                os._exit(code)
+        theirs.close()
+
+    def send(self, job: Job) -> None:
+        """Give the helper a job; one that has ended is found out by `reports`."""
+        with suppress(OSError):
+            self.connection.send(job)
+
+    def reports(self) -> list[Report] | None:
+        """Return the new messages of the helper without waiting; None if it has ended."""
+        found: list[Report] = []
+        try:
+            while self.connection.poll():
+                found.append(self.connection.recv())
+        except (EOFError, OSError):
+            return found or None
+        return found
+
+    def end(self) -> str:
+        """End the process, and return what ended it, such as "SIGKILL"."""
+        self.connection.close()
+        # An idle helper ends by itself; one that writes is of no use any more.
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            return "an unknown cause"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def restart(self) -> str:
+        """Replace the process by a new one, and return what ended the old one.
+
+        The new process is no fork, since this one has threads, and memory that changes, by now. It
+        takes seconds to start, for which nobody waits.
+        """
+        cause = self.end()
+        self.connection, theirs = Pipe()
+        code = f"from {helper.__name__} import main; main({theirs.fileno()}, {os.getpid()})"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        words = [sys.executable, "-c", code]
+        started = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=environment)
+        self.pid = started.pid
+        # `end` waits for the process.
+        started.returncode = 0
+        theirs.close()
+        return cause
+
+
+def nameless_file() -> SnapshotFile:
+    """Return a file in memory for a snapshot, which disappears with the processes that use it.
+
+    Unlike files of ``/dev/shm`` it needs no room in that file system, which containers keep small.
+    """
+    descriptor = os.memfd_create("checkpoint")
+    file = SnapshotFile(Path(f"/proc/{os.getpid()}/fd/{descriptor}"))
+    weakref.finalize(file, os.close, descriptor)
+    return file
+
+
+@dataclass
+class _Running:
+    job: Job
+    slot: SnapshotFile
+    began: float
+    attempt_began: float
+    attempts: int = 1
+    stages: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a save, known to rank 0; ``reason`` says why it failed, if it did."""
+
+    iteration: int
+    seconds: float
+    reason: str = ""
+
+
+class BackgroundSaves:
+    """The saves of a run that go on while it trains; all ranks call most methods together.
+
+    Attributes:
+        num_failed: number of saves that failed after they had begun.
+        last_has_failed: whether the newest save is one of them.
+
+    Args:
+        seconds: time limit for one rank's part, after which its helper is replaced.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        context: ParallelContext,
+        device: torch.device,
+        process: Helper,
+        *,
+        seconds: float,
+    ) -> None:
+        self._config, self._context, self._device = config, context, device
+        self._helper, self._seconds = process, seconds
+        self._preparer = SavePreparer(config, context.pgs.dp_cp)
+        self._free: list[SnapshotFile] = []
+        self._num_slots = 0
+        self._running: deque[_Running] = deque()
+        self._ended: list[Outcome] = []
+        self._count = self._last_iteration = 0
+        self.num_failed = 0
+        self.last_has_failed = False
+
+    def begin(
+        self,
+        iteration: int,
+        state: Callable[[], dict[str, Any]],
+        progress: dict[str, Any],
+        run_config: dict[str, Any],
+        best: tuple[publish.BestCheckpoint, ...],
+        superseded: tuple[int, ...],
+    ) -> None:
+        """Copy the run's state to host memory and let the helpers write it; all ranks call this.
+
+        If the memory of ``--async-save-buffer`` is in use, wait for a save before this one first.
+
+        Args:
+            state: returns the sharded and the common state.
+
+        Raises:
+            CheckpointError: on all ranks, if the save cannot begin on one.
+        """
+        root = Path(self._config.save or "")
+        self._wait_for_iteration(iteration)
+        current, fault = state(), ""
+        prepared: PreparedSave | None = None
+        slot: SnapshotFile | None = None
+        try:
+            if self._context.rank == 0:
+                in_flight = [entry.job.iteration for entry in self._running]
+                publish.prepare(root, iteration, in_flight)
+            prepared = self._preparer.prepare_alike(current)
+        except (OSError, CheckpointError) as error:
+            fault = f"`--save` ({root}) cannot be written: {error}"
+        counters = pickle.dumps((progress, run_config))
+        if prepared is not None:
+            slot, fault = self._copy(iteration, prepared, counters)
+        verdict = self._worst(BROKEN if fault else UNKNOWN if prepared is None else KNOWN)
+        if verdict == UNKNOWN:
+            if slot is not None:
+                self._free.append(slot)
+            prepared = self._preparer.prepare(current)
+            slot, fault = self._copy(iteration, prepared, counters)
+            verdict = self._worst(BROKEN if fault else KNOWN)
+        if verdict == BROKEN:
+            if slot is not None:
+                self._free.append(slot)
+            gather_or_raise(lambda: _raise(fault), "The save could not begin")
+        assert slot is not None
+        self._submit(iteration, slot, best, superseded)
+
+    def _copy(
+        self, iteration: int, prepared: PreparedSave, counters: bytes
+    ) -> tuple[SnapshotFile | None, str]:
+        """Copy a rank's part to a free slot; return it, or None and why that is impossible."""
+        slot = self._free_slot(prepared.num_bytes)
+        content = prepared.plan, prepared.values, prepared.common, counters
+        try:
+            slot.write(iteration, [content_of(content)])
+        except (OSError, CheckpointError) as error:
+            self._free.append(slot)
+            return None, str(error)
+        return slot, ""
+
+    def _free_slot(self, num_bytes: int) -> SnapshotFile:
+        """Return memory for a copy, once there is some."""
+        buffer = self._config.async_save_buffer
+        most = 1 if buffer is None else max(1, int(buffer * 2**30 / max(1, num_bytes)))
+        while not self._free and self._num_slots >= most:
+            self.poll()
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if self._free:
+            return self._free.pop()
+        self._num_slots += 1
+        return nameless_file()
+
+    def _worst(self, verdict: int) -> int:
+        """Return the largest verdict of any rank; all ranks call this together.
+
+        Every rank then knows too what only rank 0 knows: how many saves have failed.
+        """
+        own = [verdict, self.num_failed, int(self.last_has_failed)]
+        told = to_device(torch.tensor(own, dtype=torch.int32), self._device)
+        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
+        worst, self.num_failed, failed = told.tolist()
+        self.last_has_failed = bool(failed)
+        return int(worst)
+
+    def _submit(
+        self,
+        iteration: int,
+        slot: SnapshotFile,
+        best: tuple[publish.BestCheckpoint, ...],
+        superseded: tuple[int, ...],
+    ) -> None:
+        self._count, self._last_iteration = self._count + 1, iteration
+        self.last_has_failed = False
+        job = Job(
+            number=self._count,
+            iteration=iteration,
+            rank=self._context.rank,
+            world_size=self._context.layout.world_size,
+            snapshot=str(slot.path),
+            root=str(self._config.save),
+            # The other ranks' helpers may be replaced within this time.
+            seconds=ATTEMPTS * self._seconds,
+            config=self._config,
+            best=best,
+            superseded=superseded,
+        )
+        now = time.monotonic()
+        self._running.append(_Running(job, slot, now, now))
+        self._helper.send(job)
+
+    def poll(self) -> None:
+        """Take note of what this rank's helper has done, and replace one that ended or hangs.
+
+        This costs microseconds while all is well. `ended` has the results.
+        """
+        if not self._running:
+            return
+        reports = self._helper.reports()
+        for report in reports or ():
+            self._note(report)
+        if not self._running:
+            return
+        oldest, now = self._running[0], time.monotonic()
+        waits_for_others = WRITTEN in oldest.stages
+        limit = self._seconds + (oldest.job.seconds if waits_for_others else 0)
+        if reports is None:
+            self._replace("ended by {}")
+        elif now - oldest.attempt_began > limit:
+            self._replace(f"silent for {limit:g} seconds, and then ended by {{}}")
+
+    def _note(self, report: Report) -> None:
+        entry = next((x for x in self._running if x.job.number == report.number), None)
+        if entry is None:
+            return
+        entry.stages.add(report.stage)
+        entry.attempt_began = time.monotonic()
+        is_over = report.stage in (PUBLISHED, FAILED) or entry.job.rank != 0
+        if is_over:
+            self._end(entry, report.reason)
+
+    def _end(self, entry: _Running, reason: str = "") -> None:
+        self._running.remove(entry)
+        self._free.append(entry.slot)
+        if entry.job.rank == 0:
+            seconds = time.monotonic() - entry.began
+            self._ended.append(Outcome(entry.job.iteration, seconds, reason))
+            self.num_failed += bool(reason)
+            self.last_has_failed = bool(reason)
+        if self._running:
+            self._running[0].attempt_began = time.monotonic()
+
+    def _replace(self, fate: str) -> None:
+        """Start another helper, and give it the jobs; give up one that has had several."""
+        cause = self._helper.restart()
+        oldest = self._running[0]
+        what = f"The helper process that writes checkpoints was {fate.format(cause)}"
+        if oldest.attempts >= ATTEMPTS:
+            self._say(f"{what}; it is replaced, but its checkpoint is given up.")
+            if oldest.job.rank != 0:
+                with suppress(OSError):
+                    helper.tell_failure(oldest.job.folder, oldest.job.rank, what)
+            self._end(oldest, f"{what}, as {ATTEMPTS - 1} before it")
+        else:
+            self._say(f"{what}; another one takes over its work.")
+        oldest.attempts += 1
+        for entry in self._running:
+            entry.attempt_began = time.monotonic()
+            self._helper.send(entry.job)
+
+    def ended(self) -> list[Outcome]:
+        """Return the saves that ended since the last call; only rank 0 knows of any."""
+        self.poll()
+        found, self._ended = self._ended, []
+        return found
+
+    def _wait_for_iteration(self, iteration: int) -> None:
+        """Wait until a save of the same iteration has ended on all ranks."""
+        # All ranks have the same saves behind them, but rank 0 alone knows which are published.
+        if self._count and iteration == self._last_iteration:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for all saves, which have time limits; all ranks call this together."""
+        while self._worst(int(bool(self._running))):
+            self.poll()
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def _say(self, text: str) -> None:
+        print(f"note: [rank {self._context.rank}] {text}", flush=True)
+
+
+def _raise(fault: str) -> None:
+    if fault:
+        raise CheckpointError(fault)

@@ -1,0 +1,262 @@
+"""A process beside each rank that writes the rank's part of checkpoints while the rank trains.
+
+The rank copies its part to memory that this process maps (`snapshot`), and sends a `Job`. The
+helpers of a run do not communicate: each leaves its result in the folder of the checkpoint, and the
+helper of rank 0 waits for all results, for a limited time, before it publishes the checkpoint. So
+no helper that fails or hangs can stop the training.
+
+A helper that has ended is replaced by a new process, which gets the same job again. It must then
+take up the work at any point.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.utils._pytree import tree_map_only
+
+from megatron_ext.checkpoint import publish, storage
+from megatron_ext.checkpoint.files import Files, folder_of
+from megatron_ext.checkpoint.snapshot import SnapshotFile
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.errors import CheckpointError, end_with_parent
+
+_SECONDS_BETWEEN_LOOKS = 0.02
+_SECONDS_FOR_THE_FOLDER = 5.0
+"""Time until a folder that rank 0 has made is seen on every machine."""
+_NICENESS = 5
+"""Priority below the ranks, which share the processors with their helpers."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The part of one rank in the save of a checkpoint.
+
+    Attributes:
+        snapshot: file with the rank's part of the checkpoint.
+        root: the save folder.
+        seconds: time limit for the results of all ranks.
+        best: the checkpoints with the lowest validation losses, lowest first.
+        superseded: iterations whose checkpoints are to be removed.
+    """
+
+    number: int
+    iteration: int
+    rank: int
+    world_size: int
+    snapshot: str
+    root: str
+    seconds: float
+    config: CheckpointConfig
+    best: tuple[publish.BestCheckpoint, ...] = ()
+    superseded: tuple[int, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder that is written before it is published."""
+        return publish.temporary_folder_of(Path(self.root), self.iteration)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A message of a helper: its rank's files are written, all is published, or why it failed."""
+
+    number: int
+    stage: str
+    reason: str = ""
+
+
+WRITTEN, PUBLISHED, FAILED = "written", "published", "failed"
+
+
+def serve(connection: Connection) -> None:
+    """Do the jobs that arrive on a connection, until the rank closes it."""
+    # The rank decides about signals to the whole group of processes.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job: Job = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            stage, reason = _do(job, connection), ""
+        except Exception as error:
+            stage, reason = FAILED, storage.one_line(error)
+            _give_up(job, reason)
+        connection.send(Report(job.number, stage, reason))
+
+
+def _do(job: Job, connection: Connection) -> str:
+    root, is_first = Path(job.root), job.rank == 0
+    if is_first and _is_published(job):
+        publish.complete(root, job.iteration)
+    else:
+        snapshot = SnapshotFile(Path(job.snapshot)).read()
+        if snapshot is None:
+            raise CheckpointError(f"The copy of the state of rank {job.rank} cannot be read.")
+        pickled, values, common, counters = snapshot.state()
+        plan, metadata = pickle.loads(pickled)
+        _write_shards(job, plan, values)
+        if not is_first:
+            return WRITTEN
+        connection.send(Report(job.number, WRITTEN))
+        results = _results(job)
+        files = _write_common(job, common, pickle.loads(counters), metadata, results)
+        _clear_results(job.folder)
+        publish.publish(root, job.iteration, files)
+    publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
+    return PUBLISHED
+
+
+def _is_published(job: Job) -> bool:
+    """Return whether a helper that has ended since had published this checkpoint already."""
+    return not job.folder.is_dir() and folder_of(Path(job.root), job.iteration).is_dir()
+
+
+class _ValuePlanner(DefaultSavePlanner):
+    """A planner that knows the value of each item of a plan."""
+
+    def __init__(self, plan: SavePlan, values: list[Tensor | bytes]) -> None:
+        super().__init__()
+        self._values = dict(zip((item.index for item in plan.items), values, strict=True))
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        value = self._values[write_item.index]
+        if write_item.type == WriteItemType.BYTE_IO:
+            assert isinstance(value, bytes)
+            return io.BytesIO(value)
+        assert isinstance(value, Tensor)
+        return _alone(value)
+
+
+def _alone(value: Tensor) -> Tensor:
+    """Return a view of a tensor's memory that torch saves without copying what is around it."""
+    if not value.numel():
+        return value.clone()
+    data = value.reshape(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(data, dtype=value.dtype).view(value.shape)
+
+
+def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> None:
+    """Write a rank's file and its result, unless a helper that has ended since has done so."""
+    result = _result_of(job.folder, job.rank)
+    if result.exists():
+        return
+    patience = time.monotonic() + _SECONDS_FOR_THE_FOLDER
+    while not job.folder.is_dir():
+        if time.monotonic() > patience:
+            raise CheckpointError(f"{job.folder} has disappeared.")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    writer = FileSystemWriter(job.folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
+    written = writer.write_data(plan, _ValuePlanner(plan, values)).value()
+    files = storage.describe_shards(job.folder, job.rank)
+    unfinished = result.with_suffix(".part")
+    unfinished.write_bytes(pickle.dumps((written, files)))
+    os.replace(unfinished, result)
+
+
+def _write_common(
+    job: Job,
+    common: dict[str, Any],
+    counters: tuple[dict[str, Any], dict[str, Any]],
+    metadata: Metadata,
+    results: list[tuple[Any, Files]],
+) -> Files:
+    """Write the files that belong to no rank; return size and checksum of all files."""
+    # A view of the copied memory would be saved with all that is around it.
+    torch.save(tree_map_only(Tensor, Tensor.clone, common), job.folder / COMMON_STATE_FNAME)
+    writer = FileSystemWriter(job.folder, thread_count=1, sync_files=True)
+    writer.finish(metadata, [written for written, _ in results])
+    storage.write_format(job.folder)
+    files = {name: known for _, own in results for name, known in own.items()}
+    files |= storage.describe_common(job.folder, *counters)
+    storage.check_index(job.folder, files)
+    return files
+
+
+def _result_of(folder: Path, rank: int) -> Path:
+    return folder / f"__{rank}.result"
+
+
+def _failure_of(folder: Path, rank: int) -> Path:
+    return folder / f"__{rank}.failed"
+
+
+def tell_failure(folder: Path, rank: int, reason: str) -> None:
+    """Tell the helper of rank 0 by a file that a rank's part of a checkpoint cannot be written."""
+    failure = _failure_of(folder, rank)
+    unfinished = failure.with_suffix(".part")
+    try:
+        unfinished.write_text(reason, encoding="utf-8")
+        os.replace(unfinished, failure)
+    except OSError:
+        # A full disk may still take an empty file.
+        failure.touch()
+
+
+def _results(job: Job) -> list[tuple[Any, Files]]:
+    """Wait for the results of all ranks, and return them by rank.
+
+    Raises:
+        CheckpointError: a rank has failed, or has left no result within the time limit.
+    """
+    deadline = time.monotonic() + job.seconds
+    missing = set(range(job.world_size))
+    while missing:
+        for rank in sorted(missing):
+            failure = _failure_of(job.folder, rank)
+            if failure.exists():
+                # The reason is missing where the disk is full.
+                reason = failure.read_text(encoding="utf-8") or "it could not even say why"
+                raise CheckpointError(f"rank {rank} could not write its part: {reason}")
+            if _result_of(job.folder, rank).exists():
+                missing.discard(rank)
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(map(str, sorted(missing)))
+            raise CheckpointError(
+                f"{job.folder} has nothing of rank {names} after {job.seconds:.0f} seconds"
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS if missing else 0)
+    paths = (_result_of(job.folder, rank) for rank in range(job.world_size))
+    return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+def _clear_results(folder: Path) -> None:
+    for path in folder.glob("__*.result"):
+        path.unlink()
+
+
+def _give_up(job: Job, reason: str) -> None:
+    """Tell the helper of rank 0 about a failure; on rank 0 remove what is written so far."""
+    with suppress(OSError):
+        if job.rank == 0:
+            shutil.rmtree(job.folder)
+        elif job.folder.is_dir():
+            tell_failure(job.folder, job.rank, reason)
+
+
+def main(descriptor: int, rank_process: int) -> None:
+    """Serve a rank whose first helper has ended; the connection is an inherited descriptor."""
+    end_with_parent(rank_process)
+    serve(Connection(descriptor))

@@ -1,0 +1,179 @@
+"""Decides what each rank writes of a checkpoint, so that other processes can do the writing.
+
+The decision takes communication: ranks compare their shards, share the replicas' work, and rank 0
+makes the index of the checkpoint. It holds for later checkpoints too, as long as every rank's state
+has the same structure, which each rank sees without communication.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_ext.checkpoint.storage import one_line, save_strategy
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """The part of a checkpoint that one rank writes.
+
+    Attributes:
+        plan: torch's plan of this rank's file, and on rank 0 the index of all, pickled.
+        values: the value of each item of the plan: a tensor, or bytes.
+        common: the common state, empty but on rank 0.
+    """
+
+    plan: bytes
+    values: list[Tensor | bytes]
+    common: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors in bytes."""
+        return sum(value.nbytes for value in self.values if isinstance(value, Tensor))
+
+
+class SavePreparer:
+    """Prepares the checkpoints of a run on this rank."""
+
+    def __init__(self, config: CheckpointConfig, replicas: ProcessGroup) -> None:
+        self._config, self._replicas = config, replicas
+        self._structure: list[Any] | None = None
+        self._places: list[tuple[int, tuple[int, ...] | None]] = []
+        self._plan = b""
+
+    def prepare_alike(self, state: dict[str, Any]) -> PreparedSave | None:
+        """Return this rank's part of a checkpoint of the last one's structure; None for another.
+
+        This needs no communication. The factories in ``state`` are applied in place.
+        """
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        entries = list(nested_values(sharded))
+        if [_structure_of(entry) for entry in entries] != self._structure:
+            return None
+        return self._with_values(entries, common)
+
+    def prepare(self, state: dict[str, Any]) -> PreparedSave:
+        """Return this rank's part of a checkpoint of any state; all ranks call this together.
+
+        Raises:
+            CheckpointError: on all ranks, if the state of one cannot be saved.
+        """
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        entries = list(nested_values(sharded))
+        structure = [_structure_of(entry) for entry in entries]
+        self._decide(sharded, common, entries)
+        self._structure = structure
+        return self._with_values(entries, common)
+
+    def _with_values(self, entries: list[Any], common: dict[str, Any]) -> PreparedSave:
+        values = [_value_of(entries[number], size) for number, size in self._places]
+        is_first = torch.distributed.get_rank() == 0
+        return PreparedSave(self._plan, values, common if is_first else {})
+
+    def _decide(
+        self, sharded: ShardedStateDict, common: dict[str, Any], entries: list[Any]
+    ) -> None:
+        self._structure = None
+        validate_sharding_integrity(determine_global_metadata(sharded)[1], common_state_dict=common)
+        recorder = _PlanRecorder()
+        strategy = save_strategy(self._config, self._replicas, lambda _: recorder)
+        try:
+            strategy.save(sharded, Path())
+        except CheckpointException as error:
+            raise CheckpointError(f"no plan can be made: {one_line(error)}") from error
+        numbers = {
+            _index_of(entry): number
+            for number, entry in enumerate(entries)
+            if is_main_replica(entry.replica_id)
+        }
+        self._places = []
+        for item in recorder.plan.items:
+            offset, data = item.index.offset, item.tensor_data
+            number = numbers[item.index.fqn, None if offset is None else tuple(offset)]
+            self._places.append((number, None if data is None else tuple(data.chunk.sizes)))
+        self._plan = pickle.dumps((recorder.plan, recorder.metadata))
+
+
+class _PlanRecorder(FileSystemWriter):
+    """A writer that writes nothing, but keeps the plan of a rank and rank 0's index."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+        self.plan = SavePlan([])
+        self.metadata: Metadata | None = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.plan = plan
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.metadata = metadata
+
+
+def _structure_of(entry: Any) -> tuple[Any, ...]:
+    if isinstance(entry, ShardedObject):
+        return entry.unique_key, entry.replica_id
+    assert isinstance(entry, ShardedTensor)
+    own = entry.local_shape, entry.global_shape, entry.global_offset, entry.dtype
+    return entry.key, entry.replica_id, *own
+
+
+def _index_of(entry: Any) -> tuple[str, tuple[int, ...] | None]:
+    if isinstance(entry, ShardedObject):
+        return entry.unique_key, None
+    return entry.key, tuple(entry.global_offset)
+
+
+def _value_of(entry: Any, size: Iterable[int] | None) -> Tensor | bytes:
+    """Return an entry's tensor in the shape of its item, or the bytes of its object."""
+    if size is None:
+        return _NOTHING if entry.data is None else _stored(entry.data)
+    data: Tensor = entry.data.detach()
+    assert data.numel() == math.prod(size)
+    return data.reshape(tuple(size))
+
+
+def _stored(value: Any) -> bytes:
+    """Return the bytes that megatron-core stores of an object: of a list of all with its key."""
+    file = io.BytesIO()
+    torch.save([value], file)
+    return file.getvalue()
+
+
+_NOTHING = _stored(None)
+"""The bytes that are stored for a layer without extra state, as most are."""

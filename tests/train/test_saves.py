@@ -1,0 +1,97 @@
+"""A run goes on while its checkpoints are written, and after a save that fails."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.checkpoint.files import published
+from megatron_ext.faults.events import read_events
+from tests.checkpoint.tiny import whole_tensors
+from tests.training_runs import SMALL, train_on_ranks, train_steps, training_rows, without
+
+BACKGROUND = [
+    *without(SMALL, "--train-iters"),
+    *"--use-distributed-optimizer --async-save --lr-decay-iters 8 --train-iters 4".split(),
+]
+SAME = ("lm loss", "grad_norm", "learning_rate")
+
+
+def values(rows: list[dict[str, Any]]) -> list[list[str]]:
+    return [[repr(row[name]) for name in SAME] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--pipeline-model-parallel-size 2 --ema-decay 0.9 --bf16", 4),
+        ("--no-use-distributed-optimizer --lora-rank 4 --no-ckpt-fully-parallel-save", 2),
+        ("--num-experts 2 --expert-model-parallel-size 2 --keep-best 1 --fp16", 2),
+    ],
+)
+def test_checkpoints_of_the_background_are_those_of_a_run_that_waits(
+    flags: str, ranks: int, tmp_path: Path
+) -> None:
+    words = [*BACKGROUND, *flags.split(), "--save-interval", "1", "--keep-last", "2"]
+    waiting = [word for word in words if word != "--async-save"]
+    mine = train_steps(words, tmp_path / "mine", ranks)
+    theirs = train_steps(waiting, tmp_path / "theirs", ranks)
+    assert values(mine) == values(theirs)
+    assert published(tmp_path / "mine") == published(tmp_path / "theirs")
+    tensors, whole = (
+        whole_tensors(tmp_path / name / "iter_0000004", tmp_path / f"{name}.pt")
+        for name in ("mine", "theirs")
+    )
+    assert tensors.keys() == whole.keys() and len(whole) > 10
+    assert [name for name in whole if not tensors[name].equal(whole[name])] == []
+    events = read_events(tmp_path / "mine")
+    assert {event["iteration"] for event in events} == {1, 2, 3, 4}
+    assert all(event["kind"] == "saved" and event["asynchronous"] for event in events)
+    resumed = train_steps(
+        [*words, "--load", str(tmp_path / "mine"), "--ckpt-step", "3"], tmp_path / "again", ranks
+    )
+    assert values(resumed) == values(mine[3:])
+
+
+def failing_fsync(folder: Path, times: int) -> Any:
+    """Return an ``os.fsync`` that fails so many times in all processes, which a folder counts."""
+    sync = os.fsync
+    for number in range(times):
+        (folder / f"{number}.fails").touch()
+
+    def fail(descriptor: int) -> None:
+        for flag in folder.glob("*.fails"):
+            with contextlib.suppress(FileNotFoundError):
+                flag.unlink()
+                raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    return fail
+
+
+def test_a_failed_save_is_told_and_counted_and_the_last_one_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / "save"
+    monkeypatch.setattr(os, "fsync", failing_fsync(tmp_path, 1))
+    code, rows = train_on_ranks([*BACKGROUND, "--save-interval", "1"], save=save)
+    assert code == 0 and published(save) == [2, 3, 4]
+    found = [(event["kind"], event["iteration"]) for event in read_events(save)]
+    assert found == [("save_failed", 1), ("saved", 2), ("saved", 3), ("saved", 4)]
+    assert training_rows(rows)[-1].get("failed_saves") == 1
+    told = capfd.readouterr().out
+    assert (
+        "note: The checkpoint of iteration 1 could not be saved: [Errno 5] Input/output error. "
+        "Training goes on (1 failed so far)." in told
+    )
+    monkeypatch.setattr(os, "fsync", failing_fsync(tmp_path, 1))
+    code, _ = train_on_ranks(BACKGROUND, save=tmp_path / "last")
+    failed, saved = read_events(tmp_path / "last")
+    assert code == 0 and published(tmp_path / "last") == [4]
+    assert (failed["kind"], saved["kind"], saved["asynchronous"]) == ("save_failed", "saved", False)
+    monkeypatch.setattr(os, "fsync", failing_fsync(tmp_path, 1000))
+    code, _ = train_on_ranks(BACKGROUND, save=tmp_path / "never")
+    assert code == 2 and published(tmp_path / "never") == []
+    assert "The checkpoint of iteration 4 could not be saved: " in capfd.readouterr().err
