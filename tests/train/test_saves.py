@@ -56,13 +56,17 @@ def test_checkpoints_of_the_background_are_those_of_a_run_that_waits(
 
 
 def failing_fsync(folder: Path, times: int) -> Any:
-    """Return an ``os.fsync`` that fails so many times in all processes, which a folder counts."""
+    """Return an ``os.fsync`` that fails so many times for a file of a checkpoint, in any process.
+
+    Files in ``folder`` count the times.
+    """
     sync = os.fsync
     for number in range(times):
         (folder / f"{number}.fails").touch()
 
     def fail(descriptor: int) -> None:
-        for flag in folder.glob("*.fails"):
+        in_checkpoint = "/iter_" in os.readlink(f"/proc/self/fd/{descriptor}")
+        for flag in folder.glob("*.fails" * in_checkpoint or "none"):
             with contextlib.suppress(FileNotFoundError):
                 flag.unlink()
                 raise OSError(5, "Input/output error")
@@ -95,3 +99,22 @@ def test_a_failed_save_is_told_and_counted_and_the_last_one_is_repeated(
     code, _ = train_on_ranks(BACKGROUND, save=tmp_path / "never")
     assert code == 2 and published(tmp_path / "never") == []
     assert "The checkpoint of iteration 4 could not be saved: " in capfd.readouterr().err
+
+
+def test_a_run_that_may_be_restarted_goes_on_after_a_failed_save_but_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*(word for word in BACKGROUND if word != "--async-save"), "--save-interval", "2"]
+    for number, (fails, restarts, code, saved) in enumerate(
+        [(1, "1", 0, [4]), (1, "0", 2, []), (1000, "1", 2, [])]
+    ):
+        save = tmp_path / str(number)
+        monkeypatch.setattr(os, "fsync", failing_fsync(tmp_path, fails))
+        ended, rows = train_on_ranks([*words, "--max-restarts", restarts], save=save)
+        assert (ended, published(save)) == (code, saved)
+        told = capfd.readouterr()
+        sentence = "The checkpoint of iteration 2 could not be saved: "
+        assert (sentence in told.out) == (restarts == "1")
+        assert (f"[rank 0] {sentence}" in told.err) == (restarts == "0")
+        if code == 0:
+            assert training_rows(rows)[-1]["failed_saves"] == 1
