@@ -108,8 +108,11 @@ class Saves:
         append_event(self._folder, "save_failed", iteration=iteration, rank=0, reason=sentence)
 
     def _tell_success(self, iteration: int, stall: float, seconds: float | None = None) -> None:
-        """Note a save: the seconds for which training waited, and those until a later end."""
-        if self._rank == 0:
+        """Note a save: the seconds for which training waited, and those until a later end.
+
+        A run without background and restarts keeps no list of events for its saves.
+        """
+        if self._rank == 0 and self._tolerant:
             append_event(
                 self._folder,
                 "saved",
