@@ -49,6 +49,11 @@ class Case:
         return next((record for record in self.board if record.rank == rank), None)
 
     @property
+    def is_here(self) -> bool:
+        """Return whether a rank of this machine stopped first."""
+        return any(self.record(rank) is not None for rank in self.blame.ranks)
+
+    @property
     def sentence(self) -> str:
         """Return one sentence: who stopped first, why and where."""
         if not self.blame.ranks:

@@ -6,19 +6,25 @@ in a thread, and the lowest rank that is able to acts.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.faults.board import Board, RankRecord
+from megatron_ext.faults.events import append_event
+from megatron_ext.faults.host import generation
 from megatron_ext.faults.postmortem import Case
 from megatron_ext.faults.process import GONE, MemoryKills, ProcessState, process_states
 from megatron_ext.faults.recorder import BOARD
+from megatron_ext.faults.slow import SlowRank, SlowRanks, own_times
 from megatron_ext.faults.waits import blame
 from megatron_ext.faults.watch import USUAL, Fault, Limits, Verdict, verdicts
-from megatron_ext.faults.watchdog import Evidence, collect
+from megatron_ext.faults.watchdog import Evidence, ask_flights, collect
 
+SECONDS_BETWEEN_MEASUREMENTS = 15.0
+"""Time between two measurements of each rank's own time."""
 _SECONDS_BETWEEN_STATES = 1.0
 _SECONDS_OF_A_PAUSE = 2.0
 """Time between two looks from which on the watcher itself was stopped, and the ranks with it."""
@@ -39,6 +45,8 @@ class Watcher:
         self._states: dict[int, ProcessState] = {}
         self._states_at = self._looked = self._counts_from = 0.0
         self._quiet: dict[int, tuple[float, float]] = {}
+        self._slow = SlowRanks()
+        self._slow_at = time.monotonic()
 
     def look(self, pids: Mapping[int, int] | None = None) -> list[Verdict]:
         """Return the faults that are seen now; a call takes about 0.1 ms.
@@ -93,6 +101,33 @@ class Watcher:
     def killed_for_memory(self) -> bool:
         """Return whether the kernel has killed a process for memory since the last such call."""
         return self._kills.happened()
+
+    def tell_slow_ranks(
+        self, save: str | None, seconds: float = SECONDS_BETWEEN_MEASUREMENTS
+    ) -> list[SlowRank]:
+        """Return the ranks that prove slow now, after a line and an event about each.
+
+        A rank is named once. Only every ``seconds`` does a call ask the ranks for their
+        collectives; it takes some milliseconds of each rank then, and nothing in between.
+        """
+        now = time.monotonic()
+        if now - self._slow_at < seconds:
+            return []
+        board = self.board.read()
+        if any(record.ended or now - record.last_time > 1.0 for record in board):
+            return []  # a watcher looks at this otherwise
+        flights = ask_flights(self.folder, [record.rank for record in board])
+        self._slow_at = time.monotonic()
+        own = own_times(self.board.read(), flights)
+        if own is None:
+            return []
+        found = self._slow.judge(own, {record.rank: record.pipeline_rank for record in board})
+        for slow in found:
+            iteration = max(record.iteration for record in board)
+            facts = {"seconds": slow.seconds, "usual": slow.usual, "iteration": iteration}
+            append_event(save, "slow_rank", rank=slow.rank, generation=generation(), **facts)
+            print(str(slow), file=sys.stderr, flush=True)
+        return found
 
     def investigate(
         self,
