@@ -1,7 +1,9 @@
-"""The cost of our training loop over a bare loop, as one ratio from one run.
+"""The cost of our training loop over a bare loop, and of its heartbeat, from one run.
 
 Both loops drive the same megatron-core model, schedule and optimizer on one rank; the bare one has
-nothing else. Blocks of steps alternate, so that both see the same state of the machine.
+nothing else. Our loop also runs with a recorder that records nothing. Blocks of steps alternate, so
+that all see the same state of the machine. As the cost of the heartbeat is less than the noise of a
+step, it is also counted: events of a step times the measured time of one event.
 
     python benchmarks/step_overhead.py [--rounds 8] [--steps 10] [--save]
 """
@@ -16,7 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
-from megatron_ext.parallel.context import init_groups, seed_everything
+from megatron_ext.faults.board import Board, Word
+from megatron_ext.faults.flight import write_flight
+from megatron_ext.faults.host import shared_host_folder
+from megatron_ext.faults.recorder import Action, Recorder
+from megatron_ext.faults.watcher import SECONDS_BETWEEN_MEASUREMENTS
+from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.loop import train
@@ -107,20 +117,89 @@ def timed(block: Callable[[], None], steps: int) -> float:
     return (time.perf_counter() - start) * 1e3 / steps
 
 
-def measure(rounds: int, steps: int) -> tuple[list[float], list[float]]:
-    """Return step times in milliseconds of alternating blocks: ours, bare."""
+class NoRecorder(Recorder):
+    """A recorder without phases, events and listeners."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def action(self, action: Action, peer: int | None = None) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def waiting(
+        self, kind: str, microbatch: int, stage: int, peer: int
+    ) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def step(self, iteration: int) -> None:
+        pass
+
+
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Step times in milliseconds of alternating blocks, and the heartbeat by counting.
+
+    Attributes:
+        silent: times of our loop with a recorder that records nothing.
+        events: events of a step.
+        event_us: microseconds of one event.
+        flight_ms: processor time in a rank of one answer to a watcher, in milliseconds.
+    """
+
+    ours: list[float]
+    silent: list[float]
+    bare: list[float]
+    events: float
+    event_us: float
+    flight_ms: float
+
+
+def event_microseconds(board: Board) -> float:
+    """Return the time of one event: half of an empty phase, which begins and ends."""
+    recorder, number = Recorder(board.slot(1)), 20_000
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(number):
+            with recorder.phase("forward"):
+                pass
+        times.append((time.perf_counter() - start) * 1e6 / (2 * number))
+    return min(times)
+
+
+def flight_milliseconds(folder: Path) -> float:
+    """Return the processor time of one answer with the last collectives of this process."""
+    start = time.process_time()
+    for _ in range(5):
+        write_flight(folder / "flight.json")
+    return (time.process_time() - start) * 1e3 / 5
+
+
+def measure(rounds: int, steps: int) -> Times:
+    """Return the times of alternating blocks of steps, and those of the heartbeat."""
     device = select()
     config, tokenizer = preflight(
         parse_args(FLAGS.split(), TEXT, world_size=1, device=device.kind).config,
         GPT.preflight,
     )
-    ours: list[float] = []
-    bare: list[float] = []
+    blocks: list[tuple[float, float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         torch_device = device.activate(0)
+        with shared_host_folder() as shared:
+            assert shared is not None
+            board = Board(shared / "board", 2)
+            recorder = Recorder(board.slot(0))
+            board.slot(0).set(Word.PID, os.getpid())
         context = init_groups(
-            Layout.from_config(config.parallel), device, init_method=f"file://{folder}/rendezvous"
+            Layout.from_config(config.parallel),
+            device,
+            init_method=f"file://{folder}/rendezvous",
+            recorder=recorder,
         )
+        silent_context = replace(context, recorder=NoRecorder())
         runs = []
         for _ in range(2):
             seed_everything(context, config.training.seed)
@@ -128,7 +207,10 @@ def measure(rounds: int, steps: int) -> tuple[list[float], list[float]]:
         full, loop = runs[0], BareLoop(runs[1])
         full.reporters = Reporters([MetricsFile(Path(folder), 0)])
 
-        def block_of_ours() -> None:
+        def block_of_ours(context: ParallelContext) -> None:
+            full.context = full.runner.context = context
+            assert full.runner.engine is not None
+            full.runner.engine.context = context
             full.num_iterations = full.progress.iteration + steps
             train(full)
 
@@ -137,12 +219,35 @@ def measure(rounds: int, steps: int) -> tuple[list[float], list[float]]:
                 loop.step()
 
         for number in range(rounds + 1):
-            pair = timed(block_of_ours, steps), timed(bare_block, steps)
+            before = board.read(1)[0].events[-1].number if number else 0
+            block = (
+                timed(partial(block_of_ours, context), steps),
+                timed(partial(block_of_ours, silent_context), steps),
+                timed(bare_block, steps),
+            )
+            events = (board.read(1)[0].events[-1].number - before) / steps
             if number:  # the first round warms up
-                ours.append(pair[0])
-                bare.append(pair[1])
+                blocks.append(block)
+        flight_ms = flight_milliseconds(Path(folder))
         context.destroy()
-    return ours, bare
+    ours, silent, bare = (list(times) for times in zip(*blocks, strict=True))
+    return Times(ours, silent, bare, events, event_microseconds(board), flight_ms)
+
+
+def heartbeat_lines(times: Times) -> list[str]:
+    """Return the rows of the table about the heartbeat, which stays below 0.5% of a step."""
+    step = statistics.median(times.silent)
+    counted = times.events * times.event_us / 1e3
+    asked = times.flight_ms / (1e3 * SECONDS_BETWEEN_MEASUREMENTS)
+    pairs = statistics.median(a / b for a, b in zip(times.ours, times.silent, strict=True))
+    fastest = min(times.ours) / min(times.silent)
+    return [
+        f"| ours without heartbeat | {step:.1f} | {min(times.silent):.1f} |",
+        f"| heartbeat, by blocks | {100 * (pairs - 1):+.2f}% | {100 * (fastest - 1):+.2f}% |",
+        f"| heartbeat, {times.events:.0f} events of {times.event_us:.2f} us | {counted:.3f} | "
+        f"{100 * counted / step:.2f}% |",
+        f"| answers to a watcher, {times.flight_ms:.1f} ms each | | {100 * asked:.3f}% |",
+    ]
 
 
 def main() -> int:
@@ -152,7 +257,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="steps of a block")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
-    ours, bare = measure(arguments.rounds, arguments.steps)
+    times = measure(arguments.rounds, arguments.steps)
+    ours, bare = times.ours, times.bare
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines = [
@@ -164,6 +270,7 @@ def main() -> int:
         f"| ours | {statistics.median(ours):.1f} | {min(ours):.1f} |",
         f"| bare | {statistics.median(bare):.1f} | {min(bare):.1f} |",
         f"| ratio | {statistics.median(ratios):.3f} | {min(ours) / min(bare):.3f} |",
+        *heartbeat_lines(times),
     ]
     print("\n".join(lines))
     if arguments.save:

@@ -49,11 +49,6 @@ class Case:
         return next((record for record in self.board if record.rank == rank), None)
 
     @property
-    def is_here(self) -> bool:
-        """Return whether a rank of this machine stopped first."""
-        return any(self.record(rank) is not None for rank in self.blame.ranks)
-
-    @property
     def sentence(self) -> str:
         """Return one sentence: who stopped first, why and where."""
         if not self.blame.ranks:
@@ -76,7 +71,7 @@ class Case:
         """Return where a rank stood: step, phase, action, collective, line of code."""
         record = self.record(rank)
         if record is None:
-            return "which is not on this machine"
+            return "of which this machine knows no more"
         parts = [f"in step {record.iteration}" if record.iteration else "before the first step"]
         parts.append(f"phase {record.phase}")
         if action := _action(record):

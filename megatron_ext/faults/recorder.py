@@ -144,11 +144,6 @@ class Recorder:
             self._slot.set(Word.WORLD_SIZE, world_size)
             self._slot.set(Word.PIPELINE_RANK, pipeline_rank)
 
-    def looked(self) -> None:
-        """Write on the board that a watcher's thread of this rank has looked; any thread may."""
-        if self._slot is not None:
-            self._slot.set(Word.LOOKED, time.monotonic_ns())
-
     def close(self) -> None:
         """Write on the board that the run is over on this rank."""
         if self._slot is not None:

@@ -8,7 +8,7 @@ compared with itself before, relative to how all others have changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -46,13 +46,21 @@ class SlowRank:
 def own_times(
     board: Sequence[RankRecord], flights: Mapping[int, Flight]
 ) -> dict[int, float] | None:
-    """Return each rank's own seconds of a step; None if fewer than 3 steps can be seen of all."""
-    if not board or any(not record.events or record.rank not in flights for record in board):
+    """Return each rank's own seconds of a mean step; None if too little is known of a rank.
+
+    The times are taken from the last whole steps that the records of all ranks hold or, where a
+    step is longer than these, from the time that all hold.
+    """
+    step = max((record.mean_step for record in board), default=0.0)
+    if not step or any(not r.events or not flights.get(r.rank) for r in board):
         return None
-    firsts = [record.events[0].time for record in board]
-    firsts += [flight[0].created for flight in flights.values() if flight]
-    steps = sorted(_whole_steps(board, max(firsts)))
-    if len(steps) <= _LEAST_STEPS:
+    first = max(*(r.events[0].time for r in board), *(f[0].created for f in flights.values()))
+    last = min(*(r.last_time for r in board), *(f[-1].created for f in flights.values()))
+    begins = [{e.time for e in r.events if e.kind is EventKind.STEP} for r in board]
+    whole = [sorted(at for at in times if first < at < last) for times in begins]
+    if min(map(len, whole)) > _LEAST_STEPS:
+        first, last = max(times[0] for times in whole), min(times[-1] for times in whole)
+    if last <= first:
         return None
     arrivals: dict[tuple[str, int], float] = {}
     for flight in flights.values():
@@ -61,21 +69,11 @@ def own_times(
             arrivals[key] = max(arrivals.get(key, 0.0), entry.created)
     found = {}
     for record in board:
-        begins = {e.iteration: e.time for e in record.events if e.kind is EventKind.STEP}
-        span = begins[steps[0]], begins[steps[-1]]
+        computes = _computing(record, (first, last))
         waits = [(e.created, arrivals[e.group, e.number]) for e in flights[record.rank]]
-        own = _length(_computing(record, span)) - _overlap(_computing(record, span), waits)
-        found[record.rank] = own / (len(steps) - 1)
+        own = sum(end - start for start, end in computes) - _overlap(computes, waits)
+        found[record.rank] = own / (last - first) * step
     return found
-
-
-def _whole_steps(board: Sequence[RankRecord], first: float) -> set[int]:
-    """Return the steps that all ranks have begun after ``first``."""
-    sets = [
-        {e.iteration for e in record.events if e.kind is EventKind.STEP and e.time > first}
-        for record in board
-    ]
-    return set.intersection(*sets)
 
 
 def _computing(record: RankRecord, span: Span) -> list[Span]:
@@ -85,10 +83,6 @@ def _computing(record: RankRecord, span: Span) -> list[Span]:
         for event, after in pairwise(record.events)
         if event.phase in COMPUTES and span[0] <= event.time and after.time <= span[1]
     ]
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
 
 
 def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
