@@ -74,7 +74,7 @@ def sft(folder: Path) -> list[str]:
 
 def video(folder: Path) -> list[str]:
     data = clips.write_clips(folder / "clips", {clips.IMAGE: 13, clips.SHORT: 12})
-    return [*without(clips.FLAGS, "--train-iters"), "--data-path", str(data)]
+    return [*without(clips.FLAGS, "--train-iters"), "--video-data-path", str(data)]
 
 
 TASKS: dict[str, tuple[TaskChoice, Callable[[Path], list[str]]]] = {
