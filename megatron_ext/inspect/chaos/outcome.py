@@ -100,6 +100,11 @@ class Result:
     seconds: float = 0.0
 
     @property
+    def weights_equal(self) -> bool:
+        """Tell whether the run has ended well with the weights of the undisturbed run."""
+        return self.ended.code == 0 and self.different is None
+
+    @property
     def survived(self) -> bool:
         """Tell whether nothing is wrong with the run and with any of its faults."""
         return not self.problems and not any(outcome.problems for outcome in self.outcomes)

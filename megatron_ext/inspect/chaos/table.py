@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ def outcomes(results: Sequence[Result]) -> Table:
     for name in (*names, "seen after", "new step after", "steps lost", "from", "weights", ""):
         table.add_column(name, overflow="fold")
     for result in results:
-        weights = "equal" if result.different is None and result.ended.code == 0 else "DIFFER"
+        weights = "equal" if result.weights_equal else "DIFFER"
         for outcome in result.outcomes:
-            survived = result.survived or not (outcome.problems or result.problems)
+            survived = not (outcome.problems or result.problems)
             table.add_row(
                 result.case.layout.name,
                 str(result.case.seed),
@@ -35,6 +36,36 @@ def outcomes(results: Sequence[Result]) -> Table:
                 style=None if survived else "red",
             )
     return table
+
+
+def summary(results: Sequence[Result]) -> list[list[str]]:
+    """Return a row of text for each kind of fault over all runs, below a row of headings.
+
+    Times are medians and, after a slash, maxima in seconds.
+    """
+    headings = (
+        "fault", "cases", "survived", "told rightly", "weights equal", "steps lost at most",
+        "seen after (s)", "new step after (s)",
+    )  # fmt: skip
+    rows = [list(headings)]
+    cases = [(result, outcome) for result in results for outcome in result.outcomes]
+    for kind in dict.fromkeys(outcome.fault.kind for _, outcome in cases):
+        mine = [(r, o) for r, o in cases if o.fault.kind == kind]
+        counts = [
+            len(mine),
+            sum(not (r.problems or o.problems) for r, o in mine),
+            sum(not o.problems for _, o in mine),
+            sum(r.weights_equal for r, _ in mine),
+            max((o.steps_lost or 0 for _, o in mine), default=0),
+        ]
+        times = [_spread([getattr(o, x) for _, o in mine]) for x in ("seen_after", "resumed_after")]
+        rows.append([kind, *map(str, counts), *times])
+    return rows
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.2f} / {max(known):.2f}" if known else "-"
 
 
 def problems(results: Sequence[Result]) -> list[str]:
@@ -66,7 +97,7 @@ def _row(result: Result, outcome: Outcome) -> dict[str, Any]:
         "new_step_after": outcome.resumed_after,
         "steps_lost": outcome.steps_lost,
         "restored_from": outcome.restored_from,
-        "weights_equal": result.different is None and result.ended.code == 0,
+        "weights_equal": result.weights_equal,
         "problems": [*result.problems, *outcome.problems],
     }
 

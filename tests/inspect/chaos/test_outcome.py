@@ -13,7 +13,7 @@ from megatron_ext.faults.inject import Fault, record_file, steps_file
 from megatron_ext.inspect.chaos.outcome import Result, Truth, judge
 from megatron_ext.inspect.chaos.plan import Case
 from megatron_ext.inspect.chaos.run import Ended
-from megatron_ext.inspect.chaos.table import as_rows, outcomes, problems
+from megatron_ext.inspect.chaos.table import as_rows, outcomes, problems, summary
 from megatron_ext.inspect.layouts import parse_layout
 
 FAULT = Fault("SIGKILL", iteration=3, rank=1)
@@ -110,3 +110,6 @@ def test_a_hang_and_processes_left_behind_are_failures_of_the_run(tmp_path: Path
     console.print(outcomes([result]))
     assert "rank 1, step 3, data" in console.export_text()
     assert as_rows([result])[0]["told"] == "SIGKILL of rank 1"
+    found = dict(zip(*summary([result]), strict=True))
+    assert (found["cases"], found["survived"], found["told rightly"]) == ("1", "0", "1")
+    assert found["new step after (s)"] == "2.50 / 2.50"
