@@ -1,8 +1,8 @@
 """How a tiny run survives twelve kinds of faults, how fast, and what share of its time counts.
 
-Each layout and seed is one run with all faults in a row, as with `tools/chaos.py`. The share of time
-is simulated with the measured times and, with --minutes, measured in a long run whose ranks are
-killed by chance.
+Each layout and seed is one run with all faults in a row, as with `tools/chaos.py`. The share of
+time is simulated with the measured times and, with --minutes, measured in a long run whose ranks
+are killed by chance.
 
     python benchmarks/chaos.py [--seeds 20] [--minutes 15] [--per-minute 4] [--save]
 """
