@@ -15,6 +15,8 @@ from pathlib import Path
 from megatron_ext.errors import EXIT_CODE_INTERRUPTED
 
 EXIT_CODE_USER_ERROR = 2
+EXIT_CODE_NO_MEMORY = 120
+"""Exit code of a rank that could not get memory."""
 EXIT_CODE_RESIZED = 121
 """Exit code of a rank that saved and ended, so that the run goes on with other replicas."""
 EXIT_CODE_COMES_BACK = 122
@@ -39,6 +41,7 @@ FINAL = {
 """Codes after which another start would not help or is not wanted."""
 TRANSIENT = {
     1: "a rank raised an error",
+    EXIT_CODE_NO_MEMORY: "a rank ran out of memory",
     EXIT_CODE_RESIZED: "it has saved, to go on with another number of replicas",
     EXIT_CODE_LOST_CONTACT: "a rank lost its connection to another one",
     EXIT_CODE_NO_ANSWER: "a rank did not answer",
@@ -56,8 +59,13 @@ def cause_of(status: int) -> str:
     """Return the cause of a rank's end in one or two words, such as "SIGKILL" or "exception"."""
     if status < 0:
         return signal.Signals(-status).name
-    names = {1: "exception", EXIT_CODE_LOST_CONTACT: "lost contact"}
-    return {**names, EXIT_CODE_NO_ANSWER: "hang"}.get(status, f"exit code {status}")
+    names = {
+        1: "exception",
+        EXIT_CODE_NO_MEMORY: "memory",
+        EXIT_CODE_LOST_CONTACT: "lost contact",
+        EXIT_CODE_NO_ANSWER: "hang",
+    }
+    return names.get(status, f"exit code {status}")
 
 
 def meaning_of(code: int) -> str:

@@ -27,6 +27,7 @@ from megatron_ext.parallel.context import NoAnswer, contact_fault
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
     EXIT_CODE_NO_ANSWER,
+    EXIT_CODE_NO_MEMORY,
     EXIT_CODE_USER_ERROR,
 )
 from megatron_ext.train.restarts import RestartPolicy, supervise
@@ -91,6 +92,8 @@ def run_rank(main: Main) -> int:
             return 0
         fault = contact_fault(error)
         message, code = traceback.format_exc(), 1
+        if _lacks_memory(error):
+            code = EXIT_CODE_NO_MEMORY
         if fault is not None:
             message, timed_out = fault.value, fault is NoAnswer.TIMEOUT
             code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
@@ -100,6 +103,15 @@ def run_rank(main: Main) -> int:
     sys.stderr.flush()
     _tell_torchrun(text)
     return code
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory could not be had, on a GPU or in this process.
+
+    torch's allocator of main memory raises a plain RuntimeError, which only its text identifies.
+    """
+    text = "can't allocate memory"
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or text in str(error)
 
 
 @shared_host_folder()

@@ -19,6 +19,7 @@ from megatron_ext.errors import ConfigError, loader_ends_with_parent
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
+from megatron_ext.train.exit_codes import EXIT_CODE_NO_MEMORY
 from megatron_ext.train.launch import fork_ranks, launch, refuse, run_rank
 
 CPU = Device("cpu", "gloo")
@@ -208,6 +209,8 @@ def test_exit_codes_of_a_rank() -> None:
     assert run_rank(lambda: None) == 0
     assert run_rank(lambda: 5) == 5
     assert run_rank(lambda: sys.exit(0)) == 0
+    # More than any machine has, for which torch raises a plain RuntimeError.
+    assert run_rank(lambda: torch.empty(1 << 60) and 0) == EXIT_CODE_NO_MEMORY
 
 
 SCRIPT = """
@@ -216,6 +219,7 @@ from megatron_ext.device import Device
 from megatron_ext.errors import loader_ends_with_parent
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.exit_codes import EXIT_CODE_NO_MEMORY
 from megatron_ext.train.launch import fork_ranks
 def main():
     init_groups(Layout(2), Device("cpu", "gloo"))

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_ext.checkpoint.files import folder_of, read_tracker
 from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.faults.events import read_events
-from megatron_ext.faults.inject import Fault, record_file
+from megatron_ext.faults.inject import SLOW, Fault, record_file
 from megatron_ext.inspect.chaos.plan import Case
 from megatron_ext.inspect.chaos.run import Ended
 from megatron_ext.train.reporting.files import read_metrics
@@ -46,6 +46,9 @@ NAMES_NO_RANK = {"full disk", "failed fsync", "lost socket"}
 """Faults whose rank is not asked for: a lost connection has two ends, a save fails as a whole."""
 RESTARTS = {kind for kind, (event, _) in TOLD.items() if event == "fault"}
 """Faults after which the run must restart."""
+SECONDS_UNTIL_SLOWNESS_IS_TOLD = 50.0
+"""Time after which a rank that stays slow must have been told: the ranks' times are measured every
+15 seconds, and a rank must be slow in two measurements in a row."""
 MOST_STEPS_LOST = 1
 """Steps that a fault may cost where a copy of the state is in memory."""
 
@@ -170,7 +173,8 @@ def _outcome(
     problems = []
     told = seen = None
     if telling is None:
-        problems.append("it was not told")
+        if fault.kind != SLOW or _slow_for(fault, row, begun) > SECONDS_UNTIL_SLOWNESS_IS_TOLD:
+            problems.append("it was not told")
     else:
         seen = telling["time"] - row["time"]
         cause, rank = telling.get("cause", kind), telling.get("rank")
@@ -191,6 +195,13 @@ def _outcome(
     where = f"rank {row['rank']}, step {row['iteration']}, {row['event']}"
     where += f" + {fault.seconds:.2f} s" if fault.seconds else ""
     return Outcome(fault, where, told, seen, resumed, lost, restored, tuple(problems))
+
+
+def _slow_for(fault: Fault, row: Row, begun: Sequence[Row]) -> float:
+    """Return for how many seconds a rank has been slow."""
+    end = fault.iteration + fault.steps
+    slow = [s["time"] for s in begun if s["time"] >= row["time"] and s["iteration"] <= end]
+    return max(slow, default=0.0) - float(row["time"])
 
 
 def _any(events: Sequence[Row], kind: str) -> bool:

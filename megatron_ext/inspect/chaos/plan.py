@@ -131,6 +131,7 @@ DEFAULTS = {
     "--peer-checkpoint-interval": "1",
     "--rerun-mode": "validate_results",
     "--check-state-interval": "1",
+    "--async-save": "",
 }
 """Flags of a run with faults that the user has not given."""
 
@@ -150,6 +151,6 @@ def completed(
     added = []
     for flag, value in wanted.items():
         if flag[2:].replace("-", "_") not in given:
-            added += [flag, value]
+            added += [flag, value] if value else [flag]
     fixed = ["--nproc-per-node", str(case.layout.ranks), "--save", str(save)]
     return [*words, *case.layout.flags, *added, *fixed], [*added, *fixed]

@@ -95,6 +95,15 @@ def test_what_was_not_told_or_told_wrong_is_a_failure(tmp_path: Path) -> None:
         assert problem in wrong(judged(folder, events=events))
 
 
+def test_a_rank_must_be_told_as_slow_if_it_stays_slow(tmp_path: Path) -> None:
+    slow, struck = Fault("slow rank", 3, 1, steps=100), {**STRUCK, "kind": "slow rank"}
+    for name, seconds, told in (("short", 20.0, ()), ("long", 100.0, ("it was not told",))):
+        (tmp_path / name).mkdir()
+        steps = [*BEFORE, step(104.0 + seconds, 0, 50)]
+        result = judged(tmp_path / name, fault=slow, struck=struck, events=(), steps=steps)
+        assert wrong(result) == told
+
+
 def test_a_fault_that_did_not_happen_is_a_failure(tmp_path: Path) -> None:
     assert wrong(judged(tmp_path, struck=None)) == ("it did not happen",)
 
