@@ -18,8 +18,7 @@ from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError, loader_ends_with_parent
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
-from megatron_ext.train.exit_codes import EXIT_CODE_NO_MEMORY
+from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER, EXIT_CODE_NO_MEMORY
 from megatron_ext.train.launch import fork_ranks, launch, refuse, run_rank
 
 CPU = Device("cpu", "gloo")
