@@ -87,6 +87,13 @@ class CheckpointConfig(Changeable):
 
     def errors(self, *, evaluates: bool) -> Iterator[str]:
         """Yield a sentence for each fault; ``evaluates`` says whether the run has evaluations."""
+        for name in ("save", "load", "pretrained_checkpoint"):
+            folder = getattr(self, name) or ""
+            if "://" in folder:
+                yield (
+                    f"`--{name.replace('_', '-')}` ({folder}) is an address of object storage, "
+                    "but checkpoints are folders; mount the storage, and give a folder of it."
+                )
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."
