@@ -115,7 +115,7 @@ def test_flags_that_need_each_other() -> None:
 def test_an_injected_gradient_leaves_no_trace(
     at: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With "update" one replica's gradient is spoiled after the replicas have summed theirs."""
+    """At "update" a replica's gradient is spoiled after the replicas have summed theirs."""
     plain = run_with(words, tmp_path / "plain", 2)
     for name, value in as_variable([Fault("NaN gradient", 3, rank=1, at=at, seed=4)]).items():
         monkeypatch.setenv(name, value)
