@@ -56,8 +56,9 @@ class FaultToleranceConfig(Changeable):
     on_spike: str | None = flag(
         None,
         "what to do about a step whose loss or gradient norm leaps far above those of the steps "
-        "before: log tells it, skip does not apply its update; without it nobody looks",
-        choices=("log", "skip"),
+        "before: log tells it, skip does not apply its update, rewind also goes back to the newest "
+        "checkpoint and on with the samples after the spike; without it nobody looks",
+        choices=("log", "skip", "rewind"),
     )
     spike_window: int = flag(
         128,
@@ -77,8 +78,12 @@ class FaultToleranceConfig(Changeable):
         """Return whether the run may go on with another number of nodes."""
         return self.elastic_min_nodes is not None
 
-    def errors(self, save: str | None) -> Iterator[str]:
-        """Yield a sentence for each fault in these flags; ``save`` is the folder of ``--save``."""
+    def errors(self, save: str | None, *, whole: bool) -> Iterator[str]:
+        """Yield a sentence for each fault in these flags.
+
+        ``save`` is the folder of ``--save``, and ``whole`` says whether its checkpoints hold all
+        that a run needs to go on.
+        """
         if self.elastic_min_nodes is not None and save is None:
             yield (
                 f"`--elastic-min-nodes` ({self.elastic_min_nodes}) needs `--save`, from which "
@@ -89,6 +94,11 @@ class FaultToleranceConfig(Changeable):
             yield (
                 f"`--rerun-interval` ({interval}) needs `--rerun-mode`; give validate_results or "
                 "report_stats."
+            )
+        if self.on_spike == "rewind" and (save is None or not whole):
+            yield (
+                "`--on-spike` (rewind) needs whole checkpoints to go back to; give `--save`, and "
+                "neither `--no-save-optim` nor `--no-save-rng`."
             )
         if mode == STATS and interval is None:
             yield f"`--rerun-mode` ({mode}) needs `--rerun-interval`; 1 compares every step."

@@ -127,7 +127,8 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from optimizer_rules.moment_errors(run.optimizer, run.model)
     yield from optimizer_rules.ema_errors(run.ema, run.training)
     yield from run.checkpoint.errors(evaluates=run.training.evaluates)
-    yield from run.fault_tolerance.errors(run.checkpoint.save)
+    whole = not (run.checkpoint.no_save_optim or run.checkpoint.no_save_rng)
+    yield from run.fault_tolerance.errors(run.checkpoint.save, whole=whole)
     project = run.logging.wandb_project
     if project and not run.logging.wandb_exp_name:
         yield f"`--wandb-project` ({project}) needs `--wandb-exp-name`; give the run a name."

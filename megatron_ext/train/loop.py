@@ -41,7 +41,7 @@ def train(run: Run) -> int | None:
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
         return 0
     callbacks: list[Callback] = [WeightAverage(run), StepProfiler(run), Invariants(run)]
-    callbacks += [NonFinite(run), Rerun(run), RestingState(run), Spikes(run)]
+    callbacks += [NonFinite(run), Rerun(run), Spikes(run), RestingState(run)]
     callbacks.append(Evaluation(run, callbacks))
     callbacks += [build(run) for build in run.task.callbacks]
     callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]

@@ -224,6 +224,10 @@ class AmaxHistories:
         for scaling, before in zip(self.scalings, has_history, strict=True):
             scaling.has_history = before
 
+    def forget(self) -> None:
+        """Drop what `advance` has asked about histories that were replaced by loaded ones."""
+        self._asked = None
+
     @torch.no_grad()
     def advance(self) -> None:
         """Append the largest magnitudes of a training step to the histories; update the scales.

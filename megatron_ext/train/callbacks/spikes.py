@@ -20,6 +20,7 @@ from megatron_ext.device import HostCopy
 from megatron_ext.losses.contract import Report
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.callbacks.non_finite import announce
+from megatron_ext.train.callbacks.rewind import Rewind
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.step_losses import mean_of, reduce_reports
@@ -64,12 +65,15 @@ class Spike:
 
 
 class Spikes(Callback):
-    """Tells spikes, and with ``--on-spike skip`` does not apply their update.
+    """Tells spikes, and with ``--on-spike`` skip or rewind does not apply their update.
+
+    After that, rewind goes back to the newest checkpoint (`rewind`) and leaves out the samples of
+    all steps since, which have led to the spike, and of the spike itself.
 
     The last values are part of the saved progress, so that a resumed run decides alike. All values
     are remembered, also those of spikes: a level that stays high becomes normal after half of
     ``--spike-window`` steps. On a GPU, log reads the values of a step during the next one, and skip
-    waits for them in each step.
+    and rewind wait for them in each step.
     """
 
     def __init__(self, run: Run) -> None:
@@ -80,8 +84,14 @@ class Spikes(Callback):
         self._first_sample = 0
         self._read: list[float] | None = None
         self._pending: tuple[int, int, int, HostCopy] | None = None
-        if self._action == "skip":
+        self._rewind: Rewind | None = None
+        self._goes_back = False
+        if self._action in ("skip", "rewind"):
             run.runner.approvals.append(self._approve)
+
+    def on_train_start(self) -> None:
+        if self._action == "rewind":
+            self._rewind = Rewind(self.run)
 
     def before_step(self) -> None:
         self._first_sample, self._read = self.run.progress.consumed_train_samples, None
@@ -129,6 +139,23 @@ class Spikes(Callback):
         if self.run.runner.settled:
             self._judge_pending()
 
+    def after_step(self) -> None:
+        goes_back, self._goes_back = self._goes_back, False
+        if not goes_back or self._rewind is None:
+            return
+        run = self.run
+        iteration, restored = run.progress.iteration, self._rewind.go_back()
+        if restored is None:
+            run.reporters.say(f"iteration {iteration}: there is no checkpoint to go back to yet")
+            return
+        run.progress.skipped_iterations += iteration - 1 - restored
+        announce(
+            run, "rewind",
+            f"iteration {iteration}: the state is that of iteration {restored} again, and the run "
+            f"goes on with sample {run.progress.consumed_train_samples}",
+            iteration=iteration, restored_iteration=restored,
+        )  # fmt: skip
+
     def on_train_end(self) -> None:
         self._judge_pending()
 
@@ -147,6 +174,7 @@ class Spikes(Callback):
             del recent[: -self._window]
         if spike is None:
             return
+        self._goes_back = True
         sentence = f"iteration {iteration}, samples {first} to {end - 1}: {spike}"
         applied = self._action == "log"
         announce(

@@ -52,17 +52,19 @@ def test_a_lasting_level_becomes_normal() -> None:
 
 
 class Without:
-    """Leaves the batches of a step out of a run, and counts their samples as used."""
+    """Leaves the batches of some steps, given by their places in the data from 1, out of a run."""
 
-    def __init__(self, iteration: int) -> None:
-        self.iteration = iteration
+    def __init__(self, *left_out: int) -> None:
+        self.left_out, self.number = left_out, 0
 
     def __call__(self, run: Run) -> None:
         next_step = run.train_source.next_step
 
         def later(num_microbatches: int) -> Any:
-            if run.progress.iteration + 1 == self.iteration:
+            self.number += 1
+            while self.number in self.left_out:
                 next_step(num_microbatches)
+                self.number += 1
             return next_step(num_microbatches)
 
         run.train_source.next_step = later  # type: ignore[method-assign]
@@ -103,7 +105,43 @@ def test_a_skipped_spike_is_as_if_its_samples_had_not_been(
     assert logged.state != plain.state
 
 
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, "--tensor-model-parallel-size 2"),
+        (2, "--bf16 --ema-decay 0.9"),
+        pytest.param(
+            4,
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --bf16",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_goes_back_and_leaves_out_what_led_to_a_spike(
+    ranks: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Steps 5 and 6 are left out, with dropout and a falling rate, also after a resume."""
+    words = f"{words} --train-iters 8"
+    plain = run_with(f"{words} --train-iters 6", tmp_path / "plain", ranks, prepare=Without(5, 6))
+    spoiler = Spoiler("linear_fc1", 0, iteration=6, factor=1e3)
+    flags = f"{words} --spike-window 4 --on-spike rewind --save-interval 2"
+    ended = run_with(flags, tmp_path / "rewound", ranks, prepare=spoiler)
+    assert [*ended.curve[:4], *ended.curve[6:]] == plain.curve
+    assert list(map(sorted, ended.state)) == list(map(sorted, plain.state))
+    spike, rewind = ended.events
+    assert (spike["kind"], spike["iteration"], spike["first_sample"]) == ("spike", 6, 80)
+    assert (rewind["kind"], rewind["restored_iteration"]) == ("rewind", 4)
+    assert "goes on with sample 96\n" in capfd.readouterr().out
+    assert ended.rows[-1]["total_skipped_iterations"] == 2
+    folder = tmp_path / "resumed"
+    run_with(f"{flags} --exit-interval 4", folder, ranks)
+    resumed = run_with(f"{flags} --load {folder}", folder, ranks, prepare=spoiler)
+    assert resumed.curve[-3:] == ended.curve[-3:]
+    assert resumed.events[-1]["restored_iteration"] == 4
+
+
 def test_flags_of_spikes() -> None:
+    check_refused([*FLAGS, "--on-spike", "rewind"], "`--on-spike` (rewind) needs whole checkpoints")
     notes = parsed([*FLAGS, "--spike-window", "8"]).notes
     assert "`--spike-window` has no effect without `--on-spike`." in notes
     check_refused([*FLAGS, "--on-spike", "log", "--spike-window", "3"], "`--spike-window` (3) must")
