@@ -59,7 +59,9 @@ class Rewind:
 
     def go_back(self) -> int | None:
         """Load the newest checkpoint's state; return its iteration, or None if there is none."""
-        run, iteration = self._run, self.newest()
+        run = self._run
+        run.saves.wait()
+        iteration = self.newest()
         if iteration is None:
             return None
         config = dataclasses.replace(
