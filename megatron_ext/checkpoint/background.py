@@ -38,8 +38,8 @@ from megatron_ext.parallel.context import ParallelContext
 ATTEMPTS = 3
 """Helpers that are tried for a job before it counts as failed."""
 _SECONDS_BETWEEN_LOOKS = 0.005
-KNOWN, UNKNOWN, BROKEN = 0, 1, 2
-"""Whether a rank can go on with a save: with its last plan, with a new one, or not at all."""
+KNOWN, BUSY, UNKNOWN, BROKEN = range(4)
+"""Whether a rank can go on with a save: now, later, with a new plan only, or not at all."""
 
 
 class Helper:
@@ -127,6 +127,15 @@ class _Running:
     attempt_began: float
     attempts: int = 1
     stages: set[str] = field(default_factory=set)
+    seen_bytes: int = 0
+
+    def has_grown(self) -> bool:
+        """Return whether the files of the checkpoint are longer than at the last call."""
+        before, self.seen_bytes = self.seen_bytes, helper.written_bytes(self.job.folder)
+        if self.seen_bytes <= before:
+            return False
+        self.attempt_began = time.monotonic()
+        return True
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class BackgroundSaves:
         last_has_failed: whether the newest save is one of them.
 
     Args:
-        seconds: time limit for one rank's part, after which its helper is replaced.
+        seconds: time without a byte written, after which a rank's helper is replaced.
     """
 
     def __init__(
@@ -190,29 +199,30 @@ class BackgroundSaves:
         """
         root = Path(self._config.save or "")
         self._wait_for_iteration(iteration)
-        current, fault = state(), ""
+        current, counters, fault = state(), pickle.dumps((progress, run_config)), ""
         prepared: PreparedSave | None = None
         slot: SnapshotFile | None = None
         try:
             if self._context.rank == 0:
-                in_flight = [entry.job.iteration for entry in self._running]
-                publish.prepare(root, iteration, in_flight)
+                publish.prepare(root, iteration, [entry.job.iteration for entry in self._running])
             prepared = self._preparer.prepare_alike(current)
         except (OSError, CheckpointError) as error:
             fault = f"`--save` ({root}) cannot be written: {error}"
-        counters = pickle.dumps((progress, run_config))
-        if prepared is not None:
-            slot, fault = self._copy(iteration, prepared, counters)
-        verdict = self._worst(BROKEN if fault else UNKNOWN if prepared is None else KNOWN)
-        if verdict == UNKNOWN:
-            if slot is not None:
-                self._free.append(slot)
-            prepared = self._preparer.prepare(current)
-            slot, fault = self._copy(iteration, prepared, counters)
-            verdict = self._worst(BROKEN if fault else KNOWN)
+        while True:
+            if slot is None and prepared is not None and not fault:
+                slot, fault = self._copy(iteration, prepared, counters)
+            own = BROKEN if fault else UNKNOWN if prepared is None else BUSY if not slot else KNOWN
+            verdict = self._worst(own)
+            if verdict == UNKNOWN:
+                self._free += [slot] if slot else []
+                prepared, slot = self._preparer.prepare(current), None
+            elif verdict == BUSY:
+                self.poll()
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+            else:
+                break
         if verdict == BROKEN:
-            if slot is not None:
-                self._free.append(slot)
+            self._free += [slot] if slot else []
             gather_or_raise(lambda: _raise(fault), "The save could not begin")
         assert slot is not None
         self._submit(iteration, slot, best, superseded)
@@ -220,8 +230,13 @@ class BackgroundSaves:
     def _copy(
         self, iteration: int, prepared: PreparedSave, counters: bytes
     ) -> tuple[SnapshotFile | None, str]:
-        """Copy a rank's part to a free slot; return it, or None and why that is impossible."""
+        """Copy a rank's part to a free slot; return it, or None and why that is impossible.
+
+        Without room for a copy now, return None and no reason.
+        """
         slot = self._free_slot(prepared.num_bytes)
+        if slot is None:
+            return None, ""
         content = prepared.plan, prepared.values, prepared.common, counters
         try:
             slot.write(iteration, [content_of(content)])
@@ -230,15 +245,14 @@ class BackgroundSaves:
             return None, str(error)
         return slot, ""
 
-    def _free_slot(self, num_bytes: int) -> SnapshotFile:
-        """Return memory for a copy, once there is some."""
-        buffer = self._config.async_save_buffer
-        most = 1 if buffer is None else max(1, int(buffer * 2**30 / max(1, num_bytes)))
-        while not self._free and self._num_slots >= most:
-            self.poll()
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    def _free_slot(self, num_bytes: int) -> SnapshotFile | None:
+        """Return memory for a copy, if ``--async-save-buffer`` has room for it now."""
         if self._free:
             return self._free.pop()
+        buffer = self._config.async_save_buffer
+        most = 1 if buffer is None else max(1, int(buffer * 2**30 / max(1, num_bytes)))
+        if self._num_slots >= most:
+            return None
         self._num_slots += 1
         return nameless_file()
 
@@ -297,7 +311,7 @@ class BackgroundSaves:
         limit = self._seconds + (oldest.job.seconds if waits_for_others else 0)
         if reports is None:
             self._replace("ended by {}")
-        elif now - oldest.attempt_began > limit:
+        elif now - oldest.attempt_began > limit and not oldest.has_grown():
             self._replace(f"silent for {limit:g} seconds, and then ended by {{}}")
 
     def _note(self, report: Report) -> None:

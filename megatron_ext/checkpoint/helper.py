@@ -52,7 +52,7 @@ class Job:
     Attributes:
         snapshot: file with the rank's part of the checkpoint.
         root: the save folder.
-        seconds: time limit for the results of all ranks.
+        seconds: time limit for the results of all ranks, counted from the last byte written.
         best: the checkpoints with the lowest validation losses, lowest first.
         superseded: iterations whose checkpoints are to be removed.
     """
@@ -221,7 +221,7 @@ def _results(job: Job) -> list[tuple[Any, Files]]:
     Raises:
         CheckpointError: a rank has failed, or has left no result within the time limit.
     """
-    deadline = time.monotonic() + job.seconds
+    deadline, seen = time.monotonic() + job.seconds, 0
     missing = set(range(job.world_size))
     while missing:
         for rank in sorted(missing):
@@ -233,6 +233,10 @@ def _results(job: Job) -> list[tuple[Any, Files]]:
             if _result_of(job.folder, rank).exists():
                 missing.discard(rank)
         if missing and time.monotonic() > deadline:
+            before, seen = seen, written_bytes(job.folder)
+            if seen > before:
+                deadline = time.monotonic() + job.seconds
+                continue
             names = ", ".join(map(str, sorted(missing)))
             raise CheckpointError(
                 f"{job.folder} has nothing of rank {names} after {job.seconds:.0f} seconds"
@@ -240,6 +244,13 @@ def _results(job: Job) -> list[tuple[Any, Files]]:
         time.sleep(_SECONDS_BETWEEN_LOOKS if missing else 0)
     paths = (_result_of(job.folder, rank) for rank in range(job.world_size))
     return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+def written_bytes(folder: Path) -> int:
+    """Return the size of all files in a folder; 0 if there is none."""
+    with suppress(OSError):
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
 
 
 def _clear_results(folder: Path) -> None:
