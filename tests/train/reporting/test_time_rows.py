@@ -15,6 +15,7 @@ from megatron_ext.train.reporting import time_rows
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
 from megatron_ext.train.reporting.goodput import account
+from megatron_ext.train.reporting.page import write_report
 from megatron_ext.train.reporting.run_folder import read_run_folder
 from megatron_ext.train.reporting.time_rows import Launch, TimeRows, launch_of, reported_end
 from tests.train.reporting.made_runs import launched_row, time_row, write_lines
@@ -158,7 +159,11 @@ def test_the_account_of_a_run_with_a_restart_agrees_with_a_clock_outside(tmp_pat
     run = read_run_folder(tmp_path)
     goodput = account(run.rows, run.events)
     assert sum(goodput.seconds.values()) == pytest.approx(goodput.wall, abs=1e-6)
-    assert goodput.wall == pytest.approx(wall, rel=0.01)
+    # The account is closed before the page is written, which a loaded machine does slowly.
+    begun = time.monotonic()
+    write_report(run, tmp_path / "again.html")
+    page_time = time.monotonic() - begun
+    assert goodput.wall == pytest.approx(wall, abs=0.01 * wall + 2 * page_time)
     assert last == f"> {goodput.sentence()}; the report is {tmp_path / 'report.html'}"
     assert goodput.seconds["start"] > 0.2 * wall
     names = "computing bubble evaluate save lost restart".split()
