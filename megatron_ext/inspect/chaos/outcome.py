@@ -149,8 +149,8 @@ def judge(case: Case, ended: Ended, save: Path, records: Path, truth: Truth) -> 
             outcomes.append(Outcome(fault, problems=("it did not happen",)))
             continue
         until = min((time for time in times if time > row["time"]), default=float("inf"))
-        mine = [event for event in events if row["time"] <= event["time"] < until]
-        outcomes.append(_outcome(fault, row, mine, begun, until))
+        later = [event for event in events if row["time"] <= event["time"]]
+        outcomes.append(_outcome(fault, row, later, begun, until))
     problems = _problems(ended)
     different = None
     if ended.code == 0:
@@ -168,7 +168,9 @@ def _outcome(
     fault: Fault, row: Row, events: Sequence[Row], begun: list[Row], until: float
 ) -> Outcome:
     kind, causes = TOLD[fault.kind]
-    telling = next((event for event in events if event["kind"] == kind), None)
+    mine = [event for event in events if event["time"] < until]
+    telling = next((event for event in mine if event["kind"] == kind), None)
+    # Another fault may come before the restart is over.
     restart = next((event for event in events if event["kind"] == "restart"), None)
     problems = []
     told = seen = None
@@ -183,7 +185,7 @@ def _outcome(
         right &= fault.kind in NAMES_NO_RANK or rank == row["rank"]
         if not right:
             problems.append(f"it was told as {told}")
-    if fault.kind == "corrupt checkpoint" and not _any(events, "checkpoint_refused"):
+    if fault.kind == "corrupt checkpoint" and not _any(mine, "checkpoint_refused"):
         problems.append("the damaged checkpoint was not told")
     lost, resumed = _steps_lost(row, begun, until)
     restored = None if restart is None else restart.get("restored_from")

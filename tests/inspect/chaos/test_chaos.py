@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.faults.inject import Fault
 from megatron_ext.inspect.chaos.campaign import Campaign
 from megatron_ext.inspect.chaos.outcome import Result
-from megatron_ext.inspect.chaos.plan import TWELVE, draw
+from megatron_ext.inspect.chaos.plan import TWELVE, Case, draw
 from megatron_ext.inspect.chaos.table import problems
 from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.text.task import TEXT
@@ -43,6 +44,17 @@ def test_twelve_faults_in_a_row_are_survived(campaign: Campaign, layout: str, se
     result = survive(campaign, TWELVE, layout, seed)
     assert result.different is None
     assert [outcome.fault.kind for outcome in result.outcomes] == list(TWELVE)
+
+
+def test_kills_in_a_save_and_in_the_restarts_after_it_are_survived(campaign: Campaign) -> None:
+    layout = parse_layout("dp2")
+    faults = (
+        Fault("SIGKILL", 6, rank=0, at="save", seconds=0.01, generation=None),
+        Fault("SIGKILL", 0, rank=1, at="start", seconds=0.1, generation=1),
+        Fault("SIGKILL", 0, rank=0, at="start", seconds=0.2, generation=2),
+    )
+    case = Case(layout, 0, faults, steps=12)
+    assert problems([campaign.run(case)]) == []
 
 
 FEATURES = {
