@@ -174,7 +174,7 @@ def flight_milliseconds(folder: Path) -> float:
     """Return the processor time of one answer with the last collectives of this process."""
     start = time.process_time()
     for _ in range(5):
-        write_flight(folder / "flight.json")
+        write_flight(folder / "flight")
     return (time.process_time() - start) * 1e3 / 5
 
 

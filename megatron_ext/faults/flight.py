@@ -10,8 +10,7 @@ import json
 import pickle
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ class Collective:
         ranks: global ranks of the group; empty if they are not known.
         number: which collective of the group it is, from 1 on.
         name: operation, such as "all_reduce".
+        shape: shapes of the inputs.
         created: time of the call, in seconds of CLOCK_MONOTONIC.
         over: whether it has ended on this rank.
     """
@@ -37,7 +37,7 @@ class Collective:
     ranks: tuple[int, ...]
     number: int
     name: str
-    shape: str
+    shape: list[list[int]]
     created: float
     over: bool
 
@@ -49,19 +49,6 @@ class Collective:
 
 Flight = tuple[Collective, ...]
 """The last collectives of a rank, in the order of their calls."""
-
-
-def take_flight() -> Flight:
-    """Return the last collectives of this process; none if torch does not record them."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    if dump is None or not torch.distributed.is_initialized():
-        return ()
-    # Stack traces would take seconds; faulthandler writes those that matter.
-    entries = pickle.loads(dump(includeStackTraces=False)).get("entries", [])
-    behind = time.time() - time.monotonic()
-    groups = _groups()
-    found = [_collective(entry, behind, groups) for entry in entries if not entry.get("is_p2p")]
-    return tuple(sorted(found, key=lambda entry: entry.created))
 
 
 def _groups() -> dict[str, tuple[int, ...]]:
@@ -84,23 +71,39 @@ def _collective(
         ranks=groups.get(name, ()),
         number=entry["collective_seq_id"],
         name=entry["profiling_name"].rpartition(":")[2],
-        shape=str(entry.get("input_sizes")),
+        shape=entry.get("input_sizes") or [],
         created=entry["time_created_ns"] / 1e9 - behind,
         over=bool(entry["retired"]) or entry["state"] == "completed",
     )
 
 
 def write_flight(path: Path) -> None:
-    """Write the last collectives of this process to a file, which appears whole."""
-    text = json.dumps([asdict(entry) for entry in take_flight()])
+    """Write the last collectives of this process to a file, which appears whole.
+
+    The file has torch's own dump after a line with clock and groups, so that a rank does as little
+    as possible; without a dump, where torch does not record collectives, there are none.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    about: dict[str, Any] = {"behind": time.time() - time.monotonic(), "groups": {}}
+    trace = b""
+    if dump is not None and torch.distributed.is_initialized():
+        # Stack traces would take seconds; faulthandler writes those that matter.
+        trace, about["groups"] = dump(includeStackTraces=False), _groups()
     aside = path.with_suffix(".tmp")
-    aside.write_text(text, encoding="utf-8")
+    aside.write_bytes(json.dumps(about).encode() + b"\n" + trace)
     aside.replace(path)
 
 
 def read_flight(path: Path) -> Flight | None:
     """Return what `write_flight` has written, None if there is no such file."""
-    with suppress(OSError, ValueError, TypeError):
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return tuple(Collective(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in entries)
-    return None
+    try:
+        about, _, trace = path.read_bytes().partition(b"\n")
+        given = json.loads(about)
+        entries = pickle.loads(trace).get("entries", []) if trace else []
+    except (OSError, ValueError, pickle.UnpicklingError):
+        return None
+    groups = {name: tuple(ranks) for name, ranks in given["groups"].items()}
+    found = [
+        _collective(entry, given["behind"], groups) for entry in entries if not entry.get("is_p2p")
+    ]
+    return tuple(sorted(found, key=lambda entry: entry.created))

@@ -155,7 +155,7 @@ def _pipe(folder: Path, rank: int) -> Path:
 
 
 def _flight(folder: Path, rank: int) -> Path:
-    return folder / f"flight_{rank}.json"
+    return folder / f"flight_{rank}"
 
 
 def _stack(folder: Path, rank: int) -> Path:

@@ -54,6 +54,10 @@ def sleep_in_forward(run: Run, rank: int) -> None:
     at(run, rank, "F", lambda: time.sleep(LONG))
 
 
+def crash(run: Run, rank: int) -> None:
+    at(run, rank, "F", lambda: os.kill(os.getpid(), signal.SIGSEGV))
+
+
 def skip_a_collective(run: Run, rank: int) -> None:
     """Let a rank leave out one all-reduce, as a wrong condition in a model does."""
     real = torch.distributed.all_reduce

@@ -13,6 +13,7 @@ from tests.faults.hanging import (
     LAYOUTS,
     LIMITS,
     STEP,
+    crash,
     first_verdict,
     hang,
     lose_a_message,
@@ -58,6 +59,17 @@ def test_the_rank_that_hangs_is_named_each_time(
     layout: str, kind: Any, rank: int, time_of_10: int
 ) -> None:
     check_named(layout, kind, rank)
+
+
+def test_a_crash_leaves_its_stack() -> None:
+    with watched("tp2", partial(crash, rank=1)) as watcher:
+        verdict = first_verdict(watcher)
+        assert verdict is not None and verdict.fault is Fault.DEAD
+        case = watcher.investigate(verdict, cause="SIGSEGV")
+    told = case.evidence[1].crash
+    assert told.startswith("Fatal Python error: Segmentation fault")
+    assert "hanging.py" in told and "runtime.py" in told
+    assert "hanging.py" in case.where(1) and f"in step {STEP}, phase forward, F of" in case.where(1)
 
 
 def take_long(run: Run) -> None:

@@ -106,7 +106,7 @@ Current thread 0x0000700001 (most recent call first):
 
 
 def collective(number: int, *, over: bool, created: float = 100.0) -> Collective:
-    return Collective("3", "TENSOR_GROUP", (0, 1), number, "all_reduce", "[[4]]", created, over)
+    return Collective("3", "TENSOR_GROUP", (0, 1), number, "all_reduce", [[4]], created, over)
 
 
 def test_the_report_says_who_stopped_where_and_who_waits() -> None:
