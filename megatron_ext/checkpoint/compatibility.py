@@ -20,8 +20,9 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_ext.checkpoint.flat_state import FLAT
 from megatron_ext.checkpoint.state import CRITIC, PREFIX, SHARDING
-from megatron_ext.checkpoint.stored import RUN_CONFIG, CheckpointRef, check_files, find, read_json
+from megatron_ext.checkpoint.stored import RUN_CONFIG, CheckpointRef, find_intact, read_json
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.config.flags import IfChanged, if_changed
 from megatron_ext.config.optimizer import OptimizerConfig
@@ -111,6 +112,9 @@ def check_optimizer(
         has_main_weights: whether this run's optimizer keeps fp32 weights beside 16-bit ones.
     """
     kind = stored.get(SHARDING)
+    if kind == FLAT:
+        # A memory checkpoint of this run, for which `recovery` has compared the layouts.
+        return
     if (kind is not None) != distributed:
         there, here = ("with", "without") if kind else ("without", "with")
         raise CheckpointError(
@@ -197,11 +201,10 @@ def check_resume(config: RunConfig) -> None:
     One process checks flags and optimizer state here, before the model is built. On loading, all
     ranks repeat this and check the weights too.
     """
-    found = find(config.checkpoint)
+    found = find_intact(config.checkpoint, {COMMON_STATE_FNAME, RUN_CONFIG}.intersection)
     if found is None:
         return
     path = found.path
-    check_files(found, {COMMON_STATE_FNAME, RUN_CONFIG}.intersection)
     common = common_state_of(path)
     arguments = common.get("args", Namespace())
     takes_it = loads_optimizer(found, config.checkpoint, arguments, [])

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron_ext.checkpoint import adapters, compatibility, publish, storage
 from megatron_ext.checkpoint import state as run_state
@@ -139,6 +140,58 @@ class CheckpointManager:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
+    def state_in_memory(
+        self,
+        *,
+        model: Chunks,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None,
+        run_config: dict[str, Any],
+        ema: ShardedEMA | None,
+        extra_state: ExtraState | None,
+    ) -> dict[str, Any]:
+        """Return all state of this rank in the format of `flat_state`, as memory checkpoints do.
+
+        Its tensors are the live ones. Only random states that differ between replicas, and what a
+        task adds, may be communicated, so all ranks call this together.
+        """
+        whole = dataclasses.replace(self._config, no_save_optim=False, no_save_rng=False)
+        saver = CheckpointManager(whole, self._context, self._base)
+        return saver._state(model, optimizer, scheduler, run_config, ema, extra_state, flat=True)
+
+    def restore(
+        self,
+        values: dict[str, Any],
+        *,
+        model: Chunks,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None,
+        ema: ShardedEMA | None,
+        extra_state: ExtraState | None,
+    ) -> list[str]:
+        """Put the values of `state_in_memory` of this rank into its model, optimizer and so on.
+
+        Return notes on what starts anew. The memory of the values may change afterwards.
+        """
+        notes = list[str]()
+        copied = {*chunk_keys(model), "optimizer", EMA}
+        # What is not copied into tensors of the run would change with the memory.
+        values = {
+            key: value if key in copied else tree_map_only(Tensor, Tensor.clone, value)
+            for key, value in values.items()
+        }
+        recorded = adapters.FrozenBase.recorded(values)
+        if recorded is not None:
+            self._restore_base(Path("the memory checkpoint"), recorded, model)
+            adapters.put_back_base(values, model)
+        run_state.apply_state(values, model, optimizer, scheduler, with_optimizer=True)
+        if ema is not None:
+            run_state.load_averages(ema, model, values[EMA])
+        if extra_state is not None:
+            extra_state.load(values, with_optimizer=True, notes=notes)
+        run_state.restore_random_state(self._context, values["rng_state"])
+        return notes
+
     def _state(
         self,
         model: Chunks,
@@ -147,17 +200,18 @@ class CheckpointManager:
         run_config: dict[str, Any],
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
+        *,
+        flat: bool = False,
     ) -> dict[str, Any]:
         """Return all state to save, except counters and configuration."""
         config = self._config
         kept = None if config.no_save_optim else optimizer
         reshardable = config.dist_ckpt_optim_fully_reshardable
-        metadata = run_state.content_metadata(kept, reshardable=reshardable)
-        cut = {**metadata, "dp_cp_group": self._context.pgs.dp_cp}
+        metadata = run_state.content_metadata(kept, reshardable=reshardable, flat=flat)
+        cut = run_state.sharding_of(metadata, self._context)
         state = run_state.sharded_state(model, kept, metadata=cut, is_loading=False)
         if ema is not None:
-            weights = {key: state[key] for key in chunk_keys(model)}
-            state[EMA] = run_state.averages_to_save(ema, weights)
+            state[EMA] = run_state.averages_to_save(ema, model, state, cut)
         if extra_state is not None:
             state |= extra_state.state_to_save(cut, with_optimizer=not config.no_save_optim)
         if self._base is not None:
@@ -180,17 +234,25 @@ class CheckpointManager:
         ema: ShardedEMA | None = None,
         extra_state: ExtraState | None = None,
         run_config: RunConfig | None = None,
+        found: CheckpointRef | None = None,
+        whole: bool = False,
     ) -> LoadedCheckpoint | None:
         """Load the checkpoint that the flags choose (`find`); return None if there is none.
+
+        A checkpoint that is given as ``found`` has been verified before, and is loaded instead.
+        With ``whole`` flags do not leave out its optimizer or random states.
 
         The model changes only after the checkpoint has been verified and found to fit. Averages
         start from the loaded weights if the checkpoint has no averages or only weights are loaded.
         ``run_config`` has the flags to compare with the stored ones; without it none are compared.
         """
-        found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
+        if whole:
+            self._config = dataclasses.replace(self._config, no_load_optim=False, no_load_rng=False)
         if found is None:
-            return None
-        storage.verify(found, self._context)
+            found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
+            if found is None:
+                return None
+            storage.verify(found, self._context)
         path, notes = found.path, list[str]()
         averaged = self._config.pretrained_average and found.weights_only
         if averaged and not run_state.holds_averages(path):
@@ -214,7 +276,7 @@ class CheckpointManager:
         state, new = self._requested_state(found, model, *kept, common, notes)
         goes_on = extra_state if not found.weights_only else None
         if goes_on is not None:
-            metadata = {**common["content_metadata"], "dp_cp_group": self._context.pgs.dp_cp}
+            metadata = run_state.sharding_of(common["content_metadata"], self._context)
             state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
         if recorded is not None:
             self._restore_base(path, recorded, model)
@@ -226,17 +288,21 @@ class CheckpointManager:
             loaded[chunk].update(values)
         run_state.apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
         if ema is not None:
-            run_state.load_averages(ema, loaded[EMA]) if with_averages else ema.restart()
+            run_state.load_averages(ema, model, loaded[EMA]) if with_averages else ema.restart()
         if goes_on is not None:
             goes_on.load(loaded, with_optimizer=with_optimizer, notes=notes)
         if "rng_state" in state:
             run_state.restore_random_state(self._context, loaded["rng_state"])
         if self._base is not None and recorded is None:
             self._base = adapters.FrozenBase.at(path, average=averaged)
-        iteration, progress = 0, dict[str, Any]()
-        if not found.weights_only:
-            iteration, progress = int(common["iteration"]), stored_progress(path, arguments)
-        return LoadedCheckpoint(iteration, progress, read_json(path / RUN_CONFIG), path, notes)
+        return _told(found, common, notes)
+
+    def _found(self) -> CheckpointRef | None:
+        """Return the checkpoint that the flags choose, with verified files."""
+        found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
+        if found is not None:
+            storage.verify(found, self._context)
+        return found
 
     def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
         """Load the frozen weights under a checkpoint's adapters from ``--pretrained-checkpoint``.
@@ -272,7 +338,7 @@ class CheckpointManager:
         is_of_adapters = adapters.FrozenBase.recorded(common) is not None
         names = self._names if found.weights_only else []
         stored = dict(common.get("content_metadata") or {})
-        metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
+        metadata = run_state.sharding_of(stored, self._context)
 
         def check() -> set[str]:
             bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)
@@ -283,7 +349,7 @@ class CheckpointManager:
                 adapters.leave_out_base(bare, keys)
             run_state.take_named(path, bare, keys, names)
             if ema is not None:
-                bare[EMA] = run_state.averages_to_load(ema, {key: bare[key] for key in keys})
+                bare[EMA] = run_state.averages_to_load(ema, model, bare, metadata)
             compatibility.check_model(path, bare, arguments, layout, strictness)
             if optimizer is not None:
                 kinds = {"distributed": is_distributed(optimizer)}
@@ -297,7 +363,7 @@ class CheckpointManager:
         notes += gather_or_raise(unexpected, what)[0]
         state = run_state.sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
-            state[EMA] = run_state.averages_to_load(ema, {key: state[key] for key in keys})
+            state[EMA] = run_state.averages_to_load(ema, model, state, metadata)
         new = adapters.leave_out_new(path, state, keys) if found.weights_only else {}
         run_state.take_named(path, state, keys, names)
         if is_of_adapters:
@@ -306,3 +372,13 @@ class CheckpointManager:
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = run_state.random_state(self._context, every_replica=apart)
         return state, new
+
+
+def _told(found: CheckpointRef, common: dict[str, Any], notes: list[str]) -> LoadedCheckpoint:
+    """Return counters and configuration of a loaded checkpoint; no counters if only weights are."""
+    iteration, progress = 0, dict[str, Any]()
+    if not found.weights_only:
+        progress = stored_progress(found.path, common.get("args", Namespace()))
+        iteration = int(common["iteration"])
+    stored = read_json(found.path / RUN_CONFIG)
+    return LoadedCheckpoint(iteration, progress, stored, found.path, notes)

@@ -18,16 +18,20 @@ import json
 import mmap
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    dict_list_map_outplace,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron_ext.errors import CheckpointError
 
@@ -91,7 +95,7 @@ def content_of(state: Any) -> Content:
     file = io.BytesIO()
     pickler = _Pickler(file)
     if isinstance(state, dict):
-        state, _ = extract_matching_values(state, lambda _: True)  # a copy of the nesting
+        state = dict_list_map_outplace(lambda value: value, state)  # a copy of the nesting
         apply_factories(state)
     pickler.dump(state)
     copied, offsets, size = list[Tensor](), list[int](), 0
@@ -149,7 +153,7 @@ class _Mapping:
             _cuda_runtime().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
 
     def unpin(self) -> None:
-        """Undo `pin`, as is needed before the mapping is dropped."""
+        """Undo `pin`, before the mapping is dropped."""
         if self._is_pinned:
             self._is_pinned = False
             _cuda_runtime().cudaHostUnregister(self.bytes.data_ptr())
@@ -160,11 +164,7 @@ def _cuda_runtime() -> Any:
 
 
 class SnapshotFile:
-    """A file that holds one snapshot, and is written again and again.
-
-    Args:
-        path: the file, which `write` makes.
-    """
+    """A file ``path`` that holds one snapshot, and is written again and again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -191,10 +191,12 @@ class SnapshotFile:
                 ) from error
         return self._mapping
 
-    def write(self, iteration: int, contents: Sequence[Content]) -> Snapshot:
+    def write(
+        self, iteration: int, contents: Sequence[Content], facts: dict[str, Any] | None = None
+    ) -> Snapshot:
         """Copy the tensors of ``contents`` and write the rest; the header last.
 
-        The caller waits for all copies: the tensors may change as soon as this returns.
+        The tensors may change as soon as this returns. ``facts`` are for `Snapshot.facts`.
         """
         sizes = [content.num_bytes for content in contents]
         skeletons = [content.skeleton for content in contents]
@@ -220,6 +222,7 @@ class SnapshotFile:
             torch.cuda.current_stream().synchronize()
         header = {
             "iteration": iteration,
+            "facts": facts or {},
             "sizes": sizes,
             "skeletons": list(map(len, skeletons)),
             "digest": _digest(mapping.bytes[_HEADER_BYTES : _HEADER_BYTES + total], tensor_bytes),
@@ -229,6 +232,30 @@ class SnapshotFile:
         memory[8 : 8 + len(text)] = text
         memory[:8] = len(text).to_bytes(8, "little")
         return Snapshot(self.path, mapping, header)
+
+    def write_raw(self, size: int, pieces: Iterable[tuple[int, Tensor]]) -> Snapshot | None:
+        """Write a copy of a snapshot from its `Snapshot.raw` bytes; its first bytes last.
+
+        Args:
+            size: number of bytes of the raw snapshot.
+            pieces: its bytes in pieces, each uint8 ``[n]`` with the place where it begins.
+        """
+        memory = self.reserve(size - _HEADER_BYTES).bytes
+        memory[:8] = 0
+        first = torch.zeros(8, dtype=torch.uint8)
+        for start, piece in pieces:
+            target = memory[start : start + piece.numel()]
+            if start == 0:
+                first.copy_(piece[:8])
+                target, piece = target[8:], piece[8:]
+            target.copy_(piece)
+        memory[:8] = first
+        return self.read()
+
+    def discard(self) -> None:
+        """Say in the header of an existing file that it holds no whole snapshot."""
+        with self.path.open("r+b") as file:
+            file.write(bytes(8))
 
     def read(self) -> Snapshot | None:
         """Return the snapshot in the file; None if it is not whole, or another user's."""
@@ -275,6 +302,7 @@ class Snapshot:
 
     Attributes:
         iteration: number of training steps that its state has seen.
+        facts: what the writer says about the snapshot, as JSON can hold it.
         num_bytes: size of the content.
         digest: checksum of the content.
     """
@@ -282,6 +310,7 @@ class Snapshot:
     def __init__(self, path: Path, mapping: _Mapping, header: dict[str, Any]) -> None:
         self.path, self._mapping, self._header = path, mapping, header
         self.iteration = int(header["iteration"])
+        self.facts = dict(header["facts"])
         self.digest = str(header["digest"])
         self._sizes = [int(size) for size in header["sizes"]]
         self._skeletons = [int(size) for size in header["skeletons"]]
@@ -301,20 +330,33 @@ class Snapshot:
         """Return whether the content still has the digest that it was written with."""
         return _digest(self.content, sum(self._sizes)) == self.digest
 
-    def states(self) -> list[Any]:
-        """Return the states that were written, whose tensors are views of the file's memory."""
+    def states(self, *, to_pickle: bool = False) -> list[Any]:
+        """Return the states that were written, whose tensors are views of the file's memory.
+
+        Who pickles a view pickles all memory around it. With ``to_pickle`` all tensors but those of
+        megatron-core's sharded tensors, which a checkpoint holds as they are, are copies.
+        """
         found, start, at = [], 0, sum(self._sizes)
         for size, length in zip(self._sizes, self._skeletons, strict=True):
             places, skeleton = pickle.loads(self.content[at : at + length].numpy().tobytes())
             region = self.content[start : start + size]
             tensors = [_view(region, *place) for place in places]
-            found.append(_Unpickler(io.BytesIO(skeleton), tensors).load())
+            state = _Unpickler(io.BytesIO(skeleton), tensors).load()
+            found.append(dict_list_map_inplace(_apart, state) if to_pickle else state)
             start, at = start + size, at + length
         return found
 
-    def state(self) -> Any:
-        """Return the first state that was written."""
-        return self.states()[0]
+    def state(self, *, to_pickle: bool = False) -> Any:
+        """Return the first state that was written, as `states` does."""
+        return self.states(to_pickle=to_pickle)[0]
+
+
+def _apart(value: Any) -> Any:
+    """Return a value whose tensors are copies, except those of sharded tensors."""
+    if isinstance(value, ShardedObject):
+        value.data = tree_map_only(Tensor, Tensor.clone, value.data)
+        return value
+    return tree_map_only(Tensor, Tensor.clone, value)
 
 
 class SnapshotPair:
@@ -334,9 +376,11 @@ class SnapshotPair:
         for file in self.files:
             file.reserve(num_bytes)
 
-    def take(self, iteration: int, contents: Sequence[Content]) -> Snapshot:
+    def take(
+        self, iteration: int, contents: Sequence[Content], facts: dict[str, Any] | None = None
+    ) -> Snapshot:
         """Write a snapshot over the older one, and return it."""
-        return self.turn().write(iteration, contents)
+        return self.turn().write(iteration, contents, facts)
 
     def turn(self) -> SnapshotFile:
         """Return the file to write now: one without a whole snapshot, or with the older one."""
@@ -351,8 +395,3 @@ class SnapshotPair:
         """Return the whole snapshots, the newest first; their digests are not checked."""
         found = [snapshot for file in self.files if (snapshot := file.read()) is not None]
         return sorted(found, key=lambda snapshot: -snapshot.iteration)
-
-    def remove(self) -> None:
-        """Remove both files."""
-        for file in self.files:
-            file.path.unlink(missing_ok=True)

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel
@@ -27,7 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.checkpoint import optimizer_state
+from megatron_ext.checkpoint import flat_state, optimizer_state
 from megatron_ext.checkpoint.optimizer_boxes import in_boxes, sharded_optimizer_state
 from megatron_ext.checkpoint.optimizer_state import RESHARDABLE
 from megatron_ext.checkpoint.unpickling import stored_entries
@@ -48,18 +49,43 @@ _SCHEDULES = (
 )
 
 
-def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) -> dict[str, Any]:
+def content_metadata(
+    optimizer: MegatronOptimizer | None, *, reshardable: bool, flat: bool = False
+) -> dict[str, Any]:
     """Return megatron-core's description of how the state is sharded, which a load needs.
 
     The distributed optimizer's state loads in any layout if it is reshardable. Otherwise it loads
-    only with the same tensor, pipeline and expert parallel sizes.
+    only with the same tensor, pipeline and expert parallel sizes. With ``flat`` the state of any
+    optimizer, and averages, have the format of `flat_state`.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if flat:
+        return {**metadata, SHARDING: flat_state.FLAT}
     if optimizer_state.is_distributed(optimizer):
         metadata[SHARDING] = RESHARDABLE if reshardable else "dp_reshardable"
         if reshardable:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     return metadata
+
+
+def sharding_of(metadata: dict[str, Any], context: ParallelContext) -> dict[str, Any]:
+    """Return `content_metadata` with what megatron-core and `flat_state` need on this rank."""
+    cut = {**metadata, "dp_cp_group": context.pgs.dp_cp}
+    if metadata.get(SHARDING) == flat_state.FLAT:
+        cut[flat_state.PLACE] = flat_state.Place.of(context)
+    return cut
+
+
+def values_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a sharded state, as a load in the same layout would return them."""
+
+    def value(entry: Any) -> Any:
+        if isinstance(entry, LocalNonpersistentObject):
+            return entry.unwrap()
+        return entry.data if isinstance(entry, ShardedBase) else entry
+
+    values: dict[str, Any] = dict_list_map_outplace(value, state)
+    return values
 
 
 def chunk_keys(model: Chunks) -> list[str]:
@@ -74,12 +100,19 @@ def sharded_state(
     metadata: dict[str, Any],
     is_loading: bool,
 ) -> dict[str, Any]:
-    """Return the sharded tensors of model and optimizer; all ranks call this together."""
+    """Return the sharded tensors of model and optimizer; all ranks call this together.
+
+    In the format of `flat_state` they are the live tensors, and nothing is communicated.
+    """
     state: dict[str, Any] = {
         key: chunk.sharded_state_dict(metadata=metadata)
         for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
     }
     if optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        if metadata.get(SHARDING) == flat_state.FLAT:
+            optimizer_state.prime(optimizer)
+            place = metadata[flat_state.PLACE]
+            return {**state, "optimizer": flat_state.optimizer_state(optimizer, model, place)}
         state["optimizer"] = _sharded_optimizer(optimizer, state, metadata, is_loading=is_loading)
         optimizer_state.leave_out_nothing(state["optimizer"])
     return state
@@ -147,7 +180,11 @@ def apply_state(
     if not getattr(optimizer, "is_stub_optimizer", False):
         keys = ("max_lr", "min_lr")
         rates = [{key: group[key] for key in keys} for group in optimizer.param_groups]
-        optimizer_state.load_optimizer(optimizer, loaded["optimizer"])
+        if flat_state.is_flat(loaded["optimizer"]):
+            optimizer_state.prime(optimizer)
+            flat_state.load_optimizer(optimizer, model, loaded["optimizer"])
+        else:
+            optimizer_state.load_optimizer(optimizer, loaded["optimizer"])
         if scheduler is not None:
             _settle_rates(optimizer.param_groups, rates, scheduler)
     if scheduler is not None and "opt_param_scheduler" in loaded:
@@ -288,25 +325,33 @@ def take_named(
             entry.key = next((name for name in names if name in stored), entry.key)
 
 
-def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of the averages, sharded like ``weights``."""
-    entries, state = _entries_of(weights), dict[str, Any]()
+def averages_to_save(
+    ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
+) -> dict[str, Any]:
+    """Return this rank's part of the averages, sharded like the weights in ``state``."""
+    if metadata.get(SHARDING) == flat_state.FLAT:
+        return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
+    entries, found = _entries_of({key: state[key] for key in chunk_keys(model)}), dict[str, Any]()
     for index, part in enumerate(ema.parts):
         entry = entries[id(part.parameter)]
         if part.group is None:
-            state[str(index)] = make_sharded_optimizer_tensor(entry, part.whole(), prefix=EMA)
+            found[str(index)] = make_sharded_optimizer_tensor(entry, part.whole(), prefix=EMA)
         elif part.average.numel():
-            state[str(index)] = in_boxes(entry, EMA, part.average, part.start)
-    return state
+            found[str(index)] = in_boxes(entry, EMA, part.average, part.start)
+    return found
 
 
-def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return a state sharded like ``weights``, to load averages into.
+def averages_to_load(
+    ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a state sharded like the weights in ``state``, to load averages into.
 
     It is initialized with the weights in fp32. Vocabulary rows that the checkpoint lacks (padding)
     keep these values.
     """
-    entries = _entries_of(weights)
+    if metadata.get(SHARDING) == flat_state.FLAT:
+        return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
+    entries = _entries_of({key: state[key] for key in chunk_keys(model)})
     values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
     return {
         str(index): make_sharded_optimizer_tensor(entries[id(parameter)], value, prefix=EMA)
@@ -314,8 +359,11 @@ def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
+def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Tensor]) -> None:
     """Copy to ``ema`` the averages that were loaded into the state of `averages_to_load`."""
+    if not (loaded and all(key.isdigit() for key in loaded)):
+        flat_state.load_averages(ema, model, loaded)
+        return
     ema.load([loaded[key] for key in sorted(loaded, key=int)])
 
 

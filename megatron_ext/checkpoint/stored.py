@@ -17,6 +17,7 @@ from megatron_ext.checkpoint.files import TRACKER, Files, published, standing_fo
 from megatron_ext.checkpoint.unpickling import holds_common_state
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.faults.host import generation
 
 RUN_CONFIG = "run_config.json"
 PROGRESS = "progress.json"
@@ -45,8 +46,41 @@ def check_files(
         raise CheckpointError(refusal(found.root, found.iteration, fault))
 
 
-def find(config: CheckpointConfig) -> CheckpointRef | None:
-    """Return the checkpoint that the flags choose, or None if the run starts anew."""
+Damaged = dict[Path, str]
+"""By folder of a checkpoint that is passed over, what is wrong with it."""
+
+
+def passes_over_damaged(config: CheckpointConfig) -> bool:
+    """Return whether a damaged checkpoint is no error: the run has been or may be restarted."""
+    return config.passes_over_damaged or generation() > 0
+
+
+def find_intact(
+    config: CheckpointConfig, own: Callable[[Files], Iterable[str]]
+) -> CheckpointRef | None:
+    """Return what `find` does, after the files that ``own`` selects have passed their checksum."""
+    damaged: Damaged | None = {} if passes_over_damaged(config) else None
+    while (found := find(config, damaged)) is not None:
+        try:
+            check_files(found, own)
+        except CheckpointError as error:
+            if damaged is None:
+                raise
+            damaged[found.path] = str(error)
+        else:
+            return found
+    return None
+
+
+def find(config: CheckpointConfig, damaged: Damaged | None = None) -> CheckpointRef | None:
+    """Return the checkpoint that the flags choose, or None if the run starts anew.
+
+    With ``damaged``, the next older whole checkpoint is taken in the place of a damaged one, which
+    is added there; those that are there already are passed over. Without it `passes_over_damaged`
+    decides.
+    """
+    if damaged is None and passes_over_damaged(config):
+        damaged = {}
     for folder, step, weights_only in _candidates(config):
         root = Path(folder)
         if root.is_file():
@@ -56,7 +90,7 @@ def find(config: CheckpointConfig) -> CheckpointRef | None:
                 f"`--{flag.replace('_', '-')}` ({folder}) is a file, but checkpoints are folders; "
                 "give the folder that holds them."
             )
-        iteration = choose(root, step) if root.is_dir() else None
+        iteration = choose(root, step, damaged) if root.is_dir() else None
         if iteration is not None:
             return CheckpointRef(root, iteration, weights_only)
     for name, given in (
@@ -148,10 +182,11 @@ def newest_whole(root: Path) -> int | None:
     return next((i for i in newest_first if fault_of(standing_folder_of(root, i)) is None), None)
 
 
-def choose(root: Path, step: int | None) -> int | None:
+def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int | None:
     """Return ``step``, or the latest iteration if it is None; None if there is no checkpoint.
 
     If that iteration is missing or damaged, raise a CheckpointError naming the newest whole one.
+    With ``damaged`` return the next older whole one instead, if there is one (see `find`).
     """
     iteration = step
     if iteration is None:
@@ -159,12 +194,19 @@ def choose(root: Path, step: int | None) -> int | None:
         iteration = files.announced(root)
     if iteration is None:
         iteration = files.read_tracker(root)
+    passed = {} if damaged is None else damaged
+    candidates = published(root) if iteration is None else [iteration]
+    if iteration is not None and damaged is not None:
+        candidates = [*(older for older in published(root) if older < iteration), iteration]
+    for candidate in reversed(candidates):
+        folder = standing_folder_of(root, candidate)
+        fault = passed.get(folder) or fault_of(folder)
+        if fault is None:
+            return candidate
+        passed[folder] = fault
     if iteration is None:
-        return newest_whole(root)
-    fault = fault_of(standing_folder_of(root, iteration))
-    if fault is not None:
-        raise CheckpointError(refusal(root, iteration, fault))
-    return iteration
+        return None
+    raise CheckpointError(refusal(root, iteration, passed[standing_folder_of(root, iteration)]))
 
 
 def refusal(root: Path, iteration: int, fault: str) -> str:

@@ -172,10 +172,11 @@ one of `--fp8-recipe`:
     activation-func-fp8-input-store
 the tokenizer's chat template decides; use `--sft-chat-template`:
     sft-tokenizer-prompt-format
-only checkpoints that stay are written; use `--save-interval` with `--keep-last`:
-    non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir
-    non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication replication-jump
-    replication-factor most-recent-k
+checkpoints that do not stay are kept by each rank for itself; use `--non-persistent-ckpt-type`
+local or in_memory:
+    non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo most-recent-k
+a neighbour holds a copy of a checkpoint in memory; use `--peer-checkpoint-interval`:
+    replication replication-jump replication-factor
 faults are put into a run from outside, and events go to faults.jsonl in the save folder; leave it
 out:
     error-injection-rate error-injection-type result-rejected-tracker-filename

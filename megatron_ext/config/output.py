@@ -72,12 +72,38 @@ class CheckpointConfig(Changeable):
         True, "optimizer state that loads in any layout (the default here)"
     )
 
+    peer_checkpoint_interval: int | None = flag(
+        None,
+        "after each multiple of this many steps, keep the state of each rank in the memory of its "
+        "machine and of its neighbour's, from where a restarted run goes on; 1 loses at most one "
+        "step",
+        COUNT,
+        "steps",
+    )
+    non_persistent_save_interval: int | None = flag(
+        None,
+        "keep a checkpoint that does not stay after each multiple of this many steps",
+        COUNT,
+        "steps",
+    )
+    non_persistent_ckpt_type: str | None = flag(
+        None,
+        "where --non-persistent-save-interval keeps checkpoints: local, in files of each machine; "
+        "in_memory, in its memory, until the run ends",
+        choices="global local in_memory",
+    )
+    non_persistent_local_ckpt_dir: str | None = flag(
+        None, "folder for --non-persistent-ckpt-type local, best on a disk of each machine"
+    )
+
     usual_save_interval: int | None = None
     """Steps between checkpoints with ``--save`` but without ``--save-interval``."""
     starts_others: bool = False
     """Other networks than the run's model start from the weights of checkpoints."""
     starts_elsewhere: bool = False
     """The task has initial weights for the run's model that are no checkpoint."""
+    passes_over_damaged: bool = False
+    """A damaged checkpoint is told, and the next older one is loaded, since the run may restart."""
 
     def resolved(self) -> CheckpointConfig:
         """Return a copy with the task's usual interval if ``--save`` comes without an interval."""
@@ -99,6 +125,7 @@ class CheckpointConfig(Changeable):
                 yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."
         retain, interval = self.save_retain_interval, self.save_interval or 1
         yield from must_divide("--save-retain-interval", retain, "--save-interval", interval)
+        yield from self._non_persistent_errors()
         if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
             yield "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`; give one."
         if self.keep_best is not None and not evaluates:
@@ -134,6 +161,35 @@ class CheckpointConfig(Changeable):
             )
         if self.resume_mode == "auto":
             yield from self._auto_errors()
+
+    def _non_persistent_errors(self) -> Iterator[str]:
+        interval, kind = self.non_persistent_save_interval, self.non_persistent_ckpt_type
+        folder = self.non_persistent_local_ckpt_dir
+        if kind == "global":
+            yield (
+                "`--non-persistent-ckpt-type global` is not supported; use local or in_memory, or "
+                "`--save-interval` with `--keep-last`."
+            )
+        if interval is not None and kind is None:
+            yield (
+                f"`--non-persistent-save-interval` ({interval}) needs `--non-persistent-ckpt-type`;"
+                " give local or in_memory."
+            )
+        if interval is None and kind is not None:
+            yield (
+                f"`--non-persistent-ckpt-type` ({kind}) needs `--non-persistent-save-interval`; "
+                "give a number of steps."
+            )
+        if kind == "local" and folder is None:
+            yield (
+                "`--non-persistent-ckpt-type local` needs `--non-persistent-local-ckpt-dir`; give "
+                "a folder."
+            )
+        if kind != "local" and folder is not None:
+            yield (
+                f"`--non-persistent-local-ckpt-dir` ({folder}) is for `--non-persistent-ckpt-type "
+                "local`; give that, or leave it out."
+            )
 
     def _auto_errors(self) -> Iterator[str]:
         if self.save is None:

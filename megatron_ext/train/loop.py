@@ -26,6 +26,7 @@ from megatron_ext.train.callbacks.invariants import Invariants
 from megatron_ext.train.callbacks.non_finite import NonFinite
 from megatron_ext.train.callbacks.rerun import Rerun
 from megatron_ext.train.callbacks.resting_state import RestingState
+from megatron_ext.train.callbacks.snapshots import Snapshots
 from megatron_ext.train.callbacks.spikes import Spikes
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
@@ -46,6 +47,7 @@ def train(run: Run) -> int | None:
     callbacks += [build(run) for build in run.task.callbacks]
     callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]
     metrics = IntervalMetrics(run)
+    snapshots = Snapshots(run, metrics.settle)
     saved_at = run.progress.iteration
 
     def save(superseded: Sequence[int] = (), *, is_last: bool = False) -> None:
@@ -55,6 +57,7 @@ def train(run: Run) -> int | None:
             if run.save(superseded, is_last=is_last):
                 saved_at = run.progress.iteration
 
+    snapshots.start()
     for callback in callbacks:
         callback.on_train_start()
     decision = Decision()
@@ -76,6 +79,7 @@ def train(run: Run) -> int | None:
             callback.decide(decision)
         if decision.save or decision.stop is not None:
             save(decision.superseded)
+        snapshots.take_if_due()
         metrics.pause(time.perf_counter() - started)
     if decision.stop is not None:
         run.reporters.reason = decision.stop
@@ -83,6 +87,7 @@ def train(run: Run) -> int | None:
     for callback in callbacks:
         callback.on_train_end()
     save(is_last=True)
+    snapshots.end()
     return None if decision.stop is None else decision.exit_code
 
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.memory import MemoryCheckpoints
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
@@ -85,7 +86,12 @@ class StopRequests:
 
 @dataclass
 class Run:
-    """The state of a training run on one rank: model, optimizer, data, progress and so on."""
+    """The state of a training run on one rank: model, optimizer, data, progress and so on.
+
+    Attributes:
+        stores: the places where the run keeps snapshots.
+        restored_from: where its state comes from: "start", "checkpoint", "memory" or "peer".
+    """
 
     config: RunConfig
     context: ParallelContext
@@ -109,6 +115,8 @@ class Run:
     reporters: Reporters = field(default_factory=lambda: Reporters([]))
     peak_flops: float | None = None
     saves: Saves = field(default_factory=lambda: Saves(None, 0))
+    stores: list[MemoryCheckpoints] = field(default_factory=list)
+    restored_from: str = "start"
 
     @property
     def evaluation_batch_size(self) -> int:

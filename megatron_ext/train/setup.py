@@ -14,13 +14,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.background import BackgroundSaves, Helper
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.run_record import flags_to_go_on, may_be_restarted
+from megatron_ext.checkpoint.resume import Resume
+from megatron_ext.checkpoint.run_record import may_be_restarted
 from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.device.gpus import peak_flops
+from megatron_ext.faults.host import host_folder
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.sdpa import use_flash_3
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -30,6 +32,7 @@ from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
+from megatron_ext.train.callbacks.snapshots import snapshot_stores
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run, StopRequests, count_parameters
 from megatron_ext.train.saves import Saves
@@ -65,14 +68,10 @@ def build_run(
     checkpoints, saves = _checkpoints(config, context, device, helper)
     make_runner = task.step_runner or StepRunner
     runner = make_runner(config, task, context, transformer_config, chunks, optimizer, scheduler)
-    loaded = checkpoints.load(
-        model=chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        ema=ema,
-        extra_state=runner.extra_state,
-        run_config=config,
-    )
+    stores = snapshot_stores(config.checkpoint, context, host_folder()) if trains else []
+    parts = {"model": chunks, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
+    resume = Resume(checkpoints, config, context)
+    loaded, source = resume.load(stores, **parts, extra_state=runner.extra_state)
     if loaded is None and task.initial_weights is not None:
         notes = task.initial_weights(config, context, chunks)
         _follow_new_weights(notes, optimizer, ema, context)
@@ -98,6 +97,8 @@ def build_run(
         stop_requests=StopRequests(config.training, started, config.fault_tolerance.is_elastic),
         peak_flops=_peak_flops(device),
         saves=saves,
+        stores=stores,
+        restored_from=source,
     )
     # Data loaders draw a number from torch's generator when they start. A run that starts draws it
     # too, as Megatron-LM does; a run that goes on has drawn it before it saved its state.
@@ -150,11 +151,8 @@ def _checkpoints(
         background = BackgroundSaves(settings, context, device, helper, seconds=limit)
     tolerant = settings.async_save or may_be_restarted(config.fault_tolerance)
     saves = Saves(settings.save, context.rank, background=background, tolerant=tolerant)
-    frozen, flags = (
-        FrozenBase.of_run(config.lora, config.training.seed),
-        flags_to_go_on(config, context),
-    )
-    return CheckpointManager(flags, context, frozen, background=background), saves
+    frozen = FrozenBase.of_run(config.lora, config.training.seed)
+    return CheckpointManager(settings, context, frozen, background=background), saves
 
 
 def _follow_new_weights(

@@ -203,7 +203,8 @@ UNSAFE = (
 def test_nothing_else_in_the_package_unpickles() -> None:
     """Pickles are read through `checkpoint.unpickling`, or with ``weights_only=True``.
 
-    `reproduced` reads what its own forked ranks have written a moment before.
+    `reproduced` reads what its own forked ranks have written a moment before, and `snapshot` what
+    the same user's run has written.
     """
     package = Path(megatron_ext.__file__).parent
     found = {
@@ -212,4 +213,8 @@ def test_nothing_else_in_the_package_unpickles() -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if re.search(UNSAFE, line) or ("torch.load(" in line and "weights_only=True" not in line)
     }
-    assert found <= {"checkpoint/unpickling.py", "inspect/audit/reproduced.py"}
+    assert found <= {
+        "checkpoint/snapshot.py",
+        "checkpoint/unpickling.py",
+        "inspect/audit/reproduced.py",
+    }

@@ -1,0 +1,177 @@
+"""The state of optimizers and averages as it lies in a rank's memory, without communication.
+
+Each rank describes the elements that it updates itself as a part of a flattened weight: the fp32
+weight, the moments, and the average. Tensors are not copied, so that a snapshot costs little. The
+parts load in a layout with another number of replicas, but with the same tensor, pipeline and
+expert parallel sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.optim.shards import Shard, shards_of
+from megatron_ext.optim.update import parts_of
+from megatron_ext.parallel.context import ParallelContext
+
+FLAT = "flat"
+"""The value of megatron-core's ``distrib_optim_sharding_type`` for this format."""
+PLACE = "place"
+"""The key of a `Place` in the metadata that tell how a state is sharded."""
+RECORDS = "records"
+"""The key of what an optimizer's state holds besides tensors."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a rank among those that hold different weights, and among its replicas.
+
+    Attributes:
+        dense, expert: a name of the position, for weights of either kind.
+        dense_replica, expert_replica: number of this rank among the ranks that hold the same.
+    """
+
+    dense: str
+    expert: str
+    dense_replica: int
+    expert_replica: int
+
+    @classmethod
+    def of(cls, context: ParallelContext) -> Place:
+        """Return the place of this rank."""
+        groups, pp = context.pgs, context.pp_rank
+        return cls(
+            f"pp{pp}.tp{context.tp_rank}",
+            f"pp{pp}.ep{groups.ep.rank()}.tp{groups.expt_tp.rank()}",
+            groups.dp_cp.rank(),
+            groups.expt_dp.rank(),
+        )
+
+    def sharded(self, name: str, tensor: Tensor, shard: Shard) -> ShardedTensor:
+        """Describe a tensor with as many elements as a shard as its part of the flat weight."""
+        is_expert = not getattr(shard.parameter, "allreduce", True)
+        where, replica = self.dense, self.dense_replica
+        if is_expert:
+            where, replica = self.expert, self.expert_replica
+        flat = tensor.detach().view(-1)
+        return ShardedTensor(
+            f"{name}/{where}",
+            flat,
+            flat.dtype,
+            tuple(flat.shape),
+            (shard.parameter.numel(),),
+            (shard.start,),
+            axis_fragmentations=None,
+            # The shards of a distributed optimizer are parts of one copy.
+            replica_id=replica if shard.group is None else 0,
+        )
+
+
+def names_of(model: list[Any]) -> dict[Parameter, str]:
+    """Return the name of each parameter, with the number of its chunk."""
+    chunks: list[Module] = unwrap_model(model)
+    return {
+        parameter: f"{number}.{name}"
+        for number, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _shards(
+    optimizer: MegatronOptimizer, model: list[Any]
+) -> Iterator[tuple[str, Shard, dict[str, Tensor]]]:
+    """Yield each shard that is not empty, with its parameter's name and its tensors by kind."""
+    names = names_of(model)
+    for part in parts_of(optimizer):
+        for shard in shards_of(part):
+            if shard.main.numel():
+                state = part.optimizer.state.get(shard.main, {})
+                kept = {k: v for k, v in state.items() if torch.is_tensor(v) and k != "step"}
+                yield names[shard.parameter], shard, {"param": shard.main, **kept}
+
+
+def _inner(part: Any) -> Any:
+    return getattr(part, "optimizer", None)
+
+
+def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place) -> dict[str, Any]:
+    """Return the state of an optimizer or a chain of them, whose tensors are the live ones."""
+    records = []
+    for part in parts_of(optimizer):
+        groups = getattr(_inner(part), "param_groups", [])
+        steps = [_steps(part, group) for group in groups]
+        scaler = getattr(part, "grad_scaler", None)
+        records.append(
+            {
+                "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+                "steps": [*steps, next((step for step in steps if step is not None), None)],
+                "scaler": None if scaler is None else scaler.state_dict(),
+            }
+        )
+    found: dict[str, Any] = {
+        name: {kind: place.sharded(f"optimizer.{kind}.{name}", x, shard) for kind, x in own.items()}
+        for name, shard, own in _shards(optimizer, model)
+    }
+    key = f"optimizer.{RECORDS}.{place.dense}"
+    found[RECORDS] = ShardedObject(key, records, (1,), (0,), replica_id=place.dense_replica)
+    return found
+
+
+def _steps(part: Any, group: dict[str, Any]) -> float | None:
+    """Return torch's count of the updates of a group's parameters; None if it has none here."""
+    states = (_inner(part).state.get(parameter, {}) for parameter in group["params"])
+    return next((float(state["step"]) for state in states if "step" in state), None)
+
+
+def is_flat(state: dict[Any, Any]) -> bool:
+    """Return whether an optimizer's state is in this format."""
+    return RECORDS in state
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[str, Any]) -> None:
+    """Copy the values of `optimizer_state` into an optimizer whose state exists already."""
+    for name, _, own in _shards(optimizer, model):
+        for kind, tensor in own.items():
+            tensor.copy_(state[name][kind].view(tensor.shape))
+    for part, record in zip(parts_of(optimizer), state[RECORDS], strict=True):
+        *counts, of_any = record["steps"]
+        groups = getattr(_inner(part), "param_groups", [])
+        for group, saved, count in zip(groups, record["groups"], counts, strict=True):
+            group.update(saved)
+            count = of_any if count is None else count
+            for parameter in group["params"] if count is not None else ():
+                _inner(part).state[parameter]["step"].fill_(count)
+        if record["scaler"] is not None:
+            part.grad_scaler.load_state_dict(record["scaler"])
+
+
+def averages(ema: ShardedEMA, model: list[Any], place: Place, prefix: str) -> dict[str, Any]:
+    """Return this rank's parts of the averages, whose names begin with ``prefix``."""
+    names = names_of(model)
+    return {
+        names[part.parameter]: place.sharded(
+            f"{prefix}{FLAT}.{names[part.parameter]}", part.average, part
+        )
+        for part in ema.parts
+        if part.average.numel()
+    }
+
+
+@torch.no_grad()
+def load_averages(ema: ShardedEMA, model: list[Any], state: dict[str, Tensor]) -> None:
+    """Copy the values of `averages` into this rank's parts."""
+    names = names_of(model)
+    for part in ema.parts:
+        if part.average.numel():
+            part.average.copy_(state[names[part.parameter]].view(part.average.shape))

@@ -1,0 +1,152 @@
+"""Copies of a rank's snapshots that a neighbour holds, made while the training goes on.
+
+The neighbour of a rank is the next rank, or with several machines the rank that has its place on
+the next machine. A copy on the same machine is made in memory; one for another machine goes over a
+process group of its own, in pieces, so that it does not wait for the collectives of the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.checkpoint.snapshot import Snapshot, SnapshotFile, SnapshotPair
+
+logger = logging.getLogger(__name__)
+
+PIECE = 1 << 24
+"""Number of bytes that are copied or sent at a time."""
+
+
+def own_files(folder: Path, rank: int) -> SnapshotPair:
+    """Return the files of a rank's snapshots in a machine's folder."""
+    return SnapshotPair(folder, f"rank_{rank:05d}")
+
+
+def held_files(folder: Path, rank: int) -> SnapshotPair:
+    """Return the files of the copies of a rank's snapshots that its neighbour holds."""
+    return SnapshotPair(folder, f"held_{rank:05d}")
+
+
+def distance(machines: Sequence[str]) -> int:
+    """Return by how many ranks a neighbour is away, from the machine of each rank.
+
+    It is the largest number of ranks on a machine, so that neighbours are on different machines.
+    """
+    several = len(set(machines)) > 1
+    return max(machines.count(name) for name in machines) if several else 1
+
+
+def pieces_of(raw: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the pieces of a raw snapshot with the places where they begin."""
+    for start in range(0, raw.numel(), PIECE):
+        yield start, raw[start : start + PIECE]
+
+
+class CopyOnMachine:
+    """Makes the copies of a rank's snapshots for a neighbour on the same machine."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._target = held_files(folder, rank)
+
+    def __call__(self, snapshot: Snapshot) -> None:
+        """Copy a snapshot, while others of this rank may be taken."""
+        raw = snapshot.raw
+        self._target.turn().write_raw(raw.numel(), pieces_of(raw))
+
+
+class CopyOverGroup:
+    """Sends this rank's snapshots to its right neighbour, and holds those of its left one.
+
+    All ranks call it equally often.
+
+    Args:
+        group: all ranks of the run, over host memory; no one else uses it meanwhile.
+        step: distance of the neighbours.
+    """
+
+    def __init__(self, folder: Path, group: ProcessGroup, step: int) -> None:
+        rank, size = group.rank(), group.size()
+        self._group, self._right, self._left = group, (rank + step) % size, (rank - step) % size
+        self._target = held_files(folder, self._left)
+
+    def __call__(self, snapshot: Snapshot) -> None:
+        """Exchange a snapshot with both neighbours."""
+        mine = snapshot.raw
+        sizes = torch.tensor([mine.numel()]), torch.zeros(1, dtype=torch.int64)
+        self._exchange(*sizes)
+        number = int(sizes[1])
+        self._target.turn().write_raw(number, self._received(mine, number))
+
+    def _received(self, mine: Tensor, number: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of the left neighbour's ``number`` bytes, while ``mine`` are sent."""
+        buffer = torch.empty(min(PIECE, number), dtype=torch.uint8)
+        for start in range(0, max(mine.numel(), number), PIECE):
+            piece = buffer[: max(0, min(PIECE, number - start))]
+            self._exchange(mine[start : start + PIECE], piece)
+            if piece.numel():
+                yield start, piece
+
+    def _exchange(self, to_right: Tensor, from_left: Tensor) -> None:
+        works: list[Any] = []
+        if to_right.numel():
+            works.append(
+                torch.distributed.isend(to_right, group=self._group, group_dst=self._right)
+            )
+        if from_left.numel():
+            works.append(
+                torch.distributed.irecv(from_left, group=self._group, group_src=self._left)
+            )
+        for work in works:
+            work.wait()
+
+
+class CopyThread:
+    """A thread that copies snapshots one after the other.
+
+    It ends with the process, however this ends: a neighbour that has died lets it wait forever.
+    """
+
+    def __init__(self, copy: Callable[[Snapshot], None]) -> None:
+        self._copy = copy
+        self._work: queue.SimpleQueue[tuple[Snapshot, threading.Event] | None]
+        self._work = queue.SimpleQueue()
+        self._done: dict[Path, threading.Event] = {}
+        self._thread = threading.Thread(target=self._run, name="peer checkpoints", daemon=True)
+        self._thread.start()
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Copy a snapshot soon; its file must not be written before `wait`."""
+        done = self._done[snapshot.path] = threading.Event()
+        self._work.put((snapshot, done))
+
+    def wait(self, file: SnapshotFile) -> None:
+        """Wait until the snapshot in a file has been copied, if it is to be."""
+        if file.path in self._done:
+            self._done[file.path].wait()
+
+    def close(self) -> None:
+        """Wait for all copies, and end the thread; all ranks call this if they exchange."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            snapshot, done = item
+            try:
+                self._copy(snapshot)
+            # A neighbour that is lost or a full folder ends no training: the own copy stays.
+            except Exception as error:
+                logger.warning(
+                    "The neighbour has no copy of iteration %s: %s", snapshot.iteration, error
+                )
+            finally:
+                done.set()

@@ -1,0 +1,171 @@
+"""Gives a run the newest state that there is: of snapshots, of its checkpoints, or of its flags.
+
+A run that has been restarted after a fault goes on from its snapshots where they are as new as its
+newest checkpoint, and passes over a damaged checkpoint, which it tells, to the next older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint import storage
+from megatron_ext.checkpoint.compatibility import check_changes
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.memory import PROGRESS, RUN_CONFIG, VALUES, MemoryCheckpoints
+from megatron_ext.checkpoint.recovery import HeldSnapshot, Recovery, told
+from megatron_ext.checkpoint.run_record import goes_on, may_be_restarted, own_checkpoints
+from megatron_ext.checkpoint.state import LoadedCheckpoint
+from megatron_ext.checkpoint.stored import (
+    CheckpointRef,
+    Damaged,
+    fault_of,
+    find,
+)
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.faults.events import append_event
+from megatron_ext.faults.host import generation
+from megatron_ext.parallel.collectives import from_all_ranks, on_first_rank
+from megatron_ext.parallel.context import ParallelContext
+
+
+class Resume:
+    """Finds and loads the state to go on from; all ranks call each method together."""
+
+    def __init__(
+        self,
+        checkpoints: CheckpointManager,
+        config: RunConfig,
+        context: ParallelContext,
+    ) -> None:
+        self._checkpoints, self._run_config, self._context = checkpoints, config, context
+        self._config = config.checkpoint
+        # A machine that has joined later was not restarted itself.
+        self._generation = max(from_all_ranks(generation(), None))
+        self._again = goes_on(config.fault_tolerance, self._generation)
+        self._passes_over = self._again or may_be_restarted(config.fault_tolerance)
+        self._damaged: Damaged = {}
+        self._own: CheckpointRef | None = None
+
+    def load(
+        self, stores: Sequence[MemoryCheckpoints], **parts: Any
+    ) -> tuple[LoadedCheckpoint | None, str]:
+        """Load the newest state; return what was loaded, and from where.
+
+        That is "memory", "peer" (a rank needed its neighbour's copy), "checkpoint" or "start".
+
+        Args:
+            stores: the places of snapshots, of which a run that starts uses only those that stay.
+            parts: model, optimizer and so on, as for `CheckpointManager.load`.
+        """
+        found = self._find()
+        newer_than = -1
+        if found is not None and not found.weights_only:
+            newer_than = found.iteration - 1
+        best: tuple[Recovery, list[HeldSnapshot]] | None = None
+        for store in stores:
+            recovery = Recovery(store, self._context)
+            chosen = None
+            if self._again or (store.stays and self._continues(found)):
+                chosen = recovery.newest(newer_than)
+            if chosen is not None:
+                newer_than, best = chosen[0].iteration, (recovery, chosen)
+        if best is not None:
+            return self._from_snapshots(*best, parts), told(best[1])
+        if found is not None:
+            found = self._verified(found)
+        if found is None:
+            return None, "start"
+        return self._loaded(found, parts), "checkpoint"
+
+    def _loaded(self, found: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
+        """Load a checkpoint; what this run has written itself is loaded whole."""
+        return self._checkpoints.load(
+            **parts, run_config=self._run_config, found=found, whole=found == self._own
+        )
+
+    def _continues(self, found: CheckpointRef | None) -> bool:
+        """Return whether a run that starts is to go on from an earlier run's state."""
+        config = self._config
+        asks = config.load is not None or config.resume_mode == "auto"
+        explicit = config.finetune or config.ckpt_step is not None
+        return asks and not explicit and (found is None or not found.weights_only)
+
+    def _find(self) -> CheckpointRef | None:
+        """Return the newest whole checkpoint; tell those that are damaged."""
+
+        def look() -> tuple[CheckpointRef | None, CheckpointRef | None, Damaged]:
+            if not self._passes_over:
+                return None, find(self._config), {}
+            own = self._newest_of_this_run()
+            return own, own or find(self._config, self._damaged), self._damaged
+
+        before = set(self._damaged)
+        self._own, found, self._damaged = on_first_rank(look, "looking for a checkpoint")
+        self._tell(path for path in self._damaged if path not in before)
+        return found
+
+    def _newest_of_this_run(self) -> CheckpointRef | None:
+        """Return the newest whole checkpoint in ``--save`` that this run has written."""
+        if self._config.save is None:
+            return None
+        root = Path(self._config.save)
+        for iteration in own_checkpoints(root, again=self._again):
+            found = CheckpointRef(root, iteration, weights_only=False)
+            fault = self._damaged.get(found.path) or fault_of(found.path)
+            if fault is None:
+                return found
+            self._damaged[found.path] = fault
+        return None
+
+    def _verified(self, found: CheckpointRef | None) -> CheckpointRef | None:
+        """Return a checkpoint whose files match their checksums: ``found`` or an older one."""
+        while found is not None:
+            try:
+                storage.verify(found, self._context)
+                return found
+            except CheckpointError as error:
+                if not self._passes_over:
+                    raise
+                self._damaged[found.path] = str(error)
+                self._tell([found.path])
+                found = self._find()
+        return None
+
+    def _tell(self, folders: Any) -> None:
+        for folder in folders if self._context.rank == 0 else ():
+            fault = self._damaged[folder]
+            print(f"> {folder} is passed over: {fault}", flush=True)
+            digits = folder.name.removesuffix(".replaced").rpartition("_")[2]
+            append_event(
+                self._config.save,
+                "checkpoint_refused",
+                iteration=int(digits) if digits.isdigit() else None,
+                path=str(folder),
+                cause=fault,
+                generation=self._generation,
+            )
+
+    def _from_snapshots(
+        self, recovery: Recovery, chosen: list[HeldSnapshot], parts: dict[str, Any]
+    ) -> LoadedCheckpoint | None:
+        if chosen[0].layout != self._context.layout:
+            found = recovery.publish(chosen, self._config.save)
+            self._own = found
+            loaded = self._loaded(found, parts)
+            recovery.remove_temporary(found)
+            recovery.memory.is_behind = True
+            return loaded
+        snapshot = recovery.fetch(chosen)
+        # The run would else take an iteration for whole of which some ranks' snapshots are from
+        # before the fault, and overwrite those that it goes on from.
+        recovery.memory.discard_others(snapshot.iteration)
+        state = snapshot.state()
+        path, stored = snapshot.path.parent, state[RUN_CONFIG]
+        notes = check_changes(
+            path, self._run_config, stored, weights_only=False, with_optimizer=True
+        )
+        notes += self._checkpoints.restore(state[VALUES], **parts)
+        return LoadedCheckpoint(snapshot.iteration, state[PROGRESS], stored, path, notes)
