@@ -274,8 +274,7 @@ class CheckpointManager:
         with_averages = not found.weights_only and run_state.goes_on_averaging(path, ema, notes)
         kept = optimizer if with_optimizer else None, ema if with_averages else None
         state, new = self._requested_state(found, model, *kept, common, notes)
-        goes_on = extra_state if not found.weights_only else None
-        if goes_on is not None:
+        if (goes_on := extra_state if not found.weights_only else None) is not None:
             metadata = run_state.sharding_of(common["content_metadata"], self._context)
             state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
         if recorded is not None:
