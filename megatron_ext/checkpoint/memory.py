@@ -208,6 +208,12 @@ class MemoryCheckpoints:
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("*_*.[01]"))
 
+    def wait(self) -> None:
+        """Wait until the copies of this rank's snapshots are complete."""
+        for file in self._own.files if self._thread is not None else ():
+            assert self._thread is not None
+            self._thread.wait(file)
+
     def close(self) -> None:
         """Complete the copies; all ranks call this together after the last step."""
         if self._thread is not None:

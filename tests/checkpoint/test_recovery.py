@@ -85,7 +85,12 @@ def losses(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(row["iteration"], row["lm loss"]) for row in rows]
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = list(CASES)[:2]
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+)
 def test_a_killed_run_ends_as_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     ranks, more = CASES[name]
     flags = [*BASE, *more.split()]

@@ -70,7 +70,7 @@ class Snapshots:
         the place of those that it comes from.
         """
         for store in self._run.stores:
-            state = self._state()
+            state = self.state()
             num_bytes = store.prepare(*state)
             if self._run.context.rank == 0:
                 print(
@@ -89,7 +89,7 @@ class Snapshots:
         if stores:
             self._settle()
             with self._run.context.recorder.phase("save"):
-                state = self._state()
+                state = self.state()
                 for store in stores:
                     store.take(iteration, *state)
 
@@ -99,7 +99,8 @@ class Snapshots:
             store.close()
             store.remove()
 
-    def _state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Return the state, the counters and the configuration to keep, as they are now."""
         run = self._run
         assert run.optimizer is not None
         with run.parameter_gather.paused():
