@@ -194,13 +194,12 @@ class Board:
 
     def read(self, num_events: int = RING) -> list[RankRecord]:
         """Return copies of the slots that ranks have opened, with up to ``num_events`` events."""
-        found = []
-        for index in range(self.num_slots):
-            at = index * SLOT_BYTES
-            record = _record(self._memory, at, num_events)
-            if record is not None:
-                found.append(record)
-        return found
+        slots = (self.read_slot(index, num_events) for index in range(self.num_slots))
+        return [record for record in slots if record is not None]
+
+    def read_slot(self, index: int, num_events: int = RING) -> RankRecord | None:
+        """Return a copy of the ``index``-th rank's slot, None if no process has opened it."""
+        return _record(self._memory, index * SLOT_BYTES, num_events)
 
 
 def _record(memory: mmap.mmap, at: int, num_events: int) -> RankRecord | None:

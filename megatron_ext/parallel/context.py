@@ -81,6 +81,14 @@ class ParallelContext:
         """Tell whether this rank is the one that prints and logs for the run."""
         return self.rank == self.reporting_rank
 
+    def abort(self) -> None:
+        """Give up communication at once, as a rank does that ends because of an error.
+
+        NCCL would else wait for the other ranks, which may have ended; gloo waits for none.
+        """
+        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl":
+            torch.distributed.distributed_c10d._abort_process_group()
+
     def destroy(self) -> None:
         """Destroy the CUDA graphs and all process groups; new groups may be created after it."""
         destroy_graphs()

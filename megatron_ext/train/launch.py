@@ -30,6 +30,7 @@ from megatron_ext.train.exit_codes import (
     EXIT_CODE_NO_MEMORY,
     EXIT_CODE_USER_ERROR,
 )
+from megatron_ext.train.generation import follow_earlier_process
 from megatron_ext.train.restarts import RestartPolicy, supervise
 from megatron_ext.train.supervisor import (
     SignalForwarder,
@@ -129,11 +130,13 @@ def launch(
     after a fault as ``policy`` says.
     """
     if "RANK" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            follow_earlier_process()
         code = run_rank(main)
         if code:
             _leave(code)
         return code
-    if device.kind == "cuda" and nproc_per_node > 1:
+    if device.kind == "cuda" and (nproc_per_node > 1 or policy is not None):
         from megatron_ext.train.torchrun import run_torchrun
 
         options = ["--standalone", f"--nproc-per-node={nproc_per_node}"]

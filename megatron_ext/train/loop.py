@@ -28,6 +28,7 @@ from megatron_ext.train.callbacks.rerun import Rerun
 from megatron_ext.train.callbacks.resting_state import RestingState
 from megatron_ext.train.callbacks.snapshots import Snapshots
 from megatron_ext.train.callbacks.spikes import Spikes
+from megatron_ext.train.generation import RestartReport
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
@@ -41,8 +42,8 @@ def train(run: Run) -> int | None:
         reason = early_stopping.exhausted
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
         return 0
-    callbacks: list[Callback] = [WeightAverage(run), StepProfiler(run), Invariants(run)]
-    callbacks += [NonFinite(run), Rerun(run), Spikes(run), RestingState(run)]
+    callbacks: list[Callback] = [RestartReport(run), WeightAverage(run), StepProfiler(run)]
+    callbacks += [Invariants(run), NonFinite(run), Rerun(run), Spikes(run), RestingState(run)]
     callbacks.append(Evaluation(run, callbacks))
     callbacks += [build(run) for build in run.task.callbacks]
     callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]

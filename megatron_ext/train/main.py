@@ -24,9 +24,7 @@ from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.faults import inject
-from megatron_ext.faults.host import host_folder
 from megatron_ext.faults.recorder import open_recorder
-from megatron_ext.faults.watchdog import watchdog
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.losses.custom import load_loss
@@ -36,12 +34,13 @@ from megatron_ext.planning.memory import check_host_memory
 from megatron_ext.planning.report import print_plan
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.elastic import elastic_sizes
+from megatron_ext.train.hang_guard import hang_guard
 from megatron_ext.train.launch import launch, refuse
 from megatron_ext.train.loop import train
 from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.reporting.start import start_lines
 from megatron_ext.train.reporting.time_rows import Launch, launch_of, reported_end
-from megatron_ext.train.restarts import RestartPolicy
+from megatron_ext.train.restarts import RestartPolicy, restart_notes
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags
@@ -135,7 +134,7 @@ def main(
         config, assets = preflight(parsed.config, task.preflight)
         configure = partial(_resized, config, task, parse)
         silence_known_warnings(device.kind)
-        for note in parsed.notes if first else ():
+        for note in (*parsed.notes, *restart_notes(config)) if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:
             return int(first and not print_plan(config, task.cost))
@@ -244,7 +243,7 @@ def pretrain(
             # These ranks hold the same hidden states, and the same gradients of norms.
             compile_alike()
         save = config.checkpoint.save
-        with watchdog(host_folder(), context.rank), hold_save_folder(save, context):
+        with hang_guard(config, context.rank), hold_save_folder(save, context):
             run = build_run(config, task, context, torch_device, assets, helper)
             if injector is not None:
                 injector.chunks = run.chunks
@@ -263,6 +262,9 @@ def pretrain(
                 run.finish_saves()
         recorder.close()
         return code
+    except BaseException:
+        context.abort()
+        raise
     finally:
         context.destroy()
         if helper is not None:

@@ -8,8 +8,8 @@ again, which takes as long.
 from __future__ import annotations
 
 import os
-import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,12 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.run_record import RUN_VARIABLE
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import EXIT_CODE_INTERRUPTED, MegatronExtError
-from megatron_ext.faults.board import Board, RankRecord
+from megatron_ext.errors import MegatronExtError
 from megatron_ext.faults.events import append_event
 from megatron_ext.faults.host import GENERATION_VARIABLE, host_folder
-from megatron_ext.faults.recorder import BOARD
+from megatron_ext.faults.postmortem import start_drawing
+from megatron_ext.faults.watch import Limits
+from megatron_ext.faults.watcher import Watcher
 from megatron_ext.train.elastic import (
     ask_to_resize,
     forget_resize,
@@ -33,49 +34,19 @@ from megatron_ext.train.elastic import (
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_COMES_BACK,
     EXIT_CODE_RESIZED,
-    EXIT_CODE_SIGNAL,
     EXIT_CODE_USER_ERROR,
-    FOLLOWS,
-    cause_of,
 )
-from megatron_ext.train.supervisor import (
-    SignalForwarder,
-    Supervisor,
-)
+from megatron_ext.train.fault_supervisor import Fault, RestartSupervisor
+from megatron_ext.train.generation import FAULT_STEP_VARIABLE, FAULT_TIME_VARIABLE
+from megatron_ext.train.supervisor import SignalForwarder
 
 Main = Callable[[], "int | None"]
 Fork = Callable[[Main, int, SignalForwarder, Mapping[str, str]], AbstractContextManager[None]]
 """A function of main, number of ranks, forwarder and environment that forks ranks when entered."""
 
-FAULT_TIME_VARIABLE = "MEGATRON_EXT_FAULT_TIME"
-"""Environment variable with the time at which the fault before this restart was seen."""
-FAULT_STEP_VARIABLE = "MEGATRON_EXT_FAULT_STEP"
-"""Environment variable with the step in which the ranks were when that fault came."""
+_OF_TORCHRUN = "TORCHELASTIC_MAX_RESTARTS"
 RESTARTS_WITHOUT_PROGRESS = 2
 """Restarts in a row, because of one cause at one step, after which the next such fault is final."""
-_LASTING = (0, EXIT_CODE_USER_ERROR, EXIT_CODE_INTERRUPTED, EXIT_CODE_SIGNAL)
-"""Statuses of a rank that ended on purpose, or that would end in the same way again."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The end of a run's ranks that nobody asked for.
-
-    Attributes:
-        rank: the rank that failed first.
-        cause: such as "SIGKILL", "exception" or "hang".
-        iteration: the newest step that any rank was in; None if it is not known.
-        where: what the rank did last, as text.
-        seen_after: most seconds that it can have taken to see the fault.
-        time: when the fault was seen, in seconds of CLOCK_MONOTONIC.
-    """
-
-    rank: int
-    cause: str
-    time: float
-    iteration: int | None = None
-    where: str | None = None
-    seen_after: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +100,17 @@ class RestartPolicy:
         return next((other for other in self.world_sizes if other < size), None)
 
 
+def restart_notes(config: RunConfig) -> list[str]:
+    """Return a note if torchrun started this process, which restarts ranks by its own flag."""
+    asked, by_torchrun = config.fault_tolerance.max_restarts, os.environ.get(_OF_TORCHRUN)
+    if not asked or by_torchrun != "0":
+        return []
+    return [
+        f"`--max-restarts` ({asked}) has no effect under torchrun, which starts ranks again "
+        f"itself; give `--max-restarts {asked}` to torchrun."
+    ]
+
+
 class History:
     """The faults of a run so far, which tell whether another restart makes sense."""
 
@@ -163,91 +145,6 @@ class History:
         self._repeated = 0
 
 
-class RestartSupervisor(Supervisor):
-    """Waits for the ranks of one generation; after a fault it kills the others at once.
-
-    Attributes:
-        fault: what ended the ranks; None if they ended on purpose, or in a way that would repeat.
-    """
-
-    seconds_for_the_cause = 0.2
-
-    def __init__(
-        self,
-        forwarder: SignalForwarder,
-        timeout_minutes: float,
-        *,
-        board: Board | None,
-        generation: int,
-        look_for_wish: Callable[[], None],
-    ) -> None:
-        super().__init__(forwarder, timeout_minutes)
-        self._board, self._generation = board, generation
-        self._look_for_wish = look_for_wish
-        self._polled = time.monotonic()
-        self._contact_lost: int | None = None
-        self.fault: Fault | None = None
-
-    def wait(self) -> int:
-        """Wait for all ranks, and return the exit code as `Supervisor.wait` does."""
-        code = super().wait()
-        if self.fault is None and code in FOLLOWS and self._contact_lost is not None:
-            self.fault = self._fault(self._contact_lost, cause_of(code))
-        return code
-
-    def _reap(self) -> bool:
-        found = super()._reap()
-        self._polled = time.monotonic()
-        return found
-
-    def _find_stopped(self, now: float) -> None:
-        super()._find_stopped(now)
-        self._look_for_wish()
-
-    def _ended(self, rank: int, status: int) -> None:
-        if status in FOLLOWS and self._contact_lost is None:
-            self._contact_lost = rank
-        super()._ended(rank, status)
-
-    def _failed(self, rank: int, status: int) -> None:
-        if status == EXIT_CODE_RESIZED:
-            # The others have been asked too, and are about to end in the same way.
-            self._code = status
-            return
-        asked = -status in self._forwarder.received or self._forwarder.asked is not None
-        if status not in _LASTING and not asked:
-            self.fault = self._fault(rank, cause_of(status))
-        super()._failed(rank, status)
-
-    def _fault(self, rank: int, cause: str) -> Fault:
-        """Return what is known about a fault of a rank that has just been seen."""
-        now = time.monotonic()
-        records = self.records()
-        own = next((record for record in records if record.rank == rank), None)
-        last = None if own is None else own.last
-        return Fault(
-            rank=rank,
-            cause=cause,
-            time=now,
-            iteration=max((record.iteration for record in records), default=None),
-            where=None if own is None or last is None else f"{own.phase}: {last.name}",
-            seen_after=round(now - self._polled, 4),
-        )
-
-    def records(self) -> list[RankRecord]:
-        """Return what the board says about the ranks of this generation."""
-        found = [] if self._board is None else self._board.read(num_events=1)
-        return [record for record in found if record.generation == self._generation]
-
-    def _end_all(self, grace: float = 0.0) -> None:
-        """Kill all ranks at once if they are to be started again, else end them as usual."""
-        if self.fault is None:
-            super()._end_all()
-            return
-        self._kill_at = time.monotonic()
-        self._forwarder.send(signal.SIGKILL)
-
-
 def supervise(fork: Fork, policy: RestartPolicy, *, timeout_minutes: float) -> int:
     """Fork ranks, fork them again after faults, and return the exit code of the run.
 
@@ -273,13 +170,24 @@ class _Launcher:
         self._folder, self._timeout_minutes = folder, timeout_minutes
         self._size = self._wanted = policy.world_sizes[0]
         self._last_wish = policy.wish()  # of an earlier run, and so of no meaning
-        self._board = None if folder is None else Board(folder / BOARD, self._size)
+        self._watcher: Watcher | None = None
+        if folder is not None:
+            limits = Limits(boundless=60 * timeout_minutes)
+            self._watcher = Watcher(folder, self._size, limits)
+        self._drawings: list[subprocess.Popen[bytes]] = []
         self._history = History(policy.max_restarts)
         self._generation = 0
         self._environment = {RUN_VARIABLE: f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"}
 
     def run(self) -> int:
         """Run generations until one ends on purpose or no other makes sense; return its code."""
+        try:
+            return self._run()
+        finally:
+            for drawing in self._drawings:
+                drawing.wait()
+
+    def _run(self) -> int:
         while True:
             try:
                 main = self._policy.main_of(self._size)
@@ -290,8 +198,8 @@ class _Launcher:
             watch = RestartSupervisor(
                 self._forwarder,
                 self._timeout_minutes,
-                board=self._board,
-                generation=self._generation,
+                watcher=self._watcher,
+                save=self._policy.save,
                 look_for_wish=self._look_for_wish,
             )
             if self._forwarder.asked is not None:
@@ -299,18 +207,21 @@ class _Launcher:
             with self._fork(main, self._size, self._forwarder, self._environment):
                 code = watch.wait()
             if watch.fault is not None:
-                code = self._follow(watch.fault, code)
+                code = self._follow(watch.fault, code, watch.postmortem)
             elif code == EXIT_CODE_RESIZED:
                 self._resize()
             if code not in (_GO_ON, EXIT_CODE_RESIZED):
                 return code
             self._generation += 1
 
-    def _follow(self, fault: Fault, code: int) -> int:
+    def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
         """Note a fault; return `_GO_ON` if the run goes on, or the exit code with which it ends."""
+        if postmortem is not None and (drawing := start_drawing(postmortem)) is not None:
+            self._drawings.append(drawing)
         history, policy = self._history, self._policy
         facts = {"rank": fault.rank, "cause": fault.cause, "where": fault.where}
         facts |= {"iteration": fault.iteration, "generation": self._generation}
+        facts |= {"postmortem": None if postmortem is None else postmortem.name}
         append_event(policy.save, "fault", **facts, seen_after=fault.seen_after)
         if self._forwarder.asked is not None:
             return code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -100,10 +99,9 @@ def build_run(
         stores=stores,
         restored_from=source,
     )
-    # Data loaders draw a number from torch's generator when they start. A run that starts draws it
-    # too, as Megatron-LM does; a run that goes on has drawn it before it saved its state.
-    resumed = torch.random.fork_rng(devices=[]) if loaded is not None else nullcontext()
-    with resumed:
+    # Data loaders that start draw a number from torch's generator. A run that starts draws it too,
+    # as Megatron-LM does; a run that goes on has drawn it before it saved its state.
+    with torch.random.fork_rng(devices=[], enabled=loaded is not None):
         attach_data(run, task, assets)
     return run
 

@@ -1,14 +1,16 @@
 """Stand-ins for machines: torchrun agents on addresses of this one, with ranks of their own."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 from megatron_ext.train.reporting.files import read_metrics
 from tests.training_runs import ROOT
@@ -50,8 +52,9 @@ class Nodes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for node in list(self._agents):
-            self.kill(node)
+        for node, agent in list(self._agents.items()):
+            if agent.poll() is None:
+                self.kill(node)
 
     def start(self, node: int) -> None:
         """Start the agent of a node, on an address of its own, in a new session."""
@@ -68,15 +71,16 @@ class Nodes:
                 start_new_session=True,
             )
 
+    def ranks(self, node: int) -> list[psutil.Process]:
+        """Return the processes of a node's ranks, by local rank."""
+        return sorted(_children(self._agents[node].pid), key=lambda process: process.pid)
+
     def kill(self, node: int) -> None:
         """Kill the agent of a node and all its ranks at once, as a power failure does."""
         agent = self._agents.pop(node)
-        ranks = _children(agent.pid)
-        for pid in (agent.pid, *ranks):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        for process in [psutil.Process(agent.pid), *_children(agent.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         agent.wait(timeout=10)
 
     def wait(self, seconds: float = 120) -> list[int]:
@@ -90,10 +94,8 @@ class Nodes:
         return "\n".join(path.read_text() for path in sorted(self._folder.glob("node_*.log")))
 
 
-def _children(pid: int) -> list[int]:
-    import psutil
-
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+def _children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
 
 
 def until(happened: Callable[[], bool], seconds: float = 90) -> None:

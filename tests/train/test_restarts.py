@@ -25,8 +25,9 @@ from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.elastic import WANTED_NODES, elastic_sizes
 from megatron_ext.train.exit_codes import EXIT_CODE_COMES_BACK, is_worth_a_start, meaning_of
 from megatron_ext.train.exit_codes import main as exit_code_main
+from megatron_ext.train.fault_supervisor import Fault
 from megatron_ext.train.main import main
-from megatron_ext.train.restarts import Fault, History
+from megatron_ext.train.restarts import History, restart_notes
 from megatron_ext.train.run import Run
 from tests.training_runs import (
     ROOT,
@@ -89,11 +90,11 @@ def here(run: Run) -> tuple[int, int, int]:
     return generation(), run.context.rank, run.progress.iteration
 
 
-def test_a_run_with_three_faults_ends_as_one_without(
+def test_a_run_with_four_faults_ends_as_one_without(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """An older checkpoint of another run in the same folder is none to go on from."""
-    words = ["--train-iters", "8", "--save-interval", "3"]
+    words = ["--train-iters", "11", "--save-interval", "3"]
     assert run_with(no_fault, tmp_path / "whole", words) == 0
 
     save, shared = tmp_path / "struck", tmp_path / "shared"
@@ -107,22 +108,39 @@ def test_a_run_with_three_faults_ends_as_one_without(
             raise RuntimeError("out of luck")
         if place == (2, 1, 7):
             os.kill(os.getpid(), signal.SIGSEGV)
+        if place == (3, 0, 9):
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     assert run_with(no_fault, save, ["--train-iters", "2", "--seed", "7"]) == 0
     capfd.readouterr()
-    assert run_with(strike, save, [*words, "--max-restarts", "3"]) == 0
+    assert run_with(strike, save, [*words, "--max-restarts", "4"]) == 0
     assert rows_of(save) == rows_of(tmp_path / "whole")
     assert weights(save) == weights(tmp_path / "whole") and len(weights(save)) == 2
-    faults = [event for event in read_events(save) if event["kind"] == "fault"]
+    events = [event for event in read_events(save) if event["kind"] in ("fault", "restart")]
+    assert [event["kind"] for event in events] == ["fault", "restart"] * 4
+    faults, restarts = events[::2], events[1::2]
     assert [(f["rank"], f["cause"], f["generation"]) for f in faults] == [
         (1, "SIGKILL", 0),
         (0, "exception", 1),
         (1, "SIGSEGV", 2),
+        (0, "hang", 3),
     ]
-    assert all(fault["seen_after"] <= 0.2 for fault in faults)
+    assert all(fault["seen_after"] <= 0.2 for fault in faults[:3])
+    assert [(event["restored_from"], event["restored_iteration"]) for event in restarts] == [
+        ("start", 0),
+        ("checkpoint", 3),
+        ("checkpoint", 6),
+        ("checkpoint", 9),
+    ]
+    # The other rank may have begun the next step.
+    for event, done in zip(restarts, (2, 5, 7, 9), strict=True):
+        assert event["steps_lost"] - (done - event["restored_iteration"]) in (0, 1)
+    for number, fault in enumerate(faults, start=1):
+        told = (save / f"postmortem_{number}" / "report.txt").read_text()
+        assert told.startswith(f"Rank {fault['rank']} stopped first"), told
     shown = capfd.readouterr()
-    assert "restart 3 of 3" in shown.out and "out of luck" in shown.err
-    assert shown.out.count("> loaded ") == 2  # the first restart begins at step 0 again
+    assert "restart 4 of 4" in shown.out and "out of luck" in shown.err
+    assert shown.out.count("> loaded ") == 3  # the first restart begins at step 0 again
     assert shared.read_text() != "None" and not Path(shared.read_text()).exists()
     assert psutil.Process().children() == []
 
@@ -210,6 +228,15 @@ def test_numbers_of_replicas_that_change_the_batch_are_refused(
     ]
 
 
+def test_under_torchrun_its_own_flag_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of([*FLAGS, "--train-iters", "2", "--max-restarts", "3"])
+    assert restart_notes(config) == []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    (note,) = restart_notes(config)
+    assert note.endswith("has no effect under torchrun, which starts ranks again itself; give "
+                         "`--max-restarts 3` to torchrun.")  # fmt: skip
+
+
 ENDLESS = """
 import os, sys, time
 from pathlib import Path
@@ -217,8 +244,8 @@ from megatron_ext.device import Device
 from megatron_ext.train.launch import launch
 from megatron_ext.train.restarts import RestartPolicy
 def main():
-    (Path(sys.argv[1]) / "shared").write_text(os.environ["MEGATRON_EXT_HOST_FOLDER"])
-    (Path(sys.argv[1]) / "ranks" / str(os.getpid())).touch()
+    path = Path(sys.argv[1]) / str(os.getpid())
+    path.write_text(os.environ["MEGATRON_EXT_HOST_FOLDER"])
     time.sleep(0.05)
     os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else time.sleep(60)
 policy = RestartPolicy(10_000, None, (2,), 1, lambda size: main)
@@ -230,22 +257,21 @@ sys.exit(launch(main, nproc_per_node=2, device=Device("cpu", "gloo"), policy=pol
 def test_a_signal_in_the_middle_of_restarts_ends_the_run(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
     with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], cwd=ROOT) as process:
         end = time.monotonic() + 60
-        while len(list(ranks.iterdir())) < 8:
+        while len(list(tmp_path.iterdir())) < 8:
             assert time.monotonic() < end
             time.sleep(0.01)
         process.send_signal(number)
         code = process.wait(timeout=20)
     assert code == (128 + number if number == signal.SIGTERM else -number)
     end = time.monotonic() + 10
-    while any(psutil.pid_exists(int(path.name)) for path in ranks.iterdir()):
+    while any(psutil.pid_exists(int(path.name)) for path in tmp_path.iterdir()):
         assert time.monotonic() < end
         time.sleep(0.05)
     if number == signal.SIGTERM:
-        assert not Path((tmp_path / "shared").read_text()).exists()
+        (folder,) = {text for path in tmp_path.iterdir() if (text := path.read_text())}
+        assert not Path(folder).exists()
 
 
 def test_only_a_fault_at_one_step_repeats_and_others_begin_anew() -> None:

@@ -1,0 +1,109 @@
+"""Ends a hang of ranks that torchrun has started, whose agent sees only processes that have ended.
+
+A thread of each rank looks at the board of its machine. Of those that can, the lowest rank writes
+the post-mortem and kills the ranks that stopped first, so that torchrun starts the ranks again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.faults.board import Slot, Word
+from megatron_ext.faults.events import append_event
+from megatron_ext.faults.host import generation, host_folder
+from megatron_ext.faults.postmortem import start_drawing, write_postmortem
+from megatron_ext.faults.watch import Fault, Limits, Verdict
+from megatron_ext.faults.watchdog import watchdog
+from megatron_ext.faults.watcher import Watcher
+from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
+
+_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_OF_A_SIGN = 2.0
+"""Time without a look after which the thread of a rank counts as unable."""
+
+
+@contextmanager
+def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
+    """Let a watcher ask this rank what it does; if torchrun starts ranks again, be one as well."""
+    folder = host_folder()
+    with watchdog(folder, rank), _watching(config, folder):
+        yield
+
+
+@contextmanager
+def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
+    """Watch the ranks of this machine in a thread, if torchrun may start them again."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if folder is None or not restarts:
+        yield
+        return
+    limits = Limits(boundless=60 * config.parallel.distributed_timeout_minutes)
+    watcher = Watcher(folder, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), limits)
+    over = threading.Event()
+    guard = _Guard(watcher, config.checkpoint.save, over)
+    thread = threading.Thread(target=guard.run, name="hang guard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _Guard:
+    """The work of the thread: looks, and acts if it is this rank's turn."""
+
+    def __init__(self, watcher: Watcher, save: str | None, over: threading.Event) -> None:
+        self._watcher, self._save, self._over = watcher, save, over
+        self._place = int(os.environ.get("LOCAL_RANK", "0"))
+        self._slot: Slot = watcher.board.slot(self._place)
+
+    def run(self) -> None:
+        """Look until the run is over on this rank, or until a hang has been ended."""
+        while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
+            self._slot.set(Word.LOOKED, time.monotonic_ns())
+            hangs = [v for v in self._watcher.look() if v.fault is Fault.HANG]
+            if hangs and self._is_my_turn() and self._end(hangs[0]):
+                return
+
+    def _is_my_turn(self) -> bool:
+        """Return whether no lower rank of this machine looks at the board."""
+        since = time.monotonic() - _SECONDS_OF_A_SIGN
+        lower = (self._watcher.board.read_slot(place, 1) for place in range(self._place))
+        return not any(record is not None and record.looked > since for record in lower)
+
+    def _end(self, hang: Verdict) -> bool:
+        """Kill the ranks of this machine that stopped first; return whether there are any."""
+        case = self._watcher.investigate(hang)
+        culprits = [record for record in case.board if record.rank in case.blame.ranks]
+        if not culprits:
+            return False
+        folder = write_postmortem(case, self._save)
+        first = culprits[0]
+        append_event(
+            self._save,
+            "fault",
+            rank=first.rank,
+            cause="hang",
+            where=case.where(first.rank),
+            iteration=max(record.iteration for record in case.board),
+            generation=generation(),
+            postmortem=None if folder is None else folder.name,
+            seen_after=round(hang.silent, 4),
+        )
+        print(f"> {case.sentence}", flush=True)
+        if folder is not None:
+            start_drawing(folder)
+        for record in culprits:
+            if record.pid == os.getpid():
+                os._exit(EXIT_CODE_NO_ANSWER)
+            with suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGKILL)
+        return True
