@@ -110,9 +110,11 @@ def _lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be had, on a GPU or in this process.
 
     torch's allocator of main memory raises a plain RuntimeError, which only its text identifies.
+    Once memory is lacking, further errors of other kinds may follow.
     """
-    text = "can't allocate memory"
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or text in str(error)
+    text, before = "can't allocate memory", error.__context__
+    lacks = isinstance(error, MemoryError | torch.OutOfMemoryError) or text in str(error)
+    return lacks or (before is not None and _lacks_memory(before))
 
 
 @shared_host_folder()

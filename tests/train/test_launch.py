@@ -204,12 +204,24 @@ def test_groups_that_cannot_be_built_leave_none() -> None:
     assert fork_ranks(main, 1) == 0
 
 
+def _allocate() -> None:
+    torch.empty(1 << 60)
+
+
+def _allocate_and_fail_at_the_end() -> None:
+    try:
+        _allocate()
+    finally:
+        raise ImportError("a library cannot be mapped either")
+
+
 def test_exit_codes_of_a_rank() -> None:
     assert run_rank(lambda: None) == 0
     assert run_rank(lambda: 5) == 5
     assert run_rank(lambda: sys.exit(0)) == 0
     # More than any machine has, for which torch raises a plain RuntimeError.
-    assert run_rank(lambda: torch.empty(1 << 60) and 0) == EXIT_CODE_NO_MEMORY
+    assert run_rank(_allocate) == EXIT_CODE_NO_MEMORY
+    assert run_rank(_allocate_and_fail_at_the_end) == EXIT_CODE_NO_MEMORY
 
 
 SCRIPT = """
