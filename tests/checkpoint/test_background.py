@@ -225,7 +225,9 @@ def train_for_ever(rank: int, root: Path, store: Path, start: int) -> None:
         for iteration in range(start, start + 10_000):
             tiny.step()
             save(checkpoints, tiny, iteration, context)
-            store.with_suffix(f".{rank}").write_text(str(saves._helper.pid))
+            named = store.with_suffix(f".{rank}.new")
+            named.write_text(str(saves._helper.pid))
+            named.replace(store.with_suffix(f".{rank}"))
 
 
 def check_loads(context: Any, root: Path, iteration: int) -> None:
