@@ -83,7 +83,7 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
             fusion_impl=model.cross_entropy_fusion_impl,
         ),
         optimizer=optimizer_rules.resolve_optimizer(run.optimizer, training, device),
-        checkpoint=run.checkpoint.resolved(),
+        checkpoint=run.checkpoint.resolved(may_restart=run.fault_tolerance.max_restarts > 0),
     )
 
 

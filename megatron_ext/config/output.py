@@ -105,11 +105,12 @@ class CheckpointConfig(Changeable):
     passes_over_damaged: bool = False
     """A damaged checkpoint is told, and the next older one is loaded, since the run may restart."""
 
-    def resolved(self) -> CheckpointConfig:
+    def resolved(self, *, may_restart: bool = False) -> CheckpointConfig:
         """Return a copy with the task's usual interval if ``--save`` comes without an interval."""
+        found = dataclasses.replace(self, passes_over_damaged=may_restart)
         if self.save is None or self.save_interval is not None:
-            return self
-        return dataclasses.replace(self, save_interval=self.usual_save_interval)
+            return found
+        return dataclasses.replace(found, save_interval=self.usual_save_interval)
 
     def errors(self, *, evaluates: bool) -> Iterator[str]:
         """Yield a sentence for each fault; ``evaluates`` says whether the run has evaluations."""
