@@ -19,6 +19,8 @@ from megatron_ext.faults.process import GONE, ProcessState
 from megatron_ext.faults.watchdog import Evidence
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_WHOLE = re.compile(r" in <module>$|^  \.\.\.$", re.MULTILINE)
+"""The end of a main thread's stack; faulthandler cuts a deep one off with dots."""
 _WAIT = "wait: "
 _SENT_BY = {"receive input": ("send output", -1), "receive gradient": ("send gradient", 1)}
 """For each receive, the kind of its send, and the stage of the send relative to its own."""
@@ -69,7 +71,9 @@ class Blame:
 def main_stack(stack: str) -> list[Frame]:
     """Return the main thread's stack, innermost frame first, of what faulthandler has written."""
     threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", stack)
-    return [Frame(f["file"], int(f["line"]), f["name"]) for f in _FRAME.finditer(threads[-1])]
+    # A process without time may not have written more than a helper thread's stack yet.
+    main = next((text for text in reversed(threads) if _WHOLE.search(text)), "")
+    return [Frame(f["file"], int(f["line"]), f["name"]) for f in _FRAME.finditer(main)]
 
 
 def blame(
