@@ -78,11 +78,11 @@ class FaultToleranceConfig(Changeable):
         """Return whether the run may go on with another number of nodes."""
         return self.elastic_min_nodes is not None
 
-    def errors(self, save: str | None, *, whole: bool) -> Iterator[str]:
+    def errors(self, save: str | None, *, whole: bool, kept: str | None) -> Iterator[str]:
         """Yield a sentence for each fault in these flags.
 
         ``save`` is the folder of ``--save``, and ``whole`` says whether its checkpoints hold all
-        that a run needs to go on.
+        that a run needs to go on. ``kept`` names a flag with whose state no step can be repeated.
         """
         if self.elastic_min_nodes is not None and save is None:
             yield (
@@ -94,6 +94,11 @@ class FaultToleranceConfig(Changeable):
             yield (
                 f"`--rerun-interval` ({interval}) needs `--rerun-mode`; give validate_results or "
                 "report_stats."
+            )
+        if mode != DISABLED and kept is not None:
+            yield (
+                f"`--rerun-mode` ({mode}) does not go with `{kept}`, whose state cannot be put "
+                "back to compute a step again; leave one of them out."
             )
         if self.on_spike == "rewind" and (save is None or not whole):
             yield (

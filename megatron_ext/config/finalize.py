@@ -18,7 +18,7 @@ from megatron_ext.config.rules import optimizer as optimizer_rules
 from megatron_ext.config.rules import parallel as parallel_rules
 from megatron_ext.config.rules import transformer_engine as engine_rules
 from megatron_ext.config.rules.model import model_errors
-from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors
+from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors, state_beside_steps
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError
@@ -128,7 +128,8 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from optimizer_rules.ema_errors(run.ema, run.training)
     yield from run.checkpoint.errors(evaluates=run.training.evaluates)
     whole = not (run.checkpoint.no_save_optim or run.checkpoint.no_save_rng)
-    yield from run.fault_tolerance.errors(run.checkpoint.save, whole=whole)
+    kept = state_beside_steps(run)
+    yield from run.fault_tolerance.errors(run.checkpoint.save, whole=whole, kept=kept)
     project = run.logging.wandb_project
     if project and not run.logging.wandb_exp_name:
         yield f"`--wandb-project` ({project}) needs `--wandb-exp-name`; give the run a name."

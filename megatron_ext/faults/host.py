@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -17,11 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 FOLDER_VARIABLE = "MEGATRON_EXT_HOST_FOLDER"
 GENERATION_VARIABLE = "MEGATRON_EXT_GENERATION"
 _PREFIX = f"megatron_ext_{os.getuid()}_"
+_OF_AGENT = "_of_agent"
 _SECONDS_UNTIL_STALE = 600.0
-"""Age from which a folder that no process holds is removed; a restart of workers is faster."""
+"""Age from which a folder that no process holds is removed."""
 
 
 def host_folder() -> Path | None:
@@ -48,7 +52,7 @@ def shared_host_folder() -> Iterator[Path | None]:
         yield host_folder()
         return
     is_rank = "RANK" in os.environ
-    folder, lock = _make(f"{os.getppid()}_of_agent" if is_rank else None)
+    folder, lock = _make(f"{os.getppid()}{_OF_AGENT}" if is_rank else None)
     if folder is None:
         yield None
         return
@@ -69,14 +73,16 @@ def _make(name: str | None) -> tuple[Path | None, int]:
     fault: OSError | None = None
     for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         try:
-            _remove_stale(root)
             if name is None:
                 folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
             else:
                 folder = root / f"{_PREFIX}{name}"
                 folder.mkdir(mode=0o700, exist_ok=True)
+            _check_private(folder)
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
+            # Only now, since the folder of an agent is old too when its ranks start again.
+            _remove_stale(root)
             return folder, lock
         except OSError as error:
             fault = error
@@ -86,9 +92,25 @@ def _make(name: str | None) -> tuple[Path | None, int]:
     return None, -1
 
 
+def _check_private(folder: Path) -> None:
+    """Raise an OSError unless the folder is this user's alone, as another user knows its name.
+
+    What is read from it is unpickled.
+    """
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} must be a folder that only this user may open; remove it")
+
+
 def _remove_stale(root: Path) -> None:
-    """Remove folders of earlier runs that were killed: they are old, and no process holds them."""
+    """Remove folders of earlier runs that were killed: they are old, and no process holds them.
+
+    An agent of torchrun that lives may be about to start its ranks again.
+    """
     for folder in root.glob(f"{_PREFIX}*"):
+        owner = folder.name.removeprefix(_PREFIX).removesuffix(_OF_AGENT)
+        if owner.isdecimal() and psutil.pid_exists(int(owner)):
+            continue
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime < _SECONDS_UNTIL_STALE:
                 continue

@@ -53,8 +53,8 @@ def _state(pid: int) -> ProcessState:
 class MemoryKills:
     """Tells whether the kernel has killed a process for want of memory since the last question.
 
-    It reads the counters ``oom_kill`` of the machine and of the control groups of this process, in
-    version 1 and 2; ``root`` is "/" but in tests.
+    It reads the counters ``oom_kill`` of the control groups of this process, in version 1 and 2, or
+    that of the machine if they have none; ``root`` is "/" but in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -67,8 +67,10 @@ class MemoryKills:
         return any(count > before.get(path, 0) for path, count in self._before.items())
 
     def _counts(self) -> dict[Path, int]:
-        found = {}
+        found = dict[Path, int]()
         for path in self._paths():
+            if found and path.name == "vmstat":
+                break  # it counts the processes of others too
             with suppress(OSError, ValueError):
                 for line in path.read_text(encoding="ascii").splitlines():
                     name, _, count = line.partition(" ")
@@ -77,13 +79,9 @@ class MemoryKills:
         return found
 
     def _paths(self) -> list[Path]:
-        """Return the files that may hold a counter; many machines have only some of them."""
+        """Return the files that may hold a counter, which need not all exist; the machine's last."""
         groups = self._root / "sys/fs/cgroup"
-        paths = [
-            self._root / "proc/vmstat",
-            groups / "memory.events",
-            groups / "memory/memory.oom_control",
-        ]
+        paths = [groups / "memory.events", groups / "memory/memory.oom_control"]
         with suppress(OSError):
             own = (self._root / "proc/self/cgroup").read_text(encoding="ascii")
             for line in own.splitlines():
@@ -92,7 +90,7 @@ class MemoryKills:
                     paths.append(groups / name.lstrip("/") / "memory.events")
                 elif "memory" in controllers.split(","):
                     paths.append(groups / "memory" / name.lstrip("/") / "memory.oom_control")
-        return paths
+        return [*paths, self._root / "proc/vmstat"]
 
 
 def gibibytes(size: int) -> str:

@@ -24,7 +24,7 @@ from megatron_ext.train.exit_codes import (
     FOLLOWS,
     cause_of,
 )
-from megatron_ext.train.supervisor import SignalForwarder, Supervisor
+from megatron_ext.train.supervisor import GRACE_SECONDS, SignalForwarder, Supervisor
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 """Time between looks at the board, of which one takes about 0.1 ms."""
@@ -112,6 +112,10 @@ class RestartSupervisor(Supervisor):
         super()._find_stopped(now)
         self._look_for_wish()
 
+    def _stays_stopped(self, rank: int) -> None:
+        self._note(Verdict(Kind.HANG, (rank,), 60 * self._timeout_minutes), "hang")
+        super()._stays_stopped(rank)
+
     def _ended(self, rank: int, status: int) -> None:
         if status in FOLLOWS and self._contact_lost is None:
             self._contact_lost = rank
@@ -135,19 +139,22 @@ class RestartSupervisor(Supervisor):
         if self._watcher is not None:
             if cause == signal.SIGKILL.name and self._watcher.killed_for_memory():
                 cause = "memory"
-            case = self._watcher.investigate(
-                verdict, cause=cause, pids=self._pids, seconds=_SECONDS_FOR_EVIDENCE
-            )
-            rank = min(case.blame.ranks, default=rank)
-            iteration = max((record.iteration for record in case.board), default=None)
-            where = case.where(rank)
-            self.postmortem = write_postmortem(case, self._save)
+            try:
+                case = self._watcher.investigate(
+                    verdict, cause=cause, pids=self._pids, seconds=_SECONDS_FOR_EVIDENCE
+                )
+                rank = min(case.blame.ranks, default=rank)
+                iteration = max((record.iteration for record in case.board), default=None)
+                where = case.where(rank)
+                self.postmortem = write_postmortem(case, self._save)
+            except Exception as error:  # the restart must not depend on what can be told
+                print(f"note: the post-mortem is not whole ({error!r})", flush=True)
         self.fault = Fault(rank, cause, now, iteration, where, round(seen_after, 4))
 
-    def _end_all(self, grace: float = 0.0) -> None:
+    def _end_all(self, grace: float = GRACE_SECONDS) -> None:
         """Kill all ranks at once if they are to be started again, else end them as usual."""
         if self.fault is None:
-            super()._end_all()
+            super()._end_all(grace)
             return
         self._kill_at = time.monotonic()
         self._forwarder.send(signal.SIGKILL)

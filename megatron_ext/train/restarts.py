@@ -205,6 +205,8 @@ class _Launcher:
             if self._forwarder.asked is not None:
                 return 128 + self._forwarder.asked
             with self._fork(main, self._size, self._forwarder, self._environment):
+                if self._forwarder.asked is not None:  # just before there were ranks
+                    self._forwarder.send(self._forwarder.asked)
                 code = watch.wait()
             if watch.fault is not None:
                 code = self._follow(watch.fault, code, watch.postmortem)

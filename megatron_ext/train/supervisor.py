@@ -182,9 +182,13 @@ class Supervisor:
                     f"`--distributed-timeout-minutes` ({self._timeout_minutes:g}), so all ranks "
                     "are ended; let it go on by SIGCONT in time, or give more minutes.",
                 )
-                self._code = EXIT_CODE_NO_ANSWER
-                self._end_all(grace=0.5)
+                self._stays_stopped(rank)
                 return
+
+    def _stays_stopped(self, rank: int) -> None:
+        """End all ranks, since a signal has stopped this one for too long."""
+        self._code = EXIT_CODE_NO_ANSWER
+        self._end_all(grace=0.5)
 
     def _end_all(self, grace: float = GRACE_SECONDS) -> None:
         self._kill_at = time.monotonic() + grace

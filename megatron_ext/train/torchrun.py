@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
+from megatron_ext.faults.host import shared_host_folder
 from megatron_ext.train.exit_codes import FOLDER_VARIABLE, FOLLOWS, code_of
 
 
@@ -24,10 +25,11 @@ def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun, and return 0 or the exit code of the rank that has failed by itself.
 
     torchrun itself prints what has failed. After a signal to torchrun the code is 128 plus its
-    number, as of a shell.
+    number, as of a shell. The host folder ends with this process, also after a failure.
     """
     try:
-        torchrun(list(words))
+        with shared_host_folder():
+            torchrun(list(words))
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         by_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)

@@ -4,6 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,17 +56,38 @@ def test_folders_of_killed_runs_are_removed_once_they_are_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "_SECONDS_UNTIL_STALE", 60.0)
-    old, held, young = (tmp_path / f"{host._PREFIX}{name}" for name in ("old", "held", "young"))
-    for folder in (old, held, young):
+    names = "old", "held", "young", f"{os.getpid()}_of_agent", f"{2**30}_of_agent"
+    folders = [tmp_path / f"{host._PREFIX}{name}" for name in names]
+    for folder in folders:
         folder.mkdir()
         (folder / "lock").touch()
+    _, held, young, *_ = folders
     past = time.time() - 3600
-    for folder in (old, held):
+    for folder in set(folders) - {young}:
         os.utime(folder, (past, past))
     with (held / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         host._remove_stale(tmp_path)
-    assert [path.exists() for path in (old, held, young)] == [False, True, True]
+    # An agent that lives is about to start its ranks again.
+    assert [path.exists() for path in folders] == [False, True, True, True, False]
+
+
+def test_a_folder_that_others_may_open_is_not_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    folder = tmp_path / f"{host._PREFIX}{os.getppid()}_of_agent"
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    for make in (lambda: folder.symlink_to(tmp_path / "elsewhere"), lambda: folder.mkdir()):
+        make()
+        if not folder.is_symlink():
+            folder.chmod(0o777)
+        with shared_host_folder() as found:
+            assert found is None
+        assert "only this user" in capsys.readouterr().err and not any(folder.iterdir())
+        folder.unlink() if folder.is_symlink() else folder.rmdir()
 
 
 def test_the_generation_is_that_of_the_launcher_or_of_torchrun(

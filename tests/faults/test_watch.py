@@ -94,6 +94,20 @@ def test_a_kill_for_memory_is_told_by_the_counters(tmp_path: Path, counter: str)
     assert not kills.happened()
 
 
+def test_a_kill_for_memory_elsewhere_on_the_machine_is_none_of_this_control_group(
+    tmp_path: Path,
+) -> None:
+    own, machine = tmp_path / "sys/fs/cgroup/memory.events", tmp_path / "proc/vmstat"
+    for path in (own, machine):
+        path.parent.mkdir(parents=True)
+        path.write_text("oom_kill 0\n")
+    kills = MemoryKills(tmp_path)
+    machine.write_text("oom_kill 1\n")
+    assert not kills.happened()
+    own.write_text("oom_kill 1\n")
+    assert kills.happened()
+
+
 STACK = """\
 Thread 0x0000700000 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait

@@ -221,7 +221,7 @@ def test_numbers_of_replicas_that_change_the_batch_are_refused(
     assert sizes(f"{words} 1", 4) == (4, 2)
     with pytest.raises(ConfigError, match=r"3 nodes \(6 ranks\)"):
         sizes(f"{words} 1", 8)
-    errors = list(FaultToleranceConfig(elastic_min_nodes=2).errors(None, whole=True))
+    errors = list(FaultToleranceConfig(elastic_min_nodes=2).errors(None, whole=True, kept=None))
     assert errors == [
         "`--elastic-min-nodes` (2) needs `--save`, from which another number of nodes goes on; "
         "give a folder."

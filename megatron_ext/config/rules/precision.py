@@ -10,7 +10,13 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import LoraConfig, OptimizerConfig
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.precision import TE_RECIPES, TORCH_RECIPES, WARMUP_STEPS, Fp8Config
+from megatron_ext.config.precision import (
+    TE_IMPL,
+    TE_RECIPES,
+    TORCH_RECIPES,
+    WARMUP_STEPS,
+    Fp8Config,
+)
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 
@@ -274,6 +280,19 @@ def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
             f"`--cuda-graph-impl local` with `{grows[0]}` (expandable_segments:True) needs "
             "`NCCL_GRAPH_REGISTER=0` in the environment; set it."
         )
+
+
+def state_beside_steps(run: RunConfig) -> str | None:
+    """Return the flag whose state a step changes where nobody can put it back; None for none.
+
+    CUDA graphs have random states of their own, and Transformer Engine its delayed scales.
+    """
+    if run.cuda_graphs.cuda_graph_impl != "none":
+        return f"--cuda-graph-impl {run.cuda_graphs.cuda_graph_impl}"
+    delayed = run.fp8.fp8_format is not None and run.fp8.fp8_recipe == "delayed"
+    if delayed and run.model.transformer_impl == TE_IMPL:
+        return f"--fp8-recipe delayed --transformer-impl {TE_IMPL}"
+    return None
 
 
 def _obstacles_in_layers(
