@@ -20,15 +20,23 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.faults.events import read_events
 from megatron_ext.faults.host import generation, host_folder
+from megatron_ext.faults.watch import Limits
+from megatron_ext.faults.watcher import Watcher
 from megatron_ext.text.task import GPT
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.elastic import WANTED_NODES, elastic_sizes
-from megatron_ext.train.exit_codes import EXIT_CODE_COMES_BACK, is_worth_a_start, meaning_of
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_COMES_BACK,
+    EXIT_CODE_NO_ANSWER,
+    is_worth_a_start,
+    meaning_of,
+)
 from megatron_ext.train.exit_codes import main as exit_code_main
-from megatron_ext.train.fault_supervisor import Fault
+from megatron_ext.train.fault_supervisor import Fault, RestartSupervisor
 from megatron_ext.train.main import main
 from megatron_ext.train.restarts import History, restart_notes
 from megatron_ext.train.run import Run
+from megatron_ext.train.supervisor import SignalForwarder
 from tests.training_runs import (
     ROOT,
     SAME_WEIGHTS,
@@ -272,6 +280,26 @@ def test_a_signal_in_the_middle_of_restarts_ends_the_run(
     if number == signal.SIGTERM:
         (folder,) = {text for path in tmp_path.iterdir() if (text := path.read_text())}
         assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_rank_that_a_signal_keeps_stopped_is_a_fault_wherever_it_stands(
+    watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = Watcher(tmp_path, 1, Limits(boundless=60.0)) if watched else None
+    if watcher is not None:  # what a watcher cannot tell must not end the run
+        monkeypatch.setattr(watcher, "investigate", lambda *_, **__: 1 / 0)
+    process = subprocess.Popen(["sleep", "60"])
+    os.kill(process.pid, signal.SIGSTOP)
+    with SignalForwarder() as forwarder:
+        forwarder.children[process.pid] = 3
+        supervisor = RestartSupervisor(
+            forwarder, 0.01, watcher=watcher, save=str(tmp_path), look_for_wish=lambda: None
+        )
+        assert supervisor.wait() == EXIT_CODE_NO_ANSWER
+    assert supervisor.fault is not None
+    assert (supervisor.fault.rank, supervisor.fault.cause) == (3, "hang")
+    process.wait()
 
 
 def test_only_a_fault_at_one_step_repeats_and_others_begin_anew() -> None:
