@@ -95,15 +95,14 @@ def write_flight(path: Path) -> None:
 
 
 def read_flight(path: Path) -> Flight | None:
-    """Return what `write_flight` has written, None if there is no such file."""
+    """Return what `write_flight` has written; None if there is no such file, or it is damaged."""
     try:
         about, _, trace = path.read_bytes().partition(b"\n")
         given = json.loads(about)
         entries = pickle.loads(trace).get("entries", []) if trace else []
-    except (OSError, ValueError, pickle.UnpicklingError):
+        groups = {name: tuple(ranks) for name, ranks in given["groups"].items()}
+        behind = given["behind"]
+        found = [_collective(each, behind, groups) for each in entries if not each.get("is_p2p")]
+    except (OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError):
         return None
-    groups = {name: tuple(ranks) for name, ranks in given["groups"].items()}
-    found = [
-        _collective(entry, given["behind"], groups) for entry in entries if not entry.get("is_p2p")
-    ]
     return tuple(sorted(found, key=lambda entry: entry.created))

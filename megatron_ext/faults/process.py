@@ -79,7 +79,7 @@ class MemoryKills:
         return found
 
     def _paths(self) -> list[Path]:
-        """Return the files that may hold a counter, which need not all exist; the machine's last."""
+        """Return the files that may hold a counter, if they exist; the machine's is the last."""
         groups = self._root / "sys/fs/cgroup"
         paths = [groups / "memory.events", groups / "memory/memory.oom_control"]
         with suppress(OSError):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.faults.board import Board, RankRecord
+from megatron_ext.faults.board import RING, Board, RankRecord
 from megatron_ext.faults.events import append_event
 from megatron_ext.faults.host import generation
 from megatron_ext.faults.postmortem import Case
@@ -103,22 +103,27 @@ class Watcher:
         return self._kills.happened()
 
     def tell_slow_ranks(
-        self, save: str | None, seconds: float = SECONDS_BETWEEN_MEASUREMENTS
+        self,
+        save: str | None,
+        pids: Mapping[int, int] | None = None,
+        seconds: float = SECONDS_BETWEEN_MEASUREMENTS,
     ) -> list[SlowRank]:
         """Return the ranks that prove slow now, after a line and an event about each.
 
         A rank is named once. Only every ``seconds`` does a call ask the ranks for their
-        collectives; it takes some milliseconds of each rank then, and nothing in between.
+        collectives; it takes some milliseconds of each rank then, and nothing in between. For
+        ``pids`` see `look`.
         """
         now = time.monotonic()
         if now - self._slow_at < seconds:
             return []
-        board = self.board.read()
-        if any(record.ended or now - record.last_time > 1.0 for record in board):
-            return []  # a watcher looks at this otherwise
-        flights = ask_flights(self.folder, [record.rank for record in board])
+        ranks = self._records(1, pids)
+        if any(record.ended or now - record.last_time > 1.0 for record in ranks):
+            return []  # `look` judges these
+        flights = ask_flights(self.folder, [record.rank for record in ranks])
         self._slow_at = time.monotonic()
-        own = own_times(self.board.read(), flights)
+        board = self._records(RING, pids)
+        own = own_times(board, flights)
         if own is None:
             return []
         found = self._slow.judge(own, {record.rank: record.pipeline_rank for record in board})
@@ -143,7 +148,7 @@ class Watcher:
             cause: what is known of the cause, such as the signal that has ended a rank.
             seconds: the longest time to wait for the answers of the ranks.
         """
-        board = self._records(10**6, pids)
+        board = self._records(RING, pids)
         states = process_states(record.pid for record in board)
         asked = {
             record.rank: record.pid

@@ -107,6 +107,8 @@ class RestartSupervisor(Supervisor):
                 self._code = EXIT_CODE_NO_ANSWER
                 self._note(verdict, "hang")
                 self._end_all()
+        if self.fault is None:
+            self._watcher.tell_slow_ranks(self._save, self._pids)
 
     def _find_stopped(self, now: float) -> None:
         super()._find_stopped(now)

@@ -1,7 +1,8 @@
 """Ends a hang of ranks that torchrun has started, whose agent sees only processes that have ended.
 
 A thread of each rank looks at the board of its machine. Of those that can, the lowest rank writes
-the post-mortem and kills the ranks that stopped first, so that torchrun starts the ranks again.
+the post-mortem and kills the ranks that stopped first, so that torchrun starts the ranks again. It
+also tells of slow ranks.
 """
 
 from __future__ import annotations
@@ -70,8 +71,12 @@ class _Guard:
         while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
             self._slot.set(Word.LOOKED, time.monotonic_ns())
             hangs = [v for v in self._watcher.look() if v.fault is Fault.HANG]
-            if hangs and self._is_my_turn() and self._end(hangs[0]):
+            if not self._is_my_turn():
+                continue
+            if hangs and self._end(hangs[0]):
                 return
+            if not hangs:
+                self._watcher.tell_slow_ranks(self._save)
 
     def _is_my_turn(self) -> bool:
         """Return whether no lower rank of this machine looks at the board."""

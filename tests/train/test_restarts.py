@@ -282,6 +282,22 @@ def test_a_signal_in_the_middle_of_restarts_ends_the_run(
         assert not Path(folder).exists()
 
 
+def test_ranks_that_run_are_asked_whether_one_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher, asked = Watcher(tmp_path, 1), list[tuple[Any, ...]]()
+    monkeypatch.setattr(watcher, "tell_slow_ranks", lambda *given: asked.append(given))
+    process = subprocess.Popen(["sleep", "0.5"])
+    with SignalForwarder() as forwarder:
+        forwarder.children[process.pid] = 0
+        supervisor = RestartSupervisor(
+            forwarder, 1.0, watcher=watcher, save="save", look_for_wish=lambda: None
+        )
+        assert supervisor.wait() == 0
+    assert asked[0] == ("save", {0: process.pid})
+    process.wait()
+
+
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_rank_that_a_signal_keeps_stopped_is_a_fault_wherever_it_stands(
     watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
