@@ -85,11 +85,11 @@ def code_of_nodes(code: int, folder: Path | None) -> int:
     """Return the exit code of a job on several nodes, whose launcher ended with ``code``.
 
     Nodes that were ended because of another one leave no code in ``folder``. A code after which no
-    start helps precedes the others.
+    start helps precedes the others, and one that only follows from another comes last.
     """
     paths = [] if folder is None else sorted(folder.glob("*"))
     left = [int(path.read_text(encoding="utf-8")) for path in paths]
-    return next((found for found in left if not is_worth_a_start(found)), (*left, code)[0])
+    return min((*left, code), key=lambda found: (is_worth_a_start(found), found in FOLLOWS))
 
 
 def main(words: list[str]) -> int:
