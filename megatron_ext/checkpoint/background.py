@@ -16,8 +16,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from pathlib import Path
@@ -106,6 +106,16 @@ class Helper:
         started.returncode = 0
         theirs.close()
         return cause
+
+
+@contextmanager
+def ending(process: Helper | None) -> Iterator[None]:
+    """End a helper when this context ends, so that nobody writes to the save folder afterwards."""
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.end()
 
 
 def nameless_file() -> SnapshotFile:
@@ -239,7 +249,7 @@ class BackgroundSaves:
             return None, ""
         content = prepared.plan, prepared.values, prepared.common, counters
         try:
-            slot.write(iteration, [content_of(content)])
+            slot.write(iteration, content_of(content), with_digest=False)
         except (OSError, CheckpointError) as error:
             self._free.append(slot)
             return None, str(error)

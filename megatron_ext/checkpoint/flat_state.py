@@ -18,6 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_map_only
 
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.shards import Shard, shards_of
@@ -144,7 +145,10 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[s
     for name, _, own in _shards(optimizer, model):
         for kind, tensor in own.items():
             tensor.copy_(state[name][kind].view(tensor.shape))
-    for part, record in zip(parts_of(optimizer), state[RECORDS], strict=True):
+    # An optimizer keeps the tensors of its record, as of the loss scale, while those of a snapshot
+    # change with its memory.
+    records = tree_map_only(Tensor, Tensor.clone, state[RECORDS])
+    for part, record in zip(parts_of(optimizer), records, strict=True):
         *counts, of_any = record["steps"]
         groups = getattr(_inner(part), "param_groups", [])
         for group, saved, count in zip(groups, record["groups"], counts, strict=True):

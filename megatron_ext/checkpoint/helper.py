@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.utils._pytree import tree_map_only
 
 from megatron_ext.checkpoint import publish, storage
-from megatron_ext.checkpoint.files import Files, folder_of
+from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manifest
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError, end_with_parent
@@ -111,6 +111,8 @@ def _do(job: Job, connection: Connection) -> str:
     root, is_first = Path(job.root), job.rank == 0
     if is_first and _is_published(job):
         publish.complete(root, job.iteration)
+    elif is_first and (listed := _listed(job.folder)) is not None:
+        _publish(job, listed)
     else:
         snapshot = SnapshotFile(Path(job.snapshot)).read()
         if snapshot is None:
@@ -123,8 +125,8 @@ def _do(job: Job, connection: Connection) -> str:
         connection.send(Report(job.number, WRITTEN))
         results = _results(job)
         files = _write_common(job, common, pickle.loads(counters), metadata, results)
-        _clear_results(job.folder)
-        publish.publish(root, job.iteration, files)
+        publish.write_manifest(job.folder, files)
+        _publish(job, files)
     publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
     return PUBLISHED
 
@@ -253,9 +255,22 @@ def written_bytes(folder: Path) -> int:
     return 0
 
 
-def _clear_results(folder: Path) -> None:
-    for path in folder.glob("__*.result"):
+def _listed(folder: Path) -> Files | None:
+    """Return the manifest that a helper that has ended since has written; None without a whole one.
+
+    The results of the other ranks may be gone from then on.
+    """
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        (folder / MANIFEST).unlink()
+        return None
+
+
+def _publish(job: Job, files: Files) -> None:
+    for path in job.folder.glob("__*.result"):
         path.unlink()
+    publish.publish(Path(job.root), job.iteration, files)
 
 
 def _give_up(job: Job, reason: str) -> None:

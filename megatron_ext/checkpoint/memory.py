@@ -176,7 +176,7 @@ class MemoryCheckpoints:
         if self._thread is not None:
             self._thread.wait(file)
         facts = {"rank": self._rank, "layout": self._layout, "run": self.run}
-        snapshot = file.write(iteration, [_content(state, progress, run_config)], facts)
+        snapshot = file.write(iteration, _content(state, progress, run_config), facts)
         if self._thread is not None:
             self._thread.start(snapshot)
         return snapshot
@@ -188,10 +188,17 @@ class MemoryCheckpoints:
         return CopyOnMachine(self.folder, self._rank)
 
     def discard_others(self, iteration: int) -> None:
-        """Discard this machine's snapshots of other iterations or layouts; all ranks call this."""
+        """Discard snapshots of later iterations or of other layouts; all ranks call this together.
+
+        A restarted run would else go on from a later iteration of an earlier run in the folder, or
+        take one for whole of which some ranks' snapshots are from before a fault.
+        """
         self.is_behind = False
         torch.distributed.barrier(group=self.machines.group)
         for path in self._paths() if self.machines.is_first else ():
+            if int(path.stem.rpartition("_")[2]) >= len(self.machines.names):
+                path.unlink(missing_ok=True)  # No rank of this layout would write it again.
+                continue
             found = SnapshotFile(path).read()
             if found is not None and not self._is_of(found, iteration):
                 SnapshotFile(path).discard()
@@ -203,7 +210,8 @@ class MemoryCheckpoints:
     def listed(self) -> list[tuple[Path, Snapshot]]:
         """Return the whole snapshots on this machine that this run may go on from."""
         found = [(path, SnapshotFile(path).read()) for path in self._paths()]
-        return [(path, x) for path, x in found if x is not None and x.facts["run"] in self.reads]
+        whole = [(path, snapshot) for path, snapshot in found if snapshot is not None]
+        return [entry for entry in whole if entry[1].facts.get("run") in self.reads]
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("*_*.[01]"))

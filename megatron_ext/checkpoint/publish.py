@@ -66,8 +66,7 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     newer than the tracker.
     """
     temporary, final = temporary_folder_of(root, iteration), folder_of(root, iteration)
-    content = {"version": _VERSION, "files": dict(sorted(listed.items()))}
-    files.write_durably(temporary / files.MANIFEST, json.dumps(content, indent=1))
+    write_manifest(temporary, listed)
     files.sync_folder(temporary)
     files.write_durably(root / files.ANNOUNCEMENT, str(iteration))
     replaced = files.replaced_folder_of(root, iteration)
@@ -77,6 +76,12 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     os.rename(temporary, final)
     files.sync_folder(root)
     complete(root, iteration)
+
+
+def write_manifest(folder: Path, listed: files.Files) -> None:
+    """Write the list of a checkpoint's files, which are complete by now."""
+    content = {"version": _VERSION, "files": dict(sorted(listed.items()))}
+    files.write_durably(folder / files.MANIFEST, json.dumps(content, indent=1))
 
 
 def complete(root: Path, iteration: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,10 @@ class Recovery:
         listed = list[HeldSnapshot]()
         for path, snapshot in self.memory.listed() if self._machines.is_first else ():
             facts, is_copy = snapshot.facts, path.name.startswith("held")
-            where = self._machines.own, str(path), int(facts["rank"]), snapshot.iteration
-            listed.append(HeldSnapshot(*where, Layout(**facts["layout"]), is_copy))
+            # Another version of this program may have written other facts.
+            with suppress(KeyError, TypeError):
+                where = self._machines.own, str(path), int(facts["rank"]), snapshot.iteration
+                listed.append(HeldSnapshot(*where, Layout(**facts["layout"]), is_copy))
         return listed
 
     def _mine(self, chosen: Collection[HeldSnapshot]) -> list[HeldSnapshot]:
@@ -212,7 +215,8 @@ class Recovery:
 
     @staticmethod
     def remove_temporary(found: CheckpointRef) -> None:
-        """Remove the checkpoint of `publish` after it has been loaded; one rank does it."""
+        """Remove the checkpoint of `publish` after it has been loaded; all ranks call this."""
+        torch.distributed.barrier()  # The others may still read its counters.
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(found.root, ignore_errors=True)
 

@@ -61,24 +61,31 @@ class Resume:
             parts: model, optimizer and so on, as for `CheckpointManager.load`.
         """
         found = self._find()
-        newer_than = -1
+        while True:
+            best = self._newest_snapshots(stores, found)
+            if best is not None:
+                return self._from_snapshots(*best, parts), told(best[1])
+            if found is None:
+                return None, "start"
+            if self._is_intact(found):
+                return self._loaded(found, parts), "checkpoint"
+            # Snapshots that are older than a damaged checkpoint may be newer than the next one.
+            found = self._find()
+
+    def _newest_snapshots(
+        self, stores: Sequence[MemoryCheckpoints], found: CheckpointRef | None
+    ) -> tuple[Recovery, list[HeldSnapshot]] | None:
+        """Return the newest snapshots of all ranks if they are at least as new as a checkpoint."""
+        best, newer_than = None, -1
         if found is not None and not found.weights_only:
             newer_than = found.iteration - 1
-        best: tuple[Recovery, list[HeldSnapshot]] | None = None
         for store in stores:
-            recovery = Recovery(store, self._context)
-            chosen = None
             if self._again or (store.stays and self._continues(found)):
+                recovery = Recovery(store, self._context)
                 chosen = recovery.newest(newer_than)
-            if chosen is not None:
-                newer_than, best = chosen[0].iteration, (recovery, chosen)
-        if best is not None:
-            return self._from_snapshots(*best, parts), told(best[1])
-        if found is not None:
-            found = self._verified(found)
-        if found is None:
-            return None, "start"
-        return self._loaded(found, parts), "checkpoint"
+                if chosen is not None:
+                    newer_than, best = chosen[0].iteration, (recovery, chosen)
+        return best
 
     def _loaded(self, found: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
         """Load a checkpoint; what this run has written itself is loaded whole."""
@@ -120,19 +127,20 @@ class Resume:
             self._damaged[found.path] = fault
         return None
 
-    def _verified(self, found: CheckpointRef | None) -> CheckpointRef | None:
-        """Return a checkpoint whose files match their checksums: ``found`` or an older one."""
-        while found is not None:
-            try:
-                storage.verify(found, self._context)
-                return found
-            except CheckpointError as error:
-                if not self._passes_over:
-                    raise
-                self._damaged[found.path] = str(error)
-                self._tell([found.path])
-                found = self._find()
-        return None
+    def _is_intact(self, found: CheckpointRef) -> bool:
+        """Return whether the files of a checkpoint match their checksums; tell it if they do not.
+
+        A run that does not pass over a damaged checkpoint raises a CheckpointError.
+        """
+        try:
+            storage.verify(found, self._context)
+        except CheckpointError as error:
+            if not self._passes_over:
+                raise
+            self._damaged[found.path] = str(error)
+            self._tell([found.path])
+            return False
+        return True
 
     def _tell(self, folders: Any) -> None:
         for folder in folders if self._context.rank == 0 else ():
@@ -159,9 +167,6 @@ class Resume:
             recovery.memory.is_behind = True
             return loaded
         snapshot = recovery.fetch(chosen)
-        # The run would else take an iteration for whole of which some ranks' snapshots are from
-        # before the fault, and overwrite those that it goes on from.
-        recovery.memory.discard_others(snapshot.iteration)
         state = snapshot.state()
         path, stored = snapshot.path.parent, state[RUN_CONFIG]
         notes = check_changes(

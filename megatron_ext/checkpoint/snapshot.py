@@ -12,6 +12,7 @@ copied to one region of the file, and all else, with the places of the tensors, 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -137,6 +138,9 @@ class _Mapping:
         flags = os.O_RDWR if size is None else os.O_RDWR | os.O_CREAT
         descriptor = os.open(path, flags, 0o600)
         try:
+            if os.fstat(descriptor).st_uid != os.getuid():
+                # Pickled values can run code.
+                raise PermissionError(errno.EPERM, "it is another user's", str(path))
             if size is not None:
                 # Reserved now: a write to a mapped page for which there is no room kills a process.
                 os.posix_fallocate(descriptor, 0, size)
@@ -146,14 +150,28 @@ class _Mapping:
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._is_pinned = False
 
-    def pin(self) -> None:
+    def copy(self, content: Content) -> None:
+        """Copy the tensors of a state to this memory."""
+        sources, targets = content.tensors, list[Tensor]()
+        for tensor, offset in zip(sources, content.offsets, strict=True):
+            place = _HEADER_BYTES + offset, tensor.dtype, tensor.shape
+            targets.append(_view(self.bytes, *place))
+        on_gpu = any(source.is_cuda for source in sources)
+        if on_gpu:
+            self._pin()
+        if sources:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+
+    def _pin(self) -> None:
         """Let a GPU copy to this memory without staging it; once only."""
         if not self._is_pinned:
             self._is_pinned = True
             _cuda_runtime().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
 
     def unpin(self) -> None:
-        """Undo `pin`, before the mapping is dropped."""
+        """Undo what `copy` did for a GPU, before the mapping is dropped."""
         if self._is_pinned:
             self._is_pinned = False
             _cuda_runtime().cudaHostUnregister(self.bytes.data_ptr())
@@ -192,40 +210,32 @@ class SnapshotFile:
         return self._mapping
 
     def write(
-        self, iteration: int, contents: Sequence[Content], facts: dict[str, Any] | None = None
+        self,
+        iteration: int,
+        content: Content,
+        facts: dict[str, Any] | None = None,
+        *,
+        with_digest: bool = True,
     ) -> Snapshot:
-        """Copy the tensors of ``contents`` and write the rest; the header last.
+        """Copy the tensors of ``content`` and write the rest; the header last.
 
-        The tensors may change as soon as this returns. ``facts`` are for `Snapshot.facts`.
+        The tensors may change as soon as this returns. ``facts`` are for `Snapshot.facts`. Without
+        a digest, which takes time, nobody can tell later whether the snapshot is intact.
         """
-        sizes = [content.num_bytes for content in contents]
-        skeletons = [content.skeleton for content in contents]
-        tensor_bytes, total = sum(sizes), sum(sizes) + sum(map(len, skeletons))
-        mapping = self.reserve(total)
-        memory, at = mapping.memory, _HEADER_BYTES
+        at = _HEADER_BYTES + content.num_bytes
+        end = at + len(content.skeleton)
+        mapping = self.reserve(end - _HEADER_BYTES)
+        memory = mapping.memory
         memory[:8] = bytes(8)  # Not whole from here on.
-        targets, sources = list[Tensor](), list[Tensor]()
-        for content in contents:
-            sources += content.tensors
-            for tensor, offset in zip(content.tensors, content.offsets, strict=True):
-                place = at + offset, tensor.dtype, tensor.shape
-                targets.append(_view(mapping.bytes, *place))
-            at += content.num_bytes
-        if any(source.is_cuda for source in sources):
-            mapping.pin()
-        if sources:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        for skeleton in skeletons:
-            memory[at : at + len(skeleton)] = skeleton
-            at += len(skeleton)
-        if any(source.is_cuda for source in sources):
-            torch.cuda.current_stream().synchronize()
+        mapping.copy(content)
+        memory[at:end] = content.skeleton
+        written = mapping.bytes[_HEADER_BYTES:end]
         header = {
             "iteration": iteration,
             "facts": facts or {},
-            "sizes": sizes,
-            "skeletons": list(map(len, skeletons)),
-            "digest": _digest(mapping.bytes[_HEADER_BYTES : _HEADER_BYTES + total], tensor_bytes),
+            "tensors": content.num_bytes,
+            "skeleton": len(content.skeleton),
+            "digest": _digest(written, content.num_bytes) if with_digest else "",
         }
         text = json.dumps(header).encode()
         assert len(text) <= _HEADER_BYTES - 8
@@ -260,8 +270,6 @@ class SnapshotFile:
     def read(self) -> Snapshot | None:
         """Return the snapshot in the file; None if it is not whole, or another user's."""
         try:
-            if self.path.stat().st_uid != os.getuid():
-                return None  # Pickled values can run code.
             mapping = _Mapping(self.path)
             length = int.from_bytes(mapping.memory[:8], "little")
             if not 0 < length <= _HEADER_BYTES - 8:
@@ -312,9 +320,8 @@ class Snapshot:
         self.iteration = int(header["iteration"])
         self.facts = dict(header["facts"])
         self.digest = str(header["digest"])
-        self._sizes = [int(size) for size in header["sizes"]]
-        self._skeletons = [int(size) for size in header["skeletons"]]
-        self.num_bytes = sum(self._sizes) + sum(self._skeletons)
+        self._tensor_bytes = int(header["tensors"])
+        self.num_bytes = self._tensor_bytes + int(header["skeleton"])
 
     @property
     def content(self) -> Tensor:
@@ -328,27 +335,19 @@ class Snapshot:
 
     def is_intact(self) -> bool:
         """Return whether the content still has the digest that it was written with."""
-        return _digest(self.content, sum(self._sizes)) == self.digest
+        return _digest(self.content, self._tensor_bytes) == self.digest
 
-    def states(self, *, to_pickle: bool = False) -> list[Any]:
-        """Return the states that were written, whose tensors are views of the file's memory.
+    def state(self, *, to_pickle: bool = False) -> Any:
+        """Return the state that was written, whose tensors are views of the file's memory.
 
         Who pickles a view pickles all memory around it. With ``to_pickle`` all tensors but those of
         megatron-core's sharded tensors, which a checkpoint holds as they are, are copies.
         """
-        found, start, at = [], 0, sum(self._sizes)
-        for size, length in zip(self._sizes, self._skeletons, strict=True):
-            places, skeleton = pickle.loads(self.content[at : at + length].numpy().tobytes())
-            region = self.content[start : start + size]
-            tensors = [_view(region, *place) for place in places]
-            state = _Unpickler(io.BytesIO(skeleton), tensors).load()
-            found.append(dict_list_map_inplace(_apart, state) if to_pickle else state)
-            start, at = start + size, at + length
-        return found
-
-    def state(self, *, to_pickle: bool = False) -> Any:
-        """Return the first state that was written, as `states` does."""
-        return self.states(to_pickle=to_pickle)[0]
+        content, at = self.content, self._tensor_bytes
+        places, skeleton = pickle.loads(content[at:].numpy().tobytes())
+        tensors = [_view(content[:at], *place) for place in places]
+        state = _Unpickler(io.BytesIO(skeleton), tensors).load()
+        return dict_list_map_inplace(_apart, state) if to_pickle else state
 
 
 def _apart(value: Any) -> Any:
@@ -375,12 +374,6 @@ class SnapshotPair:
         """Give both files room for ``num_bytes``; raise a CheckpointError if there is none."""
         for file in self.files:
             file.reserve(num_bytes)
-
-    def take(
-        self, iteration: int, contents: Sequence[Content], facts: dict[str, Any] | None = None
-    ) -> Snapshot:
-        """Write a snapshot over the older one, and return it."""
-        return self.turn().write(iteration, contents, facts)
 
     def turn(self) -> SnapshotFile:
         """Return the file to write now: one without a whole snapshot, or with the older one."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
+from megatron_ext.faults.process import ticks_at_start
 
 FOLDER_VARIABLE = "MEGATRON_EXT_HOST_FOLDER"
 GENERATION_VARIABLE = "MEGATRON_EXT_GENERATION"
@@ -52,7 +52,7 @@ def shared_host_folder() -> Iterator[Path | None]:
         yield host_folder()
         return
     is_rank = "RANK" in os.environ
-    folder, lock = _make(f"{os.getppid()}{_OF_AGENT}" if is_rank else None)
+    folder, lock = _make(_name_of_agent(os.getppid()) if is_rank else None)
     if folder is None:
         yield None
         return
@@ -66,6 +66,14 @@ def shared_host_folder() -> Iterator[Path | None]:
         os.close(lock)
         if not keeps:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _name_of_agent(agent: int) -> str:
+    """Return a name for a process that no later process with its id shares.
+
+    Containers give the same ids again and again, and may share one ``/dev/shm``.
+    """
+    return f"{agent}_{ticks_at_start(agent)}{_OF_AGENT}"
 
 
 def _make(name: str | None) -> tuple[Path | None, int]:
@@ -108,8 +116,9 @@ def _remove_stale(root: Path) -> None:
     An agent of torchrun that lives may be about to start its ranks again.
     """
     for folder in root.glob(f"{_PREFIX}*"):
-        owner = folder.name.removeprefix(_PREFIX).removesuffix(_OF_AGENT)
-        if owner.isdecimal() and psutil.pid_exists(int(owner)):
+        name = folder.name.removeprefix(_PREFIX)
+        owner = name.partition("_")[0]
+        if owner.isdecimal() and name == _name_of_agent(int(owner)):
             continue
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime < _SECONDS_UNTIL_STALE:

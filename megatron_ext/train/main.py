@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.checkpoint.background import Helper
+from megatron_ext.checkpoint.background import Helper, ending
 from megatron_ext.checkpoint.compatibility import check_resume
 from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
@@ -243,7 +243,7 @@ def pretrain(
             # These ranks hold the same hidden states, and the same gradients of norms.
             compile_alike()
         save = config.checkpoint.save
-        with hang_guard(config, context.rank), hold_save_folder(save, context):
+        with hang_guard(config, context.rank), hold_save_folder(save, context), ending(helper):
             run = build_run(config, task, context, torch_device, assets, helper)
             if injector is not None:
                 injector.chunks = run.chunks
@@ -260,6 +260,8 @@ def pretrain(
                     prepare(run)
                 code = (work or train_and_evaluate)(run) or 0
                 run.finish_saves()
+            for store in run.stores:
+                store.remove()
         recorder.close()
         return code
     except BaseException:
@@ -267,8 +269,6 @@ def pretrain(
         raise
     finally:
         context.destroy()
-        if helper is not None:
-            helper.end()
 
 
 def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:

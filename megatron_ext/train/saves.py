@@ -66,7 +66,7 @@ class Saves:
         stall = time.perf_counter() - started
         if self._background is None:
             self._tell_success(iteration, stall)
-        else:
+        elif self._rank == 0:
             self._stalls[iteration] = stall
         return True
 

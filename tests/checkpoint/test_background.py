@@ -192,6 +192,26 @@ def test_a_helper_that_was_killed_after_publication_completes_it(
 
 
 @ranks(timeout=60)
+def test_a_helper_that_was_killed_during_publication_publishes(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = build(context)
+    save(manager(context, tmp_path), tiny, 1, context)
+    config = CheckpointConfig(save=str(tmp_path))
+    job = helper.Job(1, 1, 0, 2, "none", str(tmp_path), 1.0, config)
+    # The manifest is written, and only the result of rank 1 is left.
+    os.rename(folder_of(tmp_path, 1), job.folder)
+    (job.folder / "__1.result").touch()
+    assert helper._do(job, None) == helper.PUBLISHED  # type: ignore[arg-type]
+    assert newest_whole(tmp_path) == 1 and not [*folder_of(tmp_path, 1).glob("*.result")]
+    # The manifest of another one is half written.
+    os.rename(folder_of(tmp_path, 1), job.folder)
+    os.truncate(job.folder / "manifest.json", 50)
+    assert helper._listed(job.folder) is None
+    assert not (job.folder / "manifest.json").exists()
+
+
+@ranks(timeout=60)
 def test_missing_results_end_the_wait_of_rank_0(context: Any, tmp_path: Path) -> None:
     tiny = build(context)
     with background_manager(context, tmp_path) as (checkpoints, saves):

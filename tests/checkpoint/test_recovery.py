@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.checkpoint.files import folder_of
-from megatron_ext.checkpoint.snapshot import SnapshotFile
+from megatron_ext.checkpoint.memory import Machines, MemoryCheckpoints
+from megatron_ext.checkpoint.peers import own_files
+from megatron_ext.checkpoint.recovery import Recovery
+from megatron_ext.checkpoint.snapshot import SnapshotFile, content_of
+from megatron_ext.checkpoint.state import values_of
 from megatron_ext.faults.events import read_events
 from megatron_ext.faults.host import FOLDER_VARIABLE
 from megatron_ext.video.task import VIDEO
@@ -22,6 +27,8 @@ from tests.checkpoint.faulty_runs import (
     same_end,
     start,
 )
+from tests.checkpoint.tiny import build, manager
+from tests.ranks import ranks
 from tests.training_runs import SMALL, without
 from tests.video.streaming import runs
 
@@ -155,6 +162,10 @@ def everything(snapshots: Path, save: Path) -> None:
 
 def checkpoint_too(snapshots: Path, save: Path) -> None:
     everything(snapshots, save)
+    newest_checkpoint(snapshots, save)
+
+
+def newest_checkpoint(snapshots: Path, save: Path) -> None:
     flip(next(folder_of(save, 4).glob("__1_*")), -30)
 
 
@@ -195,6 +206,64 @@ def test_what_is_lost_decides_from_where_a_run_goes_on(
             assert [x for x, _ in found] == [x for x, _ in losses(rows)]
             for (_, loss), (_, want) in zip(found, losses(rows), strict=True):
                 assert math.isclose(loss, want, rel_tol=1e-6)
+
+
+def test_snapshots_may_be_newer_than_the_newest_intact_checkpoint(tmp_path: Path) -> None:
+    flags = [*BASE, *"--save-interval 2 --hidden-dropout 0 --max-restarts 1".split()]
+    flags += ["--peer-checkpoint-interval", "3"]
+    with killed_run(flags, tmp_path / "killed", 2) as killed:
+        told, _ = go_on(flags, killed, 2, "again", newest_checkpoint)
+    assert told == "memory 3"
+
+
+def test_later_snapshots_of_an_earlier_run_are_left(tmp_path: Path) -> None:
+    local = ["--non-persistent-local-ckpt-dir", str(tmp_path / "local")]
+    local += "--non-persistent-ckpt-type local --non-persistent-save-interval 1".split()
+    flags, save = [*BASE, *local], tmp_path / "save"
+    with host_folder_in_memory():
+        assert start(flags, save, 1)[0] == 0
+        other = [*flags, "--seed", "7"]
+        assert start(other, save, 1, prepare=killed_in_step(2))[0]
+        note = noting(tmp_path / "note")
+        assert start(other, save, 1, generation=1, prepare=note)[0] == 0
+    assert (tmp_path / "note").read_text() == "memory 1"
+
+
+@ranks(timeout=60)
+def test_a_restored_state_does_not_change_with_its_snapshot(context: Any, tmp_path: Path) -> None:
+    tiny, checkpoints = build(context, precision="fp16"), manager(context, tmp_path)
+    tiny.step()
+    parts: dict[str, Any] = {"model": tiny.model, "optimizer": tiny.optimizer}
+    parts |= {"scheduler": tiny.scheduler, "ema": None, "extra_state": None}
+
+    def values() -> dict[str, Any]:
+        return values_of(checkpoints.state_in_memory(**parts, run_config={}))
+
+    def tensors() -> list[torch.Tensor]:
+        # Random states are new tensors each time.
+        return content_of({k: v for k, v in values().items() if k != "rng_state"}).tensors
+
+    snapshot = SnapshotFile(tmp_path / "file").write(1, content_of(values()))
+    checkpoints.restore(snapshot.state(), **parts)
+    before = [tensor.clone() for tensor in tensors()]
+    snapshot.content.zero_()
+    after = tensors()
+    assert len(after) == len(before) > 20
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@ranks(timeout=60)
+def test_what_this_layout_cannot_use_is_discarded(context: Any, tmp_path: Path) -> None:
+    store = MemoryCheckpoints(tmp_path, 1, Machines.of(tmp_path, context), context)
+    for iteration in (1, 2):
+        store.take(iteration, {"value": torch.ones(3)}, {}, {})
+    other = {"rank": 1, "layout": {"of": "another version"}, "run": ""}
+    own_files(tmp_path, 1).turn().write(2, content_of("state"), other)
+    chosen = Recovery(store, context).newest(0)
+    assert chosen is not None and [held.rank for held in chosen] == [0]
+    store.discard_others(1)
+    assert [path.name for path in store._paths()] == ["rank_00000.0", "rank_00000.1"]
+    assert [found.iteration for _, found in store.listed()] == [1]
 
 
 def test_a_killed_streaming_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:

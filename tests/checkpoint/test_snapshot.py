@@ -45,13 +45,13 @@ def test_a_snapshot_holds_the_bits_of_the_state(tmp_path: Path) -> None:
     state = a_state()
     content = content_of(state)
     pair = SnapshotPair(tmp_path, "rank0")
-    taken = pair.take(7, [content, content_of("more")])
-    assert pair.take(8, [content]).iteration == 8
+    taken = pair.turn().write(7, content)
+    assert pair.turn().write(8, content).iteration == 8
     read = pair.whole()
     assert [snapshot.iteration for snapshot in read] == [8, 7]
     assert read[1].digest == taken.digest and all(snapshot.is_intact() for snapshot in read)
-    found, more = read[1].states()
-    assert more == "more" and found["progress"] == state["progress"]
+    found = read[1].state()
+    assert found["progress"] == state["progress"]
     assert found["model"]["weight"].global_offset == state["model"]["weight"].global_offset
     assert torch.equal(found["model"]["weight"].data, state["model"]["weight"].data)
     for got, wanted in zip(found["moments"], state["moments"], strict=True):
@@ -71,7 +71,7 @@ def test_parts_of_a_tensor_are_copied_once(tmp_path: Path) -> None:
     whole = torch.randn(1000)
     content = content_of([whole[10:20], whole, whole, whole.view(10, 100), whole[::2]])
     assert len(content.tensors) == 2 and content.num_bytes == 4032 + 2048
-    state = SnapshotFile(tmp_path / "file").write(1, [content]).state()
+    state = SnapshotFile(tmp_path / "file").write(1, content).state()
     for found, wanted in zip(state, (whole[10:20], whole, whole, whole, whole[::2]), strict=True):
         assert torch.equal(found.reshape(-1), wanted)
 
@@ -80,7 +80,8 @@ def write_for_ever(folder: Path, start: int) -> None:
     pair, value = SnapshotPair(folder, "rank0"), torch.zeros(400_000)
     for iteration in range(start, start + 10**6):
         value.fill_(iteration)
-        pair.take(iteration, [content_of({"value": value, "of": "x" * (iteration % 5000)})])
+        content = content_of({"value": value, "of": "x" * (iteration % 5000)})
+        pair.turn().write(iteration, content)
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot(shared_memory: Path) -> No
 def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     value = torch.zeros(300_000)
     content = content_of({"value": value, "text": "x" * 100})
-    snapshot = SnapshotPair(tmp_path, "rank0").take(1, [content])
+    snapshot = SnapshotFile(tmp_path / "file").write(1, content)
     for place in (0, 123_457, 4 * len(value) - 1, snapshot.num_bytes - 1):
         snapshot.content[place] ^= 64
         assert not snapshot.is_intact()
@@ -130,15 +131,21 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     assert snapshot.is_intact()
 
 
-def test_what_is_no_whole_snapshot_is_not_read(tmp_path: Path) -> None:
+def test_what_is_no_whole_snapshot_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = SnapshotFile(tmp_path / "file")
     assert file.read() is None
     for damage in (b"", b"\0" * 5000, b"\x20" + b"\0" * 7 + b"no json" * 100):
         (tmp_path / "file").write_bytes(damage)
         assert file.read() is None
-    SnapshotFile(tmp_path / "other").write(1, [content_of(torch.zeros(10**5))])
+    SnapshotFile(tmp_path / "other").write(1, content_of(torch.zeros(10**5)))
+    assert SnapshotFile(tmp_path / "other").read() is not None
     (tmp_path / "file").write_bytes((tmp_path / "other").read_bytes()[:50_000])
     assert file.read() is None
+    # Nor is one of another user.
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    assert SnapshotFile(tmp_path / "other").read() is None
 
 
 def test_a_folder_without_room_is_told(shared_memory: Path) -> None:

@@ -56,7 +56,9 @@ def test_folders_of_killed_runs_are_removed_once_they_are_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "_SECONDS_UNTIL_STALE", 60.0)
-    names = "old", "held", "young", f"{os.getpid()}_of_agent", f"{2**30}_of_agent"
+    # The last one is of an earlier process with the id of the one before.
+    agents = host._name_of_agent(os.getpid()), f"{os.getpid()}_1_of_agent"
+    names = "old", "held", "young", *agents
     folders = [tmp_path / f"{host._PREFIX}{name}" for name in names]
     for folder in folders:
         folder.mkdir()
@@ -78,7 +80,7 @@ def test_a_folder_that_others_may_open_is_not_joined(
     monkeypatch.setattr(host, "Path", lambda _: tmp_path)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("RANK", "0")
-    folder = tmp_path / f"{host._PREFIX}{os.getppid()}_of_agent"
+    folder = tmp_path / f"{host._PREFIX}{host._name_of_agent(os.getppid())}"
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     for make in (lambda: folder.symlink_to(tmp_path / "elsewhere"), lambda: folder.mkdir()):
         make()

@@ -67,7 +67,8 @@ class Snapshots:
         """Reserve the memory of all snapshots, and print how much; called before the first step.
 
         A run that has come back with another number of replicas takes its first snapshots now, in
-        the place of those that it comes from.
+        the place of those that it comes from. Snapshots of later steps are discarded: they are of
+        another run, or some ranks lack them.
         """
         for store in self._run.stores:
             state = self.state()
@@ -80,7 +81,8 @@ class Snapshots:
                 )
             if store.is_behind:
                 store.take(self._run.progress.iteration, *state)
-                store.discard_others(self._run.progress.iteration)
+                store.wait()
+            store.discard_others(self._run.progress.iteration)
 
     def take_if_due(self) -> None:
         """Take the snapshots that are due after this step."""
@@ -94,10 +96,12 @@ class Snapshots:
                     store.take(iteration, *state)
 
     def end(self) -> None:
-        """Complete the copies, and remove what does not stay; called after the last checkpoint."""
+        """Complete the copies; called after the last step.
+
+        The snapshots are there until the run's last checkpoint is written.
+        """
         for store in self._run.stores:
             store.close()
-            store.remove()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return the state, the counters and the configuration to keep, as they are now."""

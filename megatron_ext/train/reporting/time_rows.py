@@ -27,6 +27,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import say_to_stderr
 from megatron_ext.faults.board import START, Board
 from megatron_ext.faults.host import generation, host_folder
+from megatron_ext.faults.process import ticks_at_start
 from megatron_ext.faults.recorder import BOARD, Recorder
 from megatron_ext.train.reporting.files import METRICS_FILE, as_json
 from megatron_ext.train.reporting.goodput import ENDED, LAUNCHED, PREFIX, TIME, is_launch
@@ -67,16 +68,12 @@ def launch_of(argv: Sequence[str]) -> Launch:
 
 
 def _start_of(pid: int) -> float:
-    """Return when a process started, in seconds since the epoch; now, if the system hides it.
-
-    psutil's answer is exact to a second only, as the kernel tells the time of the boot so.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
-    except (OSError, ValueError, IndexError, AttributeError):
+    """Return when a process started, in seconds since the epoch; now, if the system hides it."""
+    ticks = ticks_at_start(pid)
+    if ticks is None:
         return time.time()
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 class TimeRows:
