@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -77,7 +78,12 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0 if all(result.survived for result in results) else 1
+    survived = all(result.survived for result in results)
+    if survived and not args.folder:
+        shutil.rmtree(folder)
+    else:
+        print(f"> the runs are kept in {folder}")
+    return 0 if survived else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=WEIGHT.number, help="train so long with faults by chance")
     add("--per-minute", type=WEIGHT.number, default=1.0, help="faults a minute, of --minutes (1)")
     add("--program", choices=PROGRAMS, default="pretrain_gpt.py", help="whose flags follow")
-    add("--folder", help="keep all runs there; default: a temporary folder")
+    add("--folder", help="keep all runs there; default: only failed ones are kept")
     add("--json", type=Path, help="write the table to this file")
     add("--plot", type=Path, help="draw goodput against the rate of faults to this PNG")
     return parser

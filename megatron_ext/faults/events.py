@@ -30,10 +30,13 @@ def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
     line = json.dumps({k: _plain(v) for k, v in known.items() if v is not None}, allow_nan=False)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(Path(folder) / EVENTS_FILE, flags, 0o666)
         try:
-            os.write(descriptor, f"{line}\n".encode())
+            size = os.fstat(descriptor).st_size
+            # A line that a full disk has cut must not spoil this one.
+            cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
+            os.write(descriptor, f"{chr(10) if cut else ''}{line}\n".encode())
         finally:
             os.close(descriptor)
     except OSError as error:

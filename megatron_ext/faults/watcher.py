@@ -170,3 +170,15 @@ class Watcher:
             states=states,
             resident=dict(self.resident),
         )
+
+
+def open_watcher(folder: Path | None, num_ranks: int, minutes: float) -> Watcher | None:
+    """Return a watcher; None without a host folder, or if its memory is not enough for a board.
+
+    ``minutes`` is the longest silence in phases without a usual length.
+    """
+    try:
+        limits = Limits(boundless=60.0 * minutes)
+        return None if folder is None else Watcher(folder, num_ranks, limits)
+    except OSError:
+        return None

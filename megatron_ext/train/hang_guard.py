@@ -20,9 +20,9 @@ from megatron_ext.faults.board import Slot, Word
 from megatron_ext.faults.events import append_event
 from megatron_ext.faults.host import generation, host_folder
 from megatron_ext.faults.postmortem import start_drawing, write_postmortem
-from megatron_ext.faults.watch import Fault, Limits, Verdict
+from megatron_ext.faults.watch import Fault, Verdict
 from megatron_ext.faults.watchdog import watchdog
-from megatron_ext.faults.watcher import Watcher
+from megatron_ext.faults.watcher import Watcher, open_watcher
 from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
 
 _SECONDS_BETWEEN_LOOKS = 0.25
@@ -42,11 +42,12 @@ def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
 def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
     """Watch the ranks of this machine in a thread, if torchrun may start them again."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if folder is None or not restarts:
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    minutes = config.parallel.distributed_timeout_minutes
+    watcher = open_watcher(folder, size, minutes) if restarts else None
+    if watcher is None:
         yield
         return
-    limits = Limits(boundless=60 * config.parallel.distributed_timeout_minutes)
-    watcher = Watcher(folder, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), limits)
     over = threading.Event()
     guard = _Guard(watcher, config.checkpoint.save, over)
     thread = threading.Thread(target=guard.run, name="hang guard", daemon=True)

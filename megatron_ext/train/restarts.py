@@ -23,8 +23,7 @@ from megatron_ext.errors import MegatronExtError
 from megatron_ext.faults.events import append_event
 from megatron_ext.faults.host import GENERATION_VARIABLE, host_folder
 from megatron_ext.faults.postmortem import start_drawing
-from megatron_ext.faults.watch import Limits
-from megatron_ext.faults.watcher import Watcher
+from megatron_ext.faults.watcher import open_watcher
 from megatron_ext.train.elastic import (
     ask_to_resize,
     forget_resize,
@@ -170,10 +169,7 @@ class _Launcher:
         self._folder, self._timeout_minutes = folder, timeout_minutes
         self._size = self._wanted = policy.world_sizes[0]
         self._last_wish = policy.wish()  # of an earlier run, and so of no meaning
-        self._watcher: Watcher | None = None
-        if folder is not None:
-            limits = Limits(boundless=60 * timeout_minutes)
-            self._watcher = Watcher(folder, self._size, limits)
+        self._watcher = open_watcher(folder, self._size, timeout_minutes)
         self._drawings: list[subprocess.Popen[bytes]] = []
         self._history = History(policy.max_restarts)
         self._generation = 0

@@ -5,6 +5,8 @@ import math
 import os
 from pathlib import Path
 
+import pytest
+
 from megatron_ext.faults.events import EVENTS_FILE, append_event, read_events
 
 
@@ -33,11 +35,12 @@ def test_lines_are_strict_json_without_what_is_not_known(tmp_path: Path) -> None
     assert event == {"kind": "non_finite", "norm": "nan", "groups": [[1, "inf"]]}
 
 
-def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", ['{"kind": "sav', '{"kind": "sav\n7\n'])
+def test_a_torn_line_is_left_out_and_the_next_one_is_not(torn: str, tmp_path: Path) -> None:
     assert read_events(tmp_path) == []
     append_event(tmp_path, "restart", generation=1)
     with (tmp_path / EVENTS_FILE).open("a") as file:
-        file.write('{"kind": "sav\n7\n')
+        file.write(torn)
     append_event(tmp_path, "saved", iteration=3)
     assert [event["kind"] for event in read_events(tmp_path)] == ["restart", "saved"]
 

@@ -15,6 +15,7 @@ from megatron_ext.faults.slow import SlowRanks, own_times
 from megatron_ext.faults.waits import blame
 from megatron_ext.faults.watch import Fault, Limits, Verdict, verdicts
 from megatron_ext.faults.watchdog import Evidence
+from megatron_ext.faults.watcher import open_watcher
 
 LIMITS = Limits(floor=5.0, steps=2.0, busy=5.0, boundless=600.0)
 ALIVE, STOPPED = ProcessState(), ProcessState(stopped=True)
@@ -92,6 +93,13 @@ def test_a_kill_for_memory_is_told_by_the_counters(tmp_path: Path, counter: str)
     path.write_text("oom 4\noom_kill 4\n")
     assert kills.happened()
     assert not kills.happened()
+
+
+def test_a_run_without_memory_for_a_board_goes_without_a_watcher(tmp_path: Path) -> None:
+    assert open_watcher(None, 1, 10.0) is None
+    assert open_watcher(tmp_path / "missing", 1, 10.0) is None
+    watcher = open_watcher(tmp_path, 2, 10.0)
+    assert watcher is not None and watcher.limits.boundless == 600.0
 
 
 def test_a_kill_for_memory_elsewhere_on_the_machine_is_none_of_this_control_group(

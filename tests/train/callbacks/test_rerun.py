@@ -21,6 +21,8 @@ LAYOUTS = {
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --bf16"),
     "mtp": (1, "--mtp-num-layers 1 --bf16"),
     "fp8": (1, "--bf16 --ffn-hidden-size 96 --fp8-format hybrid --fp8-recipe delayed"),
+    "sharded": (2, "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads "
+                "--overlap-grad-reduce --overlap-param-gather --bf16"),
     "tp2pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }  # fmt: skip
 
