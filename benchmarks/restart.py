@@ -91,10 +91,10 @@ def measure(kind: str, faults: int, ranks: int, flags: list[str]) -> dict[str, l
             code = train(task, words)
         assert code == 0, shown.getvalue()[-4000:]
         events = read_events(name)
+        after = {(event["kind"], event.get("generation")): event["time"] for event in events}
         found: dict[str, list[float]] = {"seen": [], "begun": [], "ended": []}
         for number in range(faults):
             struck = float((Path(name) / f"struck_{number}").read_text())
-            after = {(event["kind"], event["generation"]): event["time"] for event in events}
             found["seen"].append(after["fault", number] - struck)
             found["begun"].append(after["restart", number + 1] - struck)
             stepped = float((Path(name) / f"stepped_{number + 1}").read_text())
