@@ -76,6 +76,15 @@ def _name_of_agent(agent: int) -> str:
     return f"{agent}_{ticks_at_start(agent)}{_OF_AGENT}"
 
 
+def leave_host_folder() -> None:
+    """Remove the host folder of a rank that has failed, unless torchrun starts it again."""
+    folder = host_folder()
+    used, most = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+    is_last = int(os.environ.get(used, "0")) >= int(os.environ.get(most, "0"))
+    if folder is not None and is_last:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _make(name: str | None) -> tuple[Path | None, int]:
     """Make or open the folder called ``name``, by default a new one; return it with its lock."""
     fault: OSError | None = None

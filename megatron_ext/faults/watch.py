@@ -28,7 +28,8 @@ class Limits:
     Attributes:
         floor: seconds of silence that are never called a hang, unless a rank is stopped.
         steps: step times of silence that are called a hang.
-        busy: factor of this limit while a rank computes, as its step may only be a long one.
+        busy: factor of this limit while a rank computes or reads data, as its step may only be a
+            long one, and its storage only slow.
         boundless: seconds of silence in phases without a usual length.
     """
 
@@ -96,4 +97,5 @@ def limit_of(
         return limit
     if unknown:
         return max(limits.boundless, limit)
-    return limit * limits.busy if busy else limit
+    reads = any(record.phase == "data" for record in going_on)
+    return limit * limits.busy if busy or reads else limit

@@ -22,12 +22,13 @@ import torch
 
 from megatron_ext.device import Device
 from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
-from megatron_ext.faults.host import shared_host_folder
+from megatron_ext.faults.host import leave_host_folder, shared_host_folder
 from megatron_ext.parallel.context import NoAnswer, contact_fault
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
     EXIT_CODE_NO_ANSWER,
     EXIT_CODE_NO_MEMORY,
+    EXIT_CODE_RESIZED,
     EXIT_CODE_USER_ERROR,
 )
 from megatron_ext.train.generation import follow_earlier_process
@@ -136,6 +137,8 @@ def launch(
             follow_earlier_process()
         code = run_rank(main)
         if code:
+            if code != EXIT_CODE_RESIZED:
+                leave_host_folder()
             _leave(code)
         return code
     if device.kind == "cuda" and (nproc_per_node > 1 or policy is not None):

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.faults import host
-from megatron_ext.faults.host import generation, host_folder, shared_host_folder
+from megatron_ext.faults.host import (
+    generation,
+    host_folder,
+    leave_host_folder,
+    shared_host_folder,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +55,18 @@ def test_ranks_of_one_agent_share_a_folder_that_outlives_a_failed_worker() -> No
     assert names == "['1', 'lock']\n"
     assert worker(0) == f"{folder} ['0', '1', 'lock']\n"
     assert not Path(folder).exists()
+
+
+def test_the_last_failure_under_torchrun_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(host.FOLDER_VARIABLE, str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    for count, stays in ((0, True), (1, True), (2, False)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        leave_host_folder()
+        assert (tmp_path / "run").exists() is stays
 
 
 def test_folders_of_killed_runs_are_removed_once_they_are_old(

@@ -69,6 +69,13 @@ def test_a_rank_that_computes_has_more_time() -> None:
     assert verdicts(board, 126.0, states(ALIVE, ALIVE), LIMITS, busy=True) != []
 
 
+def test_a_rank_that_waits_for_storage_has_more_time() -> None:
+    board = [record(0, 100.0, "data"), record(1, 100.0, "reduce")]
+    assert verdicts(board, 124.0, states(ALIVE, ALIVE), LIMITS) == []
+    assert verdicts(board, 126.0, states(ALIVE, ALIVE), LIMITS) != []
+    assert verdicts(board, 106.0, states(STOPPED, ALIVE), LIMITS) != []
+
+
 def test_stopped_and_dead_ranks_are_named() -> None:
     board = [record(0, 100.0), record(1, 99.0)]
     [hangs] = verdicts(board, 106.0, states(ALIVE, STOPPED), LIMITS)

@@ -108,5 +108,10 @@ class Campaign:
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / name
+        if folder.exists():
+            raise ConfigError(
+                f"The folder {folder} holds a run of an earlier call; give another `--folder`, or "
+                "remove it."
+            )
         folder.mkdir(parents=True)
         return folder

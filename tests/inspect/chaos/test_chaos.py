@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.faults.inject import Fault
 from megatron_ext.inspect.chaos.campaign import Campaign
 from megatron_ext.inspect.chaos.outcome import Result
@@ -56,6 +57,13 @@ def test_kills_in_a_save_and_in_the_restarts_after_it_are_survived(campaign: Cam
     )
     case = Case(layout, 0, faults, steps=12)
     assert problems([campaign.run(case)]) == []
+
+
+def test_a_folder_of_earlier_runs_is_refused(tmp_path: Path) -> None:
+    case = Case(parse_layout("dp2"), 0, (), steps=3)
+    (tmp_path / "dp2_3_undisturbed").mkdir()
+    with pytest.raises(ConfigError, match="holds a run of an earlier call; give another"):
+        Campaign(TEXT, WORDS, tmp_path).truth(case)
 
 
 FEATURES = {
