@@ -296,13 +296,6 @@ class CheckpointManager:
             self._base = adapters.FrozenBase.at(path, average=averaged)
         return _told(found, common, notes)
 
-    def _found(self) -> CheckpointRef | None:
-        """Return the checkpoint that the flags choose, with verified files."""
-        found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
-        if found is not None:
-            storage.verify(found, self._context)
-        return found
-
     def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
         """Load the frozen weights under a checkpoint's adapters from ``--pretrained-checkpoint``.
 

@@ -20,6 +20,7 @@ from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.checkpoint.stored import (
     CheckpointRef,
     Damaged,
+    cause_of,
     fault_of,
     find,
 )
@@ -137,7 +138,7 @@ class Resume:
         except CheckpointError as error:
             if not self._passes_over:
                 raise
-            self._damaged[found.path] = str(error)
+            self._damaged[found.path] = cause_of(error)
             self._tell([found.path])
             return False
         return True

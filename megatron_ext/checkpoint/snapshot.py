@@ -383,8 +383,3 @@ class SnapshotPair:
         file = self.files[self._next]
         self._next = 1 - self._next
         return file
-
-    def whole(self) -> list[Snapshot]:
-        """Return the whole snapshots, the newest first; their digests are not checked."""
-        found = [snapshot for file in self.files if (snapshot := file.read()) is not None]
-        return sorted(found, key=lambda snapshot: -snapshot.iteration)

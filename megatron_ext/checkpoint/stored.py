@@ -43,11 +43,28 @@ def check_files(
     listed = files.read_manifest(found.path) or {}
     fault = files.checksum_fault(found.path, listed, own(listed))
     if fault is not None:
-        raise CheckpointError(refusal(found.root, found.iteration, fault))
+        error = DamagedFile(refusal(found.root, found.iteration, fault))
+        error.fault = fault
+        raise error
+
+
+class DamagedFile(CheckpointError):
+    """A file of a checkpoint that does not match its checksum.
+
+    Attributes:
+        fault: what is wrong with which file, without advice on what to do.
+    """
+
+    fault = ""
 
 
 Damaged = dict[Path, str]
 """By folder of a checkpoint that is passed over, what is wrong with it."""
+
+
+def cause_of(error: CheckpointError) -> str:
+    """Return why a checkpoint is passed over, which needs no advice."""
+    return error.fault if isinstance(error, DamagedFile) else str(error).rstrip(".")
 
 
 def passes_over_damaged(config: CheckpointConfig) -> bool:
@@ -66,7 +83,7 @@ def find_intact(
         except CheckpointError as error:
             if damaged is None:
                 raise
-            damaged[found.path] = str(error)
+            damaged[found.path] = cause_of(error)
         else:
             return found
     return None

@@ -199,7 +199,8 @@ def test_what_is_lost_decides_from_where_a_run_goes_on(
             refused = [x for x in read_events(tmp_path / name) if x["kind"] == "checkpoint_refused"]
             assert [event["iteration"] for event in refused] == [4] * wanted.endswith("point 2")
             for event in refused:
-                assert "__1_" in event["cause"] and f"> {event['path']} is passed over" in shown.out
+                assert "__1_" in event["cause"] and "give `" not in event["cause"]
+                assert f"> {event['path']} is passed over" in shown.out
         for ranks in (1, 4):
             told, found = go_on(flags, killed, ranks, f"with {ranks}", lambda *_: None)
             assert told == "memory 4"
