@@ -27,6 +27,17 @@ PYTHON = """#!/usr/bin/env bash
 if [[ "$*" == *pretrain_gpt.py* ]]; then exec {python} "$@" $TINY; fi
 exec {python} "$@"
 """
+FAILING = """#!/usr/bin/env bash
+# Ends as nodes do that get SIGTERM, after one of them has left the exit code $TINY.
+case "$*" in
+    *megatron_ext.train.torchrun*)
+        if [[ "$TINY" ]]; then
+            mkdir -p "$MEGATRON_EXT_EXIT_CODES" && echo "$TINY" > "$MEGATRON_EXT_EXIT_CODES/node"
+        fi
+        exit 143 ;;
+    *exit_codes*) exec {python} "$@" ;;
+esac
+"""
 SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
     "show hostnames") echo localhost ;;
@@ -55,9 +66,9 @@ sys.exit(max(128 - code if code < 0 else code for code in codes))
 class Slurm:
     """Runs the job script as Slurm does, and queues it again when it asks for that."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
-        self._folder, self._words, self._restarts = folder, words, 0
-        programs = {"python": PYTHON, "scontrol": SCONTROL, "srun": SRUN}
+    def __init__(self, folder: Path, *words: str, python: str = PYTHON, restarts: int = 0) -> None:
+        self._folder, self._words, self._restarts = folder, words, restarts
+        programs = {"python": python, "scontrol": SCONTROL, "srun": SRUN}
         (folder / "bin").mkdir()
         for name, text in programs.items():
             path = folder / "bin" / name
@@ -114,6 +125,17 @@ def _named(job: psutil.Process, word: str) -> list[psutil.Process]:
         if any(word in given for given in words[:4]) and "srun" not in words[1]:
             found.append(process)
     return found
+
+
+@pytest.mark.parametrize(
+    ("left", "restarts", "again"), [("", 10, True), ("1", 9, True), ("1", 10, False)]
+)
+def test_only_the_time_limit_queues_a_job_again_without_end(
+    left: str, restarts: int, again: bool, tmp_path: Path
+) -> None:
+    slurm = Slurm(tmp_path, "data", "none", str(tmp_path), python=FAILING, restarts=restarts)
+    code, shown = slurm.run(lambda job: None, left)
+    assert (code, slurm.queued_again()) == (EXIT_CODE_SIGNAL, again), shown
 
 
 @pytest.mark.slow
