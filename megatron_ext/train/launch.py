@@ -22,7 +22,8 @@ import torch
 
 from megatron_ext.device import Device
 from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
-from megatron_ext.faults.host import leave_host_folder, shared_host_folder
+from megatron_ext.faults.host import host_folder, leave_host_folder, shared_host_folder
+from megatron_ext.faults.watcher import open_watcher
 from megatron_ext.parallel.context import NoAnswer, contact_fault
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
@@ -31,11 +32,11 @@ from megatron_ext.train.exit_codes import (
     EXIT_CODE_RESIZED,
     EXIT_CODE_USER_ERROR,
 )
+from megatron_ext.train.fault_supervisor import TellingSupervisor
 from megatron_ext.train.generation import follow_earlier_process
 from megatron_ext.train.restarts import RestartPolicy, supervise
 from megatron_ext.train.supervisor import (
     SignalForwarder,
-    Supervisor,
     held_signals,
     release_signals,
 )
@@ -126,11 +127,12 @@ def launch(
     device: Device,
     timeout_minutes: float = 10,
     policy: RestartPolicy | None = None,
+    save: str | None = None,
 ) -> int:
     """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
 
     Starts ``nproc_per_node`` ranks unless torchrun has started them already, and starts them again
-    after a fault as ``policy`` says.
+    after a fault as ``policy`` says. Faults are told in the folder ``save``.
     """
     if "RANK" in os.environ:
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -151,7 +153,7 @@ def launch(
     if policy is not None:
         return supervise(_forked, policy, timeout_minutes=timeout_minutes)
     if nproc_per_node > 1:
-        return fork_ranks(main, nproc_per_node, timeout_minutes=timeout_minutes)
+        return fork_ranks(main, nproc_per_node, timeout_minutes=timeout_minutes, save=save)
     ours = _environment(0, 1)
     before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
@@ -193,10 +195,16 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def fork_ranks(main: Main, world_size: int, *, timeout_minutes: float = 10) -> int:
-    """Fork ranks, run ``main`` on each, and return the first failed rank's exit code, or 0."""
+def fork_ranks(
+    main: Main, world_size: int, *, timeout_minutes: float = 10, save: str | None = None
+) -> int:
+    """Fork ranks, run ``main`` on each, and return the first failed rank's exit code, or 0.
+
+    Where the ranks have a host folder they are watched, and faults are told in the folder ``save``.
+    """
+    watcher = open_watcher(host_folder(), world_size, timeout_minutes)
     with SignalForwarder() as forwarder, _forked(main, world_size, forwarder, {}):
-        return Supervisor(forwarder, timeout_minutes).wait()
+        return TellingSupervisor(forwarder, timeout_minutes, watcher=watcher, save=save).wait()
 
 
 @contextmanager

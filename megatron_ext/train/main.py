@@ -157,6 +157,7 @@ def main(
             policy=RestartPolicy.of_run(
                 config, sizes, lambda size: partial(program_of, task, configure(size))
             ),
+            save=config.checkpoint.save,
         )
     return end.exit_code
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from megatron_ext.checkpoint.run_record import RUN_VARIABLE
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.faults.events import append_event
 from megatron_ext.faults.host import GENERATION_VARIABLE, host_folder
 from megatron_ext.faults.postmortem import start_drawing
 from megatron_ext.faults.watcher import open_watcher
@@ -196,6 +195,7 @@ class _Launcher:
                 self._timeout_minutes,
                 watcher=self._watcher,
                 save=self._policy.save,
+                generation=self._generation,
                 look_for_wish=self._look_for_wish,
             )
             if self._forwarder.asked is not None:
@@ -213,14 +213,10 @@ class _Launcher:
             self._generation += 1
 
     def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
-        """Note a fault; return `_GO_ON` if the run goes on, or the exit code with which it ends."""
+        """Count a fault; return `_GO_ON` if the run goes on, else the exit code of its end."""
         if postmortem is not None and (drawing := start_drawing(postmortem)) is not None:
             self._drawings.append(drawing)
         history, policy = self._history, self._policy
-        facts = {"rank": fault.rank, "cause": fault.cause, "where": fault.where}
-        facts |= {"iteration": fault.iteration, "generation": self._generation}
-        facts |= {"postmortem": None if postmortem is None else postmortem.name}
-        append_event(policy.save, "fault", **facts, seen_after=fault.seen_after)
         if self._forwarder.asked is not None:
             return code
         history.add(fault)
