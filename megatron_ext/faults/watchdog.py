@@ -1,8 +1,10 @@
 """The watchdog of a rank: a thread that answers requests of watchers while the rank itself hangs.
 
 It sleeps in the operating system until someone writes to its pipe in the host folder, and costs
-nothing until then. Python stacks need no thread: a signal makes faulthandler write them, also while
-a call into a library holds the interpreter. A stopped process answers neither.
+nothing until then. A Python stack needs no thread: a signal makes faulthandler write it, also while
+a call into a library holds the interpreter. It is the main thread's only, which stands still while
+it runs the handler; to read the frames of a thread that goes on can end the process. A stopped
+process answers neither.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
     thread = threading.Thread(target=_answer, args=(descriptor, folder, rank), daemon=True)
     # Appended to, as a watcher empties the file before it asks.
     with _stack(folder, rank).open("a") as stacks, _crash(folder, rank).open("w") as crash:
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False, chain=False)
         faulthandler.enable(file=crash, all_threads=True)
         thread.start()
         try:

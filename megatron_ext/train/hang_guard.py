@@ -1,8 +1,8 @@
-"""Ends a hang of ranks that torchrun has started, whose agent sees only processes that have ended.
+"""Tells hangs and slow ranks where torchrun has started the ranks, and ends hangs if it restarts.
 
-A thread of each rank looks at the board of its machine. Of those that can, the lowest rank writes
-the post-mortem and kills the ranks that stopped first, so that torchrun starts the ranks again. It
-also tells of slow ranks.
+torchrun's agent sees only processes that have ended, so a thread of each rank looks at the board of
+its machine. Of those that can, the lowest rank writes the post-mortem and, if torchrun starts ranks
+again, kills those that stopped first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECONDS_OF_A_SIGN = 2.0
 
 @contextmanager
 def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
-    """Let a watcher ask this rank what it does; if torchrun starts ranks again, be one as well."""
+    """Let a watcher ask this rank what it does; if torchrun has started it, be one as well."""
     folder = host_folder()
     with watchdog(folder, rank), _watching(config, folder):
         yield
@@ -40,11 +40,10 @@ def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
-    """Watch the ranks of this machine in a thread, if torchrun may start them again."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    minutes = config.parallel.distributed_timeout_minutes
-    watcher = open_watcher(folder, size, minutes) if restarts else None
+    """Watch the ranks of this machine in a thread, if torchrun has started them."""
+    minutes, size = config.parallel.distributed_timeout_minutes, os.environ.get("LOCAL_WORLD_SIZE")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    watcher = open_watcher(folder, int(size or 1), minutes) if by_torchrun else None
     if watcher is None:
         yield
         return
@@ -66,17 +65,20 @@ class _Guard:
         self._watcher, self._save, self._over = watcher, save, over
         self._place = int(os.environ.get("LOCAL_RANK", "0"))
         self._slot: Slot = watcher.board.slot(self._place)
+        self._ends_hangs = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
     def run(self) -> None:
-        """Look until the run is over on this rank, or until a hang has been ended."""
+        """Look until the run is over on this rank; tell slow ranks, and one hang."""
+        told = False
         while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
+            # Also after a hang has been told, as another rank would tell it again otherwise.
             self._slot.set(Word.LOOKED, time.monotonic_ns())
             hangs = [v for v in self._watcher.look() if v.fault is Fault.HANG]
-            if not self._is_my_turn():
+            if told or not self._is_my_turn():
                 continue
-            if hangs and self._end(hangs[0]):
-                return
-            if not hangs:
+            if hangs:
+                told = self._tell(hangs[0])
+            else:
                 self._watcher.tell_slow_ranks(self._save)
 
     def _is_my_turn(self) -> bool:
@@ -85,8 +87,11 @@ class _Guard:
         lower = (self._watcher.board.read_slot(place, 1) for place in range(self._place))
         return not any(record is not None and record.looked > since for record in lower)
 
-    def _end(self, hang: Verdict) -> bool:
-        """Kill the ranks of this machine that stopped first; return whether there are any."""
+    def _tell(self, hang: Verdict) -> bool:
+        """Tell of the ranks of this machine that stopped first; return whether there are any.
+
+        They are killed if torchrun then starts the ranks again.
+        """
         case = self._watcher.investigate(hang)
         culprits = [record for record in case.board if record.rank in case.blame.ranks]
         if not culprits:
@@ -107,7 +112,7 @@ class _Guard:
         print(f"> {case.sentence}", flush=True)
         if folder is not None:
             start_drawing(folder)
-        for record in culprits:
+        for record in culprits if self._ends_hangs else ():
             if record.pid == os.getpid():
                 os._exit(EXIT_CODE_NO_ANSWER)
             with suppress(ProcessLookupError):
