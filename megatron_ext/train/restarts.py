@@ -218,7 +218,7 @@ class _Launcher:
             self._drawings.append(drawing)
         history, policy = self._history, self._policy
         if self._forwarder.asked is not None:
-            return code
+            return 128 + self._forwarder.asked
         history.add(fault)
         told = f"rank {fault.rank} has failed ({fault.cause})"
         if fault.iteration:
