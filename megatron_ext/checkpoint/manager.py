@@ -21,6 +21,7 @@ from megatron_ext.checkpoint.background import BackgroundSaves
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
+from megatron_ext.checkpoint.remote import bring, remote_of
 from megatron_ext.checkpoint.state import EMA, Chunks, ExtraState, LoadedCheckpoint, chunk_keys
 from megatron_ext.checkpoint.stored import (
     RUN_CONFIG,
@@ -116,6 +117,9 @@ class CheckpointManager:
         if background is None:
             what = f"{root / publish.BEST_TRACKER} not written"
             on_first_rank(lambda: publish.tidy(root, iteration, config, best, superseded), what)
+            remote = remote_of(config, root)
+            if remote is not None:
+                remote.finish(iteration, config, best, superseded)
         return folder_of(root, iteration)
 
     def _write(
@@ -128,14 +132,20 @@ class CheckpointManager:
     ) -> None:
         """Write and publish a checkpoint; if one rank cannot, all raise a CheckpointError."""
         temporary = publish.temporary_folder_of(root, iteration)
+        remote = remote_of(self._config, root)
         strategy = storage.save_strategy(self._config, self._context.pgs.dp_cp)
         try:
+            if remote is not None:
+                # Machines do not share the staging folder.
+                temporary.mkdir(parents=True, exist_ok=True)
             storage.write_state(state(), temporary, strategy)
             files = storage.describe_written(temporary, progress, run_config)
+            if remote is not None:
+                remote.upload(temporary, iteration, files)
             what = f"{temporary} not published"
             on_first_rank(lambda: publish.publish(root, iteration, files), what)
         except CheckpointError:
-            if self._context.rank == 0:
+            if self._context.rank == 0 or remote is not None:
                 # What is written so far may be what fills the disk.
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -249,10 +259,9 @@ class CheckpointManager:
         if whole:
             self._config = dataclasses.replace(self._config, no_load_optim=False, no_load_rng=False)
         if found is None:
-            found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
+            found = self._found()
             if found is None:
                 return None
-            storage.verify(found, self._context)
         path, notes = found.path, list[str]()
         averaged = self._config.pretrained_average and found.weights_only
         if averaged and not run_state.holds_averages(path):
@@ -295,6 +304,14 @@ class CheckpointManager:
         if self._base is not None and recorded is None:
             self._base = adapters.FrozenBase.at(path, average=averaged)
         return _told(found, common, notes)
+
+    def _found(self) -> CheckpointRef | None:
+        """Return the checkpoint that the flags choose, with verified files."""
+        bring(self._config)
+        found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
+        if found is not None:
+            storage.verify(found, self._context)
+        return found
 
     def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
         """Load the frozen weights under a checkpoint's adapters from ``--pretrained-checkpoint``.

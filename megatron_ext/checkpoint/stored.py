@@ -98,7 +98,7 @@ def find(config: CheckpointConfig, damaged: Damaged | None = None) -> Checkpoint
     """
     if damaged is None and passes_over_damaged(config):
         damaged = {}
-    for folder, step, weights_only in _candidates(config):
+    for folder, step, weights_only in candidates(config):
         root = Path(folder)
         if root.is_file():
             names = ("load", "save", "pretrained_checkpoint")
@@ -129,7 +129,7 @@ def find(config: CheckpointConfig, damaged: Damaged | None = None) -> Checkpoint
     return None
 
 
-def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
+def candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
     """Return the folders to try, in order, each with an iteration and whether to load only weights.
 
     The iteration is None for the latest.

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag, must_divide
 
@@ -14,11 +19,38 @@ STRICTNESS = (
 ).split()
 
 
+_FLAGS_OF_FOLDERS = ("save", "load", "pretrained_checkpoint")
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Split ``s3://bucket/run/iter_0000100`` into ``s3://bucket/run`` and ``iter_0000100``.
+
+    The second part is empty for an address of all checkpoints of a run.
+    """
+    root, _, name = address.rstrip("/").rpartition("/")
+    return (root, name) if re.fullmatch(r"iter_\d{7,}", name) else (address.rstrip("/"), "")
+
+
+def staging_folder(address: str) -> Path:
+    """Return the folder on this machine for what lies at an address of object storage.
+
+    It is in the user's cache folder, which ``XDG_CACHE_HOME`` names, and the same for all runs.
+    """
+    root, name = split_address(address)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    place = hashlib.blake2b(root.encode(), digest_size=8).hexdigest()
+    return cache / "megatron_ext" / place / name
+
+
 @dataclass(frozen=True)
 class CheckpointConfig(Changeable):
     """Saving and loading checkpoints as in Megatron-LM, but any layout can load optimizer state."""
 
-    save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
+    save: str | None = flag(
+        None,
+        "folder for checkpoints, metrics and the loss plot, or an address of object storage, such "
+        "as s3://bucket/run; likewise --load and --pretrained-checkpoint",
+    )
     save_interval: int | None = flag(
         None,
         "save after each multiple of this many steps; without it at the end only",
@@ -105,22 +137,44 @@ class CheckpointConfig(Changeable):
     passes_over_damaged: bool = False
     """A damaged checkpoint is told, and the next older one is loaded, since the run may restart."""
 
+    addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By flag, the address of object storage whose staging folder has taken its place."""
+
     def resolved(self, *, may_restart: bool = False) -> CheckpointConfig:
-        """Return a copy with the task's usual interval if ``--save`` comes without an interval."""
-        found = dataclasses.replace(self, passes_over_damaged=may_restart)
+        """Return a copy with the task's usual interval if ``--save`` comes without an interval.
+
+        Staging folders take the place of addresses.
+        """
+        given = {name: getattr(self, name) or "" for name in _FLAGS_OF_FOLDERS}
+        new = {name: value for name, value in given.items() if "://" in value}
+        folders: dict[str, Any] = {name: str(staging_folder(x)) for name, x in new.items()}
+        folders["addresses"] = {**self.addresses, **new}
+        found = dataclasses.replace(self, passes_over_damaged=may_restart, **folders)
         if self.save is None or self.save_interval is not None:
             return found
         return dataclasses.replace(found, save_interval=self.usual_save_interval)
 
+    def as_given(self) -> CheckpointConfig:
+        """Return a copy with the addresses that the user gave instead of staging folders."""
+        given: dict[str, Any] = dict(self.addresses)
+        return dataclasses.replace(self, **given, addresses={})
+
+    def _address_errors(self) -> Iterator[str]:
+        for name, address in self.as_given().resolved().addresses.items():
+            if address.startswith("memory:"):
+                yield (
+                    f"`--{name.replace('_', '-')}` ({address}) is memory of one process, which "
+                    "the ranks of a run do not share; give a folder, or storage outside the run."
+                )
+            if name == "save" and self.async_save:
+                yield (
+                    f"`--async-save` writes to folders, but `--save` ({address}) is an address of "
+                    "object storage; leave `--async-save` out, or give a mounted folder."
+                )
+
     def errors(self, *, evaluates: bool) -> Iterator[str]:
         """Yield a sentence for each fault; ``evaluates`` says whether the run has evaluations."""
-        for name in ("save", "load", "pretrained_checkpoint"):
-            folder = getattr(self, name) or ""
-            if "://" in folder:
-                yield (
-                    f"`--{name.replace('_', '-')}` ({folder}) is an address of object storage, "
-                    "but checkpoints are folders; mount the storage, and give a folder of it."
-                )
+        yield from self._address_errors()
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."

@@ -87,7 +87,8 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as nested dictionaries and lists, for YAML or JSON."""
-        values = {name: dataclasses.asdict(section) for name, section in self.by_name().items()}
+        sections = self.by_name() | {"checkpoint": self.checkpoint.as_given()}
+        values = {name: dataclasses.asdict(section) for name, section in sections.items()}
         return _plain({**values, "device": self.device})  # type: ignore[no-any-return]
 
     def to_yaml(self) -> str:

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from megatron_ext.checkpoint.background import Helper, ending
 from megatron_ext.checkpoint.compatibility import check_resume
 from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
+from megatron_ext.checkpoint.staging import copy_records, fetched, stage
 from megatron_ext.checkpoint.stored import check_start, read_run_config
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.parser import ParsedArgs, parse_args, read_words
@@ -131,10 +131,11 @@ def main(
         logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
         device, task = select(parsed.config.parallel.distributed_backend), parsed.task
         check_own_flags(task, parsed.config)
+        staged = stage(parsed.config, is_first=first)
         config, assets = preflight(parsed.config, task.preflight)
         configure = partial(_resized, config, task, parse)
         silence_known_warnings(device.kind)
-        for note in (*parsed.notes, *restart_notes(config)) if first else ():
+        for note in (*parsed.notes, *restart_notes(config), *staged) if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:
             return int(first and not print_plan(config, task.cost))
@@ -159,6 +160,7 @@ def main(
             ),
             save=config.checkpoint.save,
         )
+    copy_records(config.checkpoint, is_first=first)
     return end.exit_code
 
 
@@ -178,9 +180,12 @@ def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | Non
     if not asked.get("use_checkpoint_args"):
         return None
     if asked.get("load"):
-        return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
+        step = asked.get("ckpt_step")
+        return read_run_config(fetched("--load", asked["load"], step), step)
     pretrained = asked.get("pretrained_checkpoint")
-    return None if pretrained is None else read_run_config(*root_of(Path(pretrained)))
+    if pretrained is None:
+        return None
+    return read_run_config(*root_of(fetched("--pretrained-checkpoint", pretrained)))
 
 
 def splits_layers(argv: Sequence[str], program: Program, stored: Mapping[str, Any] | None) -> bool:

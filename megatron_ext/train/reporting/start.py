@@ -62,7 +62,8 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
     )
     lines = [f"{STARTED} {layout}", f"> {length}; {step}", f"> model: {named}"]
     on_command_line, elsewhere = dict[str, list[str]](), dict[str, list[str]]()
-    for name, section in config.by_name().items():
+    sections = config.by_name() | {"checkpoint": config.checkpoint.as_given()}
+    for name, section in sections.items():
         for field in changed_fields(section):
             kind = on_command_line if field in given else elsewhere
             kind.setdefault(name, []).append(_as_flag(section, field))

@@ -1,0 +1,377 @@
+"""Checkpoints at an address of object storage, such as ``s3://bucket/run``, through fsspec.
+
+A run writes to a folder on its machine, the staging folder, as if that were its save folder, and
+copies from there. Object storage cannot rename. So a checkpoint is whole there when its manifest,
+which is copied after all other files, lists files that have their sizes. The tracker is copied
+last. What a killed run has copied of a checkpoint has no manifest, and is ignored and removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+import torch
+from fsspec.registry import known_implementations
+
+from megatron_ext.checkpoint import files, publish, storage
+from megatron_ext.checkpoint.files import MANIFEST, TRACKER, Files, folder_of, published
+from megatron_ext.checkpoint.stored import candidates, passes_over_damaged
+from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
+from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PAUSES = (1.0, 4.0)
+"""Seconds before each further attempt, besides those that an implementation makes itself."""
+_LOCK = ".staging.lock"
+
+
+def remote_of(config: CheckpointConfig, folder: Path) -> RemoteFolder | None:
+    """Return the storage that a folder of checkpoints is the staging folder of; None if of none."""
+    for name, address in config.addresses.items():
+        root = split_address(address)[0]
+        if staging_folder(root) == folder.absolute():
+            return _remote(f"--{name.replace('_', '-')}", root, folder)
+    return None
+
+
+@functools.cache
+def _remote(flag: str, address: str, folder: Path) -> RemoteFolder:
+    return RemoteFolder(flag, address, folder)
+
+
+def bring(config: CheckpointConfig) -> None:
+    """Copy what is to be loaded from addresses to every machine; all ranks call this together."""
+    for folder, step, _ in candidates(config):
+        remote = remote_of(config, Path(folder))
+        if remote is not None:
+            fetch = functools.partial(remote.fetch, step, passes_over=passes_over_damaged(config))
+            gather_or_raise(fetch, f"{remote.address} cannot be read")
+
+
+class RemoteFolder:
+    """The checkpoints and records of a run at an address, and the staging folder for them.
+
+    Attributes:
+        flag: the flag that gave the address.
+        root: the staging folder.
+        notes: sentences on what was passed over.
+    """
+
+    def __init__(self, flag: str, address: str, root: Path) -> None:
+        self.flag, self.address, self.root = flag, address, root
+        self.notes: list[str] = []
+        self._copied: dict[str, tuple[int, int]] = {}
+
+    @property
+    def _place(self) -> tuple[Any, str]:
+        """Return the file system, which belongs to this process, and the path of the address."""
+        try:
+            found: tuple[Any, str] = fsspec.core.url_to_fs(self.address)
+        except ImportError as error:
+            scheme = self.address.partition("://")[0]
+            package = known_implementations.get(scheme, {"class": scheme})["class"].split(".")[0]
+            raise CheckpointError(
+                f"`{self.flag}` ({self.address}) needs the package {package}, which is not "
+                f"installed; run `pip install {package}`."
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(
+                f"`{self.flag}` ({self.address}) has a scheme that fsspec does not know; use a "
+                "folder, or a scheme such as s3, gs or az."
+            ) from error
+        return found
+
+    def _tried(self, what: str, work: Callable[[], T]) -> T:
+        """Do work that may fail for a while; raise a CheckpointError if it does not stop failing.
+
+        A missing file stays an OSError.
+        """
+        for pause in (*PAUSES, None):
+            try:
+                return work()
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                if pause is None:
+                    why = storage.one_line(error)
+                    raise CheckpointError(f"{self.address}/{what}: {why}") from error
+                time.sleep(pause)
+        raise AssertionError
+
+    def _entries(self, name: str = "") -> dict[str, dict[str, Any]]:
+        """Return what fsspec knows of the files in a folder there, by name; empty without one."""
+        fs, place = self._place
+        path = f"{place}/{name}".rstrip("/")
+
+        def look() -> list[dict[str, Any]]:
+            fs.invalidate_cache()
+            return list(fs.ls(path, detail=True))
+
+        try:
+            found = self._tried(name, look)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        named = ((entry["name"].strip("/"), entry) for entry in found)
+        # Object storage may list an empty object that stands for the folder itself.
+        return {x.rpartition("/")[2]: entry for x, entry in named if x != path.strip("/")}
+
+    def _read(self, name: str) -> bytes | None:
+        fs, place = self._place
+        try:
+            return bytes(self._tried(name, lambda: fs.cat_file(f"{place}/{name}")))
+        except FileNotFoundError:
+            return None
+
+    def _put(self, path: Path, name: str) -> None:
+        """Copy a file there, and raise a CheckpointError if it does not arrive whole."""
+        fs, place = self._place
+        target, size = f"{place}/{name}", path.stat().st_size
+
+        def put() -> None:
+            if not fs.async_impl:
+                # Object storage has no folders, and may take them for buckets to make.
+                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            fs.put_file(str(path), target)
+            fs.invalidate_cache()
+            arrived = fs.info(target)["size"]
+            if arrived != size:
+                raise OSError(f"{arrived} bytes have arrived instead of {size}")
+
+        try:
+            self._tried(name, put)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.address}/{name}: {storage.one_line(error)}") from error
+
+    def _remove(self, name: str) -> None:
+        """Remove a folder there, its manifest first, so that no part of it passes for a whole."""
+        fs, place = self._place
+        for path, recursive in ((f"{place}/{name}/{MANIFEST}", False), (f"{place}/{name}", True)):
+            try:
+                self._tried(name, functools.partial(fs.rm, path, recursive=recursive))
+            except FileNotFoundError:
+                continue
+
+    def _iterations(self) -> list[int]:
+        """Return the iterations of which anything lies there, in ascending order."""
+        matches = (re.fullmatch(r"iter_(\d{7,})", name) for name in self._entries())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def check_writable(self) -> None:
+        """Raise a CheckpointError if nothing can be written there; remove what killed runs left."""
+        probe = self.root / ".probe"
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("megatron_ext")
+        fs, place = self._place
+        try:
+            self._put(probe, probe.name)
+            self._tried(probe.name, lambda: fs.rm_file(f"{place}/{probe.name}"))
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"`{self.flag}` ({self.address}) cannot be written ({storage.one_line(error)}); "
+                "give an address that can, or the storage's credentials."
+            ) from error
+        finally:
+            probe.unlink()
+        for iteration in self._iterations():
+            name = folder_of(self.root, iteration).name
+            if MANIFEST not in self._entries(name):
+                self._remove(name)
+
+    def upload(self, folder: Path, iteration: int, listed: Files) -> None:
+        """Copy a checkpoint that is not published yet; all ranks call this together.
+
+        Each rank copies the files that it wrote. Then rank 0 copies the others, and the manifest.
+
+        Raises:
+            CheckpointError: on all ranks, if the copy of one fails; no manifest is there then.
+        """
+        name, rank = folder_of(self.root, iteration).name, torch.distributed.get_rank()
+        own = [file for file in listed if file.startswith(f"__{rank}_")]
+        common = [file for file in listed if not file.startswith("__")]
+
+        def put(names: Sequence[str]) -> None:
+            for file in names:
+                self._put(folder / file, f"{name}/{file}")
+
+        def finish() -> None:
+            publish.write_manifest(folder, listed)
+            put([*common, MANIFEST])
+
+        what = f"{self.address} cannot be written"
+        on_first_rank(lambda: self._remove(name), what)
+        gather_or_raise(lambda: put(own), what)
+        on_first_rank(finish, what)
+
+    def finish(
+        self,
+        iteration: int,
+        config: CheckpointConfig,
+        best: Sequence[publish.BestCheckpoint],
+        superseded: Collection[int],
+    ) -> None:
+        """Let the tracker name a checkpoint, copy the records, and remove old checkpoints there.
+
+        All ranks call this together, after the checkpoint has been published in the staging folder.
+        """
+        shutil.rmtree(publish.temporary_folder_of(self.root, iteration), ignore_errors=True)
+
+        def work() -> None:
+            self._put(self.root / TRACKER, TRACKER)
+            self.copy_records()
+            older = [other for other in self._iterations() if other < iteration]
+            kept = {entry.iteration for entry in best}
+            retain, keep = config.save_retain_interval, config.keep_last
+            limits: dict[str, Any] = {"retain": retain, "keep": keep, "superseded": superseded}
+            for other in publish.expired(older, **limits, best=kept):
+                try:
+                    self._remove(folder_of(self.root, other).name)
+                except CheckpointError as error:
+                    logger.warning("An old checkpoint could not be removed: %s", error)
+
+        on_first_rank(work, f"{self.address} cannot be written")
+
+    def copy_records(self) -> None:
+        """Copy metrics, configuration, events and reports there, if they have changed."""
+        found = [*self.root.glob("[!.]*"), *self.root.glob("postmortem_*/*")]
+        for path in found:
+            if not path.is_file() or path.name == TRACKER:
+                continue
+            name, facts = str(path.relative_to(self.root)), path.stat()
+            stamp = facts.st_size, facts.st_mtime_ns
+            if self._copied.get(name) != stamp:
+                self._put(path, name)
+                self._copied[name] = stamp
+
+    def fetch_records(self) -> None:
+        """Copy records here that are longer there, so that a run on another machine goes on."""
+        fs, place = self._place
+        self.root.mkdir(parents=True, exist_ok=True)
+        for name, entry in self._entries().items():
+            path = self.root / name
+            if entry["type"] != "file" or name.startswith(".") or name == TRACKER:
+                continue
+            if not path.is_file() or path.stat().st_size < entry["size"]:
+                self._tried(name, functools.partial(fs.get_file, f"{place}/{name}", str(path)))
+
+    def fetch(self, step: int | None = None, *, passes_over: bool = False) -> int | None:
+        """Copy a checkpoint to the staging folder: ``step``, or the one that the tracker names.
+
+        Return its iteration, or None if there is none. Of a damaged one, ``passes_over`` says
+        whether to take the next older whole one; else a CheckpointError is raised.
+        """
+        with self._alone():
+            here = published(self.root)
+            whole = [i for i in self._iterations() if self._listed(i) is not None]
+            for other in here:
+                self._drop_unless_same(other, other in whole)
+            tracker = (self._read(TRACKER) or b"").decode(errors="replace").strip()
+            newest = int(tracker) if step is None and tracker.isdigit() else step
+            if step is not None and step not in whole:
+                raise CheckpointError(
+                    f"`{self.flag}` ({self.address}) holds no checkpoint of iteration {step}, but "
+                    f"those of {whole}; give another iteration."
+                )
+            usable = [i for i in reversed(whole) if newest is None or i <= newest]
+            for number, iteration in enumerate(usable):
+                fault = self._download(iteration)
+                if fault is None:
+                    if step is None:
+                        files.write_durably(self.root / TRACKER, str(iteration))
+                    return iteration
+                where = f"{self.address}/{folder_of(self.root, iteration).name}"
+                if not passes_over:
+                    older = [i for i in usable[number + 1 :] if self._size_fault(i) is None]
+                    advice = f"`--ckpt-step {older[0]}`" if older else "another address"
+                    raise CheckpointError(f"{where} cannot be loaded: {fault}; give {advice}.")
+                self.notes.append(f"{where} is passed over: {fault}")
+        return None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes of this machine from copying here in this context."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / _LOCK).open("w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            yield
+
+    def _listed(self, iteration: int) -> bytes | None:
+        """Return the manifest of a checkpoint there; None if it was never whole."""
+        return self._read(f"{folder_of(self.root, iteration).name}/{MANIFEST}")
+
+    def _drop_unless_same(self, iteration: int, is_there: bool) -> None:
+        """Remove a checkpoint from the staging folder if it is not the one at the address."""
+        folder = folder_of(self.root, iteration)
+        own = folder / MANIFEST
+        if is_there and own.is_file() and own.read_bytes() == self._listed(iteration):
+            return
+        if not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _known(self, iteration: int) -> Files:
+        return dict(json.loads(self._listed(iteration) or b"")["files"])
+
+    def _size_fault(self, iteration: int) -> str | None:
+        """Describe the first file there that is missing or of another size; None if all fit."""
+        there = self._entries(folder_of(self.root, iteration).name)
+        try:
+            for name, known in self._known(iteration).items():
+                size = there.get(name, {"size": None})["size"]
+                if size is None:
+                    return f"{name} is missing"
+                if size != known["bytes"]:
+                    return f"{name} has {size} bytes instead of {known['bytes']}"
+        except (ValueError, KeyError, TypeError) as error:
+            return f"{MANIFEST} is damaged ({error!r})"
+        return None
+
+    def _download(self, iteration: int) -> str | None:
+        """Copy a checkpoint here, unless it is here; return why that is impossible, or None."""
+        final = folder_of(self.root, iteration)
+        if (fault := self._size_fault(iteration)) is not None:
+            return fault
+        listed = self._known(iteration)
+        if final.is_dir() and files.size_fault(final, listed) is None:
+            return None
+        temporary = publish.temporary_folder_of(self.root, iteration)
+        if final.is_dir():
+            # The machine of rank 0 has published the part that its ranks have written.
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.rename(final, temporary)
+        temporary.mkdir(exist_ok=True)
+        try:
+            for name, known in listed.items():
+                if not files.is_plain_name(name):
+                    return f"{MANIFEST} names {name}, which does not lie in its folder"
+                self._get(f"{final.name}/{name}", temporary / name, known)
+        except (CheckpointError, OSError) as error:
+            return str(error).rstrip(".")
+        (temporary / MANIFEST).write_bytes(self._listed(iteration) or b"")
+        os.rename(temporary, final)
+        return None
+
+    def _get(self, name: str, path: Path, known: dict[str, Any]) -> None:
+        """Copy a file here whose size and checksum are known, unless an earlier try has done so."""
+        fs, place = self._place
+
+        def get() -> None:
+            fs.get_file(f"{place}/{name}", str(path))
+            if files.describe_file(path) != known:
+                raise OSError("it does not match its checksum")
+
+        if not path.is_file() or files.describe_file(path) != known:
+            self._tried(name, get)

@@ -1,0 +1,133 @@
+"""Prepares the staging folders of a run's addresses before its ranks start, once per machine.
+
+What a run loads from an address is copied to the staging folder first, and is then loaded from
+there like any checkpoint.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_ext.checkpoint.adapters import FrozenBase
+from megatron_ext.checkpoint.files import published
+from megatron_ext.checkpoint.publish import check_save_folder
+from megatron_ext.checkpoint.remote import RemoteFolder, remote_of
+from megatron_ext.checkpoint.stored import passes_over_damaged
+from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.faults.host import generation
+
+T = TypeVar("T")
+
+
+def _apart(work: Callable[[], T]) -> T:
+    """Do work in a process of its own, as file systems start threads and ranks are forked later."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(work).result()
+
+
+def _step_in(address: str) -> int | None:
+    name = split_address(address)[1]
+    return int(name.removeprefix("iter_")) if name else None
+
+
+def fetched(flag: str, given: str, step: int | None = None) -> Path:
+    """Return a folder of checkpoints; of an address, its staging folder with the one to load."""
+    if "://" not in given:
+        return Path(given)
+    root = split_address(given)[0]
+    remote = RemoteFolder(flag, root, staging_folder(root))
+    _apart(partial(remote.fetch, _step_in(given) if step is None else step))
+    return staging_folder(given)
+
+
+def stage(config: RunConfig, *, is_first: bool) -> list[str]:
+    """Copy here what the run loads from addresses; return notes, as every process of it does.
+
+    The ``is_first`` one checks too whether ``--save`` can be written.
+
+    Raises:
+        CheckpointError: an address cannot be used.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.addresses:
+        return []
+    _check_machines(config)
+    needs_base = FrozenBase.of_run(config.lora, config.training.seed) is not None
+    writes = is_first and not config.planning.dry_run
+    return _apart(partial(_stage, checkpoint, needs_base=needs_base, writes=writes))
+
+
+def _check_machines(config: RunConfig) -> None:
+    """Raise a CheckpointError if something asks for a folder that several machines share."""
+    several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
+    address, settings = config.checkpoint.addresses.get("save"), config.checkpoint
+    keeps = settings.peer_checkpoint_interval or settings.non_persistent_save_interval
+    if several and address is not None and keeps and config.fault_tolerance.is_elastic:
+        raise CheckpointError(
+            f"`--save` ({address}) gives several machines no common folder, which an elastic run "
+            "needs for the state in their memory; give a folder that all share, or leave out "
+            "`--peer-checkpoint-interval` and `--non-persistent-save-interval`."
+        )
+
+
+def _stage(config: CheckpointConfig, *, needs_base: bool, writes: bool) -> list[str]:
+    notes = list[str]()
+    for address in dict.fromkeys(config.addresses.values()):
+        own = (name for name, other in config.addresses.items() if other == address)
+        flags = ", ".join(f"`--{name.replace('_', '-')}`" for name in own)
+        notes.append(f"{address} ({flags}) has its copy on disk in {staging_folder(address)}.")
+    if "save" in config.addresses and writes and config.save is not None:
+        # A run on this machine may be writing there; on others nothing tells of it.
+        check_save_folder(config.save)
+        target = remote_of(config, Path(config.save))
+        assert target is not None
+        target.check_writable()
+        target.fetch_records()
+    goes_on_in_save = config.resume_mode == "auto" or generation() > 0
+    weights = config.addresses.get("pretrained_checkpoint", "")
+    order = [
+        (config.save if goes_on_in_save else None, None),
+        (config.load, config.ckpt_step),
+        (config.pretrained_checkpoint and str(_root(config)), _step_in(weights)),
+    ]
+    found = False
+    for number, (folder, step) in enumerate(order):
+        if folder is None or (found and not (needs_base and number == 2)):
+            continue
+        remote = remote_of(config, Path(folder))
+        if remote is None:
+            found = found or bool(published(Path(folder)))
+            continue
+        found = remote.fetch(step, passes_over=passes_over_damaged(config)) is not None or found
+        notes += remote.notes
+    return notes
+
+
+def _root(config: CheckpointConfig) -> Path:
+    """Return the folder of all checkpoints in which ``--pretrained-checkpoint`` lies."""
+    address = config.addresses.get("pretrained_checkpoint")
+    if address is None:
+        return Path(config.pretrained_checkpoint or "")
+    return staging_folder(split_address(address)[0])
+
+
+def copy_records(config: CheckpointConfig, *, is_first: bool) -> None:
+    """Copy the records of a run that has ended to its address; a failure is only told.
+
+    The ``is_first`` process of the run does it.
+    """
+    remote = None if config.save is None else remote_of(config, Path(config.save))
+    if remote is None or not is_first:
+        return
+    try:
+        remote.copy_records()
+    except (CheckpointError, OSError) as error:
+        print(f"note: the records in {remote.root} could not be copied: {error}", flush=True)
