@@ -90,8 +90,7 @@ class MemoryCheckpoints:
         interval: number of steps between two snapshots.
         neighbours: whether neighbours hold copies; a single rank has no neighbour.
         stays: whether the snapshots stay when the run ends.
-        run: what tells the snapshots of this run from those of another in the same folder.
-        reads: values of ``run`` whose snapshots this run may go on from; by default its own.
+        earlier: folders of other runs, from whose snapshots this run may go on when it starts.
         over_group: send copies over a process group even on one machine.
     """
 
@@ -104,14 +103,13 @@ class MemoryCheckpoints:
         *,
         neighbours: bool = False,
         stays: bool = False,
-        run: str = "",
-        reads: Collection[str] | None = None,
+        earlier: Collection[Path] = (),
         over_group: bool = False,
     ) -> None:
         self.folder, self.interval, self.machines = folder, interval, machines
         self.stays, self._neighbours = stays, neighbours and context.layout.world_size > 1
         self._layout, self._rank = dataclasses.asdict(context.layout), context.rank
-        self.run, self.reads = run, reads if reads is not None else [run]
+        self._earlier = earlier
         self._over_group = over_group or machines.several
         self.is_behind = False
         self._own = own_files(folder, context.rank)
@@ -175,7 +173,7 @@ class MemoryCheckpoints:
         file = self._own.turn()
         if self._thread is not None:
             self._thread.wait(file)
-        facts = {"rank": self._rank, "layout": self._layout, "run": self.run}
+        facts = {"rank": self._rank, "layout": self._layout}
         snapshot = file.write(iteration, _content(state, progress, run_config), facts)
         if self._thread is not None:
             self._thread.start(snapshot)
@@ -207,14 +205,16 @@ class MemoryCheckpoints:
     def _is_of(self, found: Snapshot, iteration: int) -> bool:
         return found.iteration <= iteration and found.facts.get("layout") == self._layout
 
-    def listed(self) -> list[tuple[Path, Snapshot]]:
-        """Return the whole snapshots on this machine that this run may go on from."""
-        found = [(path, SnapshotFile(path).read()) for path in self._paths()]
-        whole = [(path, snapshot) for path, snapshot in found if snapshot is not None]
-        return [entry for entry in whole if entry[1].facts.get("run") in self.reads]
+    def listed(self, *, with_earlier: bool = False) -> list[tuple[Path, Snapshot]]:
+        """Return the whole snapshots on this machine, also those of other runs if asked."""
+        paths = self._paths()
+        for folder in self._earlier if with_earlier else ():
+            paths += _paths_in(folder)
+        found = [(path, SnapshotFile(path).read()) for path in paths]
+        return [(path, snapshot) for path, snapshot in found if snapshot is not None]
 
     def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob("*_*.[01]"))
+        return _paths_in(self.folder)
 
     def wait(self) -> None:
         """Wait until the copies of this rank's snapshots are complete."""
@@ -233,6 +233,10 @@ class MemoryCheckpoints:
         torch.distributed.barrier(group=self.machines.group)
         for path in self._paths() if self.machines.is_first and not self.stays else ():
             path.unlink(missing_ok=True)
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*_*.[01]"))
 
 
 def _content(

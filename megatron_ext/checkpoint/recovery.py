@@ -105,13 +105,14 @@ class Recovery:
         self.memory, self._folder, self._machines = memory, memory.folder, memory.machines
         self._layout, self._rank = context.layout, context.rank
 
-    def newest(self, newer_than: int) -> list[HeldSnapshot] | None:
+    def newest(self, newer_than: int, *, with_earlier: bool = False) -> list[HeldSnapshot] | None:
         """Return the snapshots of all ranks to go on from; None if there are none worth it.
 
-        Those that fail their checksum are told and removed.
+        Those that fail their checksum are told and removed. ``with_earlier`` is as for
+        `MemoryCheckpoints.listed`.
         """
         names = self._machines.names
-        parts = from_all_ranks(self._listed(), None)
+        parts = from_all_ranks(self._listed(with_earlier), None)
         found = [held for part in parts for held in part]
         while (chosen := choose(found, self._layout, names, newer_than)) is not None:
             damaged = self._damaged(chosen)
@@ -120,10 +121,11 @@ class Recovery:
             found = [held for held in found if held not in damaged]
         return None
 
-    def _listed(self) -> list[HeldSnapshot]:
+    def _listed(self, with_earlier: bool) -> list[HeldSnapshot]:
         """Return the snapshots on this machine, on its first rank only."""
         listed = list[HeldSnapshot]()
-        for path, snapshot in self.memory.listed() if self._machines.is_first else ():
+        found = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
+        for path, snapshot in found:
             facts, is_copy = snapshot.facts, path.name.startswith("held")
             # Another version of this program may have written other facts.
             with suppress(KeyError, TypeError):

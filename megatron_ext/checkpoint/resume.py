@@ -81,9 +81,10 @@ class Resume:
         if found is not None and not found.weights_only:
             newer_than = found.iteration - 1
         for store in stores:
-            if self._again or (store.stays and self._continues(found)):
+            continues = store.stays and self._continues(found)
+            if self._again or continues:
                 recovery = Recovery(store, self._context)
-                chosen = recovery.newest(newer_than)
+                chosen = recovery.newest(newer_than, with_earlier=continues)
                 if chosen is not None:
                     newer_than, best = chosen[0].iteration, (recovery, chosen)
         return best

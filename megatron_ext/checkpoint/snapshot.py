@@ -4,7 +4,7 @@ A snapshot is a file, in a folder in memory (`/dev/shm`) or on a disk, that ever
 machine can map. Two files take turns, so that the older snapshot stays whole while the newer one is
 written. The header says that a snapshot is whole only after all its bytes are there, and a digest
 finds bytes that have changed since: a process that is killed at any moment leaves the other
-snapshot readable.
+snapshot readable. The header has a checksum of its own, and is read only if it matches.
 
 A state is any nesting of dictionaries and lists with tensors and other values. Its tensors are
 copied to one region of the file, and all else, with the places of the tensors, is pickled after it.
@@ -19,6 +19,8 @@ import json
 import mmap
 import os
 import pickle
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ from torch.utils._pytree import tree_map_only
 from megatron_ext.errors import CheckpointError
 
 _HEADER_BYTES = 4096
+_START = "<II"
+"""Format of the first 8 bytes: length and CRC-32 of the header, which follows as JSON."""
 _ALIGNMENT = 64
 _BLOCK_WORDS = 1 << 15
 """Number of 8-byte words that are summed into one number of the digest."""
@@ -240,7 +244,7 @@ class SnapshotFile:
         text = json.dumps(header).encode()
         assert len(text) <= _HEADER_BYTES - 8
         memory[8 : 8 + len(text)] = text
-        memory[:8] = len(text).to_bytes(8, "little")
+        memory[:8] = struct.pack(_START, len(text), zlib.crc32(text))
         return Snapshot(self.path, mapping, header)
 
     def write_raw(self, size: int, pieces: Iterable[tuple[int, Tensor]]) -> Snapshot | None:
@@ -271,14 +275,15 @@ class SnapshotFile:
         """Return the snapshot in the file; None if it is not whole, or another user's."""
         try:
             mapping = _Mapping(self.path)
-            length = int.from_bytes(mapping.memory[:8], "little")
-            if not 0 < length <= _HEADER_BYTES - 8:
+            length, checksum = struct.unpack(_START, mapping.memory[:8])
+            text = mapping.memory[8 : 8 + length]
+            if not 0 < length <= _HEADER_BYTES - 8 or zlib.crc32(text) != checksum:
                 return None
-            header = json.loads(mapping.memory[8 : 8 + length])
+            header = json.loads(text)
             found = Snapshot(self.path, mapping, header)
             return found if found.num_bytes <= mapping.bytes.numel() - _HEADER_BYTES else None
-        # A damaged header may hold anything.
-        except (OSError, ValueError, KeyError, TypeError):
+        # The file may be shorter than a header, or of another version of this program.
+        except (OSError, ValueError, KeyError, TypeError, struct.error):
             return None
 
 

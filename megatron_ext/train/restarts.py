@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkpoint.run_record import RUN_VARIABLE
+from megatron_ext.checkpoint.run_record import RUN_VARIABLE, may_be_restarted
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.faults.host import GENERATION_VARIABLE, host_folder
@@ -99,13 +99,27 @@ class RestartPolicy:
 
 
 def restart_notes(config: RunConfig) -> list[str]:
-    """Return a note if torchrun started this process, which restarts ranks by its own flag."""
+    """Return notes on flags of restarts that have no effect as this run is started.
+
+    torchrun restarts ranks by a flag of its own, and snapshots in memory end with the run.
+    """
     asked, by_torchrun = config.fault_tolerance.max_restarts, os.environ.get(_OF_TORCHRUN)
-    if not asked or by_torchrun != "0":
+    if asked and by_torchrun == "0":
+        return [
+            f"`--max-restarts` ({asked}) has no effect under torchrun, which starts ranks again "
+            f"itself; give `--max-restarts {asked}` to torchrun."
+        ]
+    if may_be_restarted(config.fault_tolerance):
         return []
+    saving, where = config.checkpoint, "" if by_torchrun is None else " to torchrun"
+    given = {"--peer-checkpoint-interval": saving.peer_checkpoint_interval}
+    if saving.non_persistent_ckpt_type == "in_memory":
+        given["--non-persistent-save-interval"] = saving.non_persistent_save_interval
     return [
-        f"`--max-restarts` ({asked}) has no effect under torchrun, which starts ranks again "
-        f"itself; give `--max-restarts {asked}` to torchrun."
+        f"`{name}` ({steps}) keeps states in memory that only a restarted run reads, but nothing "
+        f"restarts this one; give `--max-restarts`{where}, or leave it out."
+        for name, steps in given.items()
+        if steps is not None
     ]
 
 

@@ -230,6 +230,23 @@ def test_later_snapshots_of_an_earlier_run_are_left(tmp_path: Path) -> None:
     assert (tmp_path / "note").read_text() == "memory 1"
 
 
+def test_runs_that_share_a_folder_of_local_snapshots_keep_apart(tmp_path: Path) -> None:
+    """Two runs are killed in turn; each goes on from its own, and another --save from --load."""
+    local = ["--non-persistent-local-ckpt-dir", str(tmp_path / "local")]
+    local += "--non-persistent-ckpt-type local --non-persistent-save-interval 1".split()
+    flags, note = [*BASE, *local], noting(tmp_path / "note")
+    saves = [tmp_path / name / "save" for name in ("one", "other")]
+    for save, step in zip(saves, (5, 3), strict=True):
+        assert start(flags, save, 1, prepare=killed_in_step(step))[0]
+    for load, save, wanted in (
+        (saves[0], tmp_path / "moved", "memory 4"),
+        (saves[1], saves[1], "memory 2"),
+        (saves[0], saves[0], "memory 4"),
+    ):
+        assert start([*flags, "--load", str(load)], save, 1, prepare=note)[0] == 0
+        assert (tmp_path / "note").read_text() == wanted
+
+
 @ranks(timeout=60)
 def test_a_restored_state_does_not_change_with_its_snapshot(context: Any, tmp_path: Path) -> None:
     tiny, checkpoints = build(context, precision="fp16"), manager(context, tmp_path)
@@ -258,7 +275,7 @@ def test_what_this_layout_cannot_use_is_discarded(context: Any, tmp_path: Path) 
     store = MemoryCheckpoints(tmp_path, 1, Machines.of(tmp_path, context), context)
     for iteration in (1, 2):
         store.take(iteration, {"value": torch.ones(3)}, {}, {})
-    other = {"rank": 1, "layout": {"of": "another version"}, "run": ""}
+    other = {"rank": 1, "layout": {"of": "another version"}}
     own_files(tmp_path, 1).turn().write(2, content_of("state"), other)
     chosen = Recovery(store, context).newest(0)
     assert chosen is not None and [held.rank for held in chosen] == [0]

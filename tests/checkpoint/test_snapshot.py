@@ -137,6 +137,20 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     assert snapshot.is_intact()
 
 
+def test_a_snapshot_with_a_changed_bit_in_its_header_is_not_read(tmp_path: Path) -> None:
+    file = SnapshotFile(tmp_path / "file")
+    file.write(12, content_of({"value": torch.zeros(100)}), {"rank": 0})
+    content = (tmp_path / "file").read_bytes()
+    length = content.index(b"\0", 8)
+    for place in range(length):
+        (tmp_path / "file").write_bytes(
+            bytes([*content[:place], content[place] ^ 1, *content[place + 1 :]])
+        )
+        assert file.read() is None, place
+    (tmp_path / "file").write_bytes(content)
+    assert (found := file.read()) is not None and found.iteration == 12
+
+
 def test_what_is_no_whole_snapshot_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,6 +245,21 @@ def test_under_torchrun_its_own_flag_counts(monkeypatch: pytest.MonkeyPatch) -> 
                          "`--max-restarts 3` to torchrun.")  # fmt: skip
 
 
+def test_snapshots_that_nobody_will_read_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = [*FLAGS, "--train-iters", "2", "--peer-checkpoint-interval", "1"]
+    memory = "--non-persistent-save-interval 3 --non-persistent-ckpt-type in_memory".split()
+    assert [note.split(" keeps")[0] for note in restart_notes(config_of([*peer, *memory]))] == [
+        "`--peer-checkpoint-interval` (1)",
+        "`--non-persistent-save-interval` (3)",
+    ]
+    assert restart_notes(config_of([*peer, "--max-restarts", "1"])) == []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    (note,) = restart_notes(config_of(peer))
+    assert note.endswith("give `--max-restarts` to torchrun, or leave it out.")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert restart_notes(config_of(peer)) == []
+
+
 ENDLESS = """
 import os, sys, time
 from pathlib import Path

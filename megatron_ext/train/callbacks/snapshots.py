@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -44,12 +45,21 @@ def snapshot_stores(
     if interval is not None and config.non_persistent_ckpt_type == "in_memory":
         add(in_memory("non_persistent", "--non-persistent-ckpt-type in_memory"), interval)
     if interval is not None and config.non_persistent_local_ckpt_dir is not None:
-        # A later run finds them by the folder of its checkpoints.
-        of_run = os.path.realpath(config.save or config.load or "")
-        reads = {os.path.realpath(x) for x in (config.save, config.load) if x} | {of_run}
-        folder = Path(config.non_persistent_local_ckpt_dir)
-        add(folder, interval, stays=True, run=of_run, reads=reads)
+        root = Path(config.non_persistent_local_ckpt_dir)
+        folder = _folder_of_run(root, config.save or config.load or "")
+        earlier = {_folder_of_run(root, config.load)} - {folder} if config.load else set()
+        add(folder, interval, stays=True, earlier=earlier)
     return stores
+
+
+def _folder_of_run(root: Path, checkpoints: str) -> Path:
+    """Return where a run keeps its snapshots, by the folder of its checkpoints.
+
+    So runs that share ``root`` keep apart, and a later run finds those of an earlier one.
+    """
+    path = os.path.realpath(checkpoints)
+    digest = hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
+    return root / f"{os.path.basename(path)}_{digest}"
 
 
 class Snapshots:
