@@ -194,11 +194,6 @@ def fault_of(folder: Path) -> str | None:
     return f"{missing} is missing" if missing is not None else None
 
 
-def newest_whole(root: Path) -> int | None:
-    newest_first = reversed(published(root))
-    return next((i for i in newest_first if fault_of(standing_folder_of(root, i)) is None), None)
-
-
 def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int | None:
     """Return ``step``, or the latest iteration if it is None; None if there is no checkpoint.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.memory import MemoryCheckpoints
+from megatron_ext.checkpoint.publish import BestCheckpoint
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
@@ -91,6 +92,7 @@ class Run:
     Attributes:
         stores: the places where the run keeps snapshots.
         restored_from: where its state comes from: "start", "checkpoint", "memory" or "peer".
+        best_before: the best checkpoints before the one that is saved next, if that is a new best.
     """
 
     config: RunConfig
@@ -117,6 +119,8 @@ class Run:
     saves: Saves = field(default_factory=lambda: Saves(None, 0))
     stores: list[MemoryCheckpoints] = field(default_factory=list)
     restored_from: str = "start"
+    best_before: list[BestCheckpoint] | None = None
+    _best_if_failed: list[BestCheckpoint] | None = None
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -150,9 +154,20 @@ class Run:
         """
         if self.config.checkpoint.save is None or self.optimizer is None:
             return True
+        self.settle_best()
+        self._best_if_failed, self.best_before = self.best_before, None
         return self.saves.save(
             functools.partial(self.save_now, superseded), self.progress.iteration, is_last
         )
+
+    def settle_best(self) -> None:
+        """Take the newest best checkpoint off the list if its save has failed, and put others back.
+
+        All ranks call this together before they use the list. It waits for that save to end.
+        """
+        before, self._best_if_failed = self._best_if_failed, None
+        if before is not None and self.saves.newest_has_failed():
+            self.progress.best_checkpoints = before
 
     def save_now(self, superseded: Collection[int] = (), *, waits: bool) -> None:
         """Save a checkpoint, or raise a CheckpointError; with ``waits`` wait for its files."""

@@ -40,6 +40,7 @@ class Saves:
         self._background, self._tolerant = background, tolerant
         self._stalls: dict[int, float] = {}
         self._failed = 0
+        self._newest_failed = False
 
     @property
     def num_failed(self) -> int:
@@ -59,10 +60,12 @@ class Saves:
             write(waits=False)
         except CheckpointError as error:
             self._failed += 1
+            self._newest_failed = True
             self._tell_failure(iteration, str(error))
             if is_last or not self._tolerant:
                 raise
             return False
+        self._newest_failed = False
         stall = time.perf_counter() - started
         if self._background is None:
             self._tell_success(iteration, stall)
@@ -87,6 +90,13 @@ class Saves:
         if self._background is not None:
             self._background.wait()
             self.look()
+
+    def newest_has_failed(self) -> bool:
+        """Wait for the newest save, and return whether it failed; all ranks call this together."""
+        if self._newest_failed or self._background is None:
+            return self._newest_failed
+        self.wait()
+        return self._background.last_has_failed
 
     def finish(self, write: Write, iteration: int) -> None:
         """Wait for all saves; if the newest one failed, write it again, and wait for the files.

@@ -17,13 +17,13 @@ from megatron_ext.checkpoint import helper, storage
 from megatron_ext.checkpoint.background import BackgroundSaves, Helper
 from megatron_ext.checkpoint.files import TRACKER, folder_of, published
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.stored import choose, newest_whole
+from megatron_ext.checkpoint.stored import choose
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
-from tests.checkpoint.tiny import Tiny, build, load, manager, save
+from tests.checkpoint.tiny import Tiny, build, load, manager, newest_whole, save
 from tests.ranks import ranks, run_on_ranks
 
 STEPS, KILLS = 20, 20

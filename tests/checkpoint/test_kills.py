@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.checkpoint.files import TRACKER, published
 from megatron_ext.checkpoint.publish import LOCK, _lock, hold_save_folder
-from megatron_ext.checkpoint.stored import choose, newest_whole
+from megatron_ext.checkpoint.stored import choose
 from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import init_groups, seed_everything
@@ -22,7 +22,7 @@ from megatron_ext.text.task import GPT
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting.start import STARTED
-from tests.checkpoint.tiny import build, load, manager, save
+from tests.checkpoint.tiny import build, load, manager, newest_whole, save
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, mock_data
 

@@ -14,7 +14,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megatron_ext.checkpoint.files import published, standing_folder_of
 from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.stored import fault_of
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.parallel.context import ParallelContext
 
@@ -131,6 +133,12 @@ def save(checkpoints: CheckpointManager, tiny: Tiny, iteration: int, context: An
 
 def load(checkpoints: CheckpointManager, tiny: Tiny) -> Any:
     return checkpoints.load(model=tiny.model, optimizer=tiny.optimizer, scheduler=tiny.scheduler)
+
+
+def newest_whole(root: Path) -> int | None:
+    """Return the iteration of the newest checkpoint with all its files; None if there is none."""
+    newest_first = reversed(published(root))
+    return next((i for i in newest_first if fault_of(standing_folder_of(root, i)) is None), None)
 
 
 def whole_tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:

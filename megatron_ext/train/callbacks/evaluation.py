@@ -101,12 +101,15 @@ class EarlyStopping(Callback):
         config, progress = self.run.config.checkpoint, self.run.progress
         if config.keep_best is None or not math.isfinite(loss):
             return False
+        self.run.settle_best()
+        before = progress.best_checkpoints
         new = BestCheckpoint(progress.iteration, loss, regular)
         progress.best_checkpoints, dropped = with_candidate(
             progress.best_checkpoints, new, config.keep_best
         )
         if new not in progress.best_checkpoints:
             return False
+        self.run.best_before = before
         if progress.best_checkpoints[0] is new:
             told = f"best validation loss so far at iteration {new.iteration}: {loss:.6E}"
             self.run.reporters.say(told)

@@ -1,5 +1,7 @@
 """Best checkpoints and early stopping, decided alike on every rank and kept over a resume."""
 
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,29 @@ def test_the_best_checkpoints_stay_and_those_they_supersede_go(
         start = end
     assert published(tmp_path) == [4, 10, 12]
     assert (tmp_path / BEST_TRACKER).read_text() == "10 2.0\n"
+
+
+def test_a_best_checkpoint_that_could_not_be_saved_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save of 6 with the lowest loss fails; 4 stays the best, and neither is 8."""
+    sync = os.fsync
+
+    def fails(descriptor: int) -> None:
+        if "/iter_0000006" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    script(monkeypatch, [5.0, 3.0, 2.0, 4.0, 9.0, 9.0, 9.0, 9.0])
+    keep = "--eval-iters 1 --train-iters 12 --save-interval 1 --keep-best 1 --keep-last 1"
+    steps(tmp_path, f"{keep} --async-save", "dp2")
+    assert published(tmp_path) == [4, 12]
+    assert (tmp_path / BEST_TRACKER).read_text() == "4 3.0\n"
+    (best,) = json.loads((tmp_path / "iter_0000012" / "progress.json").read_text())[
+        "best_checkpoints"
+    ]
+    assert (best["iteration"], best["loss"]) == (4, 3.0)
 
 
 def test_a_best_loss_after_the_last_step_is_known_to_a_later_run(
