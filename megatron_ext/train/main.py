@@ -115,15 +115,9 @@ def main(
         stored = stored_config(argv, program)
         if splits_layers(argv, program, stored):
             keep_launch_order()
-        parse = partial(
-            parse_args,
-            argv,
-            program,
-            device=select().kind,
-            checkpoint_config=stored,
-            defaults=defaults,
-            elsewhere=elsewhere,
-        )
+        known: dict[str, Any] = {"checkpoint_config": stored, "defaults": defaults}
+        known |= {"device": select().kind, "elsewhere": elsewhere}
+        parse = partial(parse_args, argv, program, **known)
         parsed = parse(world_size=int(os.environ.get("WORLD_SIZE", "0")))
         if parsed.print_config:
             print(parsed.config.to_yaml() if first else "", end="")
