@@ -203,8 +203,9 @@ UNSAFE = (
 def test_nothing_else_in_the_package_unpickles() -> None:
     """Pickles are read through `checkpoint.unpickling`, or with ``weights_only=True``.
 
-    `reproduced` reads what its own forked ranks have written a moment before, and `snapshot` what
-    the same user's run has written.
+    `reproduced` reads what its own forked ranks have written a moment before, `helper` what the
+    helpers of its own save have, `snapshot` and `flight` what the same user's run has written in
+    folders that are that user's alone, and `run_folder` YAML with a safe loader.
     """
     package = Path(megatron_ext.__file__).parent
     found = {
@@ -214,7 +215,10 @@ def test_nothing_else_in_the_package_unpickles() -> None:
         if re.search(UNSAFE, line) or ("torch.load(" in line and "weights_only=True" not in line)
     }
     assert found <= {
+        "checkpoint/helper.py",
         "checkpoint/snapshot.py",
         "checkpoint/unpickling.py",
+        "faults/flight.py",
         "inspect/audit/reproduced.py",
+        "train/reporting/run_folder.py",
     }
