@@ -15,7 +15,7 @@ from typing import Any
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import published, standing_folder_of
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
-from megatron_ext.faults.host import generation
+from megatron_ext.faults.host import generation, restarts_by_torchrun
 
 RUN_VARIABLE = "MEGATRON_EXT_RUN_ID"
 """Environment variable with the name that a launcher gives to a run and its restarts."""
@@ -31,7 +31,7 @@ def run_id() -> str:
 
 def may_be_restarted(config: FaultToleranceConfig) -> bool:
     """Return whether a launcher may start the ranks of this run again, or has done so."""
-    by_torchrun = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    by_torchrun = restarts_by_torchrun()
     return bool(config.max_restarts or by_torchrun or config.is_elastic or generation())
 
 

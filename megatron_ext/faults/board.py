@@ -25,6 +25,8 @@ PHASES = (
 BOUNDLESS = frozenset({OTHER, START, "save", "evaluate"})
 """Phases that take as long as they need; the others are parts of a step."""
 
+BOARD = "board"
+"""Name of the board in the host folder."""
 RING, MAX_NAMES = 512, 64
 _NAME_BYTES = 48
 _SECONDS_AT, _NAMES_AT, _RING_AT = 512, 1024, 4096
@@ -187,6 +189,15 @@ class Board:
             self._memory = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
+
+    @classmethod
+    def of_machine(cls, folder: Path) -> Board:
+        """Open the board in the host folder of this process, which is one of the local ranks.
+
+        Raises:
+            OSError: its memory is not enough.
+        """
+        return cls(folder / BOARD, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def slot(self, index: int) -> Slot:
         """Return the slot of the ``index``-th rank of this machine, to be written by that rank."""

@@ -40,6 +40,16 @@ def generation() -> int:
     return int(given or 0)
 
 
+def is_under_torchrun() -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def restarts_by_torchrun() -> int:
+    """Return how often torchrun starts ranks that fail again; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
 @contextmanager
 def shared_host_folder() -> Iterator[Path | None]:
     """Make or join the host folder of this run, and name it in the environment meanwhile.
@@ -79,9 +89,8 @@ def _name_of_agent(agent: int) -> str:
 def leave_host_folder() -> None:
     """Remove the host folder of a rank that has failed, unless torchrun starts it again."""
     folder = host_folder()
-    used, most = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
-    is_last = int(os.environ.get(used, "0")) >= int(os.environ.get(most, "0"))
-    if folder is not None and is_last:
+    used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if folder is not None and used >= restarts_by_torchrun():
         shutil.rmtree(folder, ignore_errors=True)
 
 

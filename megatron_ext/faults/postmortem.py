@@ -22,6 +22,7 @@ from megatron_ext.faults.waits import Blame, Frame, Wait, main_stack
 from megatron_ext.faults.watchdog import Evidence
 
 _HOME = str(Path(megatron_ext.__file__).parent)
+_SECONDS_FOR_DRAWING = 20.0
 _OUTSIDE = ("/site-packages/", "/lib/python", "<frozen ")
 
 
@@ -201,6 +202,24 @@ def _timeline(case: Case) -> dict[str, object]:
             for record in case.board
         ],
     }
+
+
+class Drawings:
+    """The helpers that draw the pictures of a run's post-mortems."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, folder: Path | None) -> None:
+        """Start to draw the picture of the post-mortem in a folder, if there is one."""
+        if folder is not None and (process := start_drawing(folder)) is not None:
+            self._processes.append(process)
+
+    def wait(self) -> None:
+        """Wait until all pictures are drawn, each for a bounded time."""
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS_FOR_DRAWING)
 
 
 def start_drawing(folder: Path) -> subprocess.Popen[bytes] | None:

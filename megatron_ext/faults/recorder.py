@@ -26,8 +26,6 @@ from megatron_ext.faults.board import (
 )
 from megatron_ext.faults.host import generation, host_folder
 
-BOARD = "board"
-"""Name of the board in the host folder."""
 Listener = Callable[[str, int, Any], None]
 """A function of ``(name, iteration, detail)``, called at each event after it has been recorded.
 
@@ -261,7 +259,7 @@ def open_recorder(folder: Path | None = None) -> Recorder:
         return Recorder()
     place = int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        slot = Board(folder / BOARD, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).slot(place)
+        slot = Board.of_machine(folder).slot(place)
     except OSError as error:
         if place == 0:
             print(f"note: no heartbeats, for the board cannot be made ({error})", flush=True)

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.faults.board import RING, Board, RankRecord
+from megatron_ext.faults.board import BOARD, RING, Board, RankRecord
 from megatron_ext.faults.events import append_event
 from megatron_ext.faults.host import generation
 from megatron_ext.faults.postmortem import Case
 from megatron_ext.faults.process import GONE, MemoryKills, ProcessState, process_states
-from megatron_ext.faults.recorder import BOARD
 from megatron_ext.faults.slow import SlowRank, SlowRanks, own_times
 from megatron_ext.faults.waits import blame
 from megatron_ext.faults.watch import USUAL, Fault, Limits, Verdict, verdicts

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.faults.host import host_folder
+from megatron_ext.faults.host import host_folder, is_under_torchrun
 
 WANTED_NODES = "elastic_nodes"
 """File in the save folder in which an operator writes how many nodes a run should have."""
@@ -47,7 +47,7 @@ def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> t
         faults = list(_faults(config, configure, number * each))
         if not faults:
             sizes.append(number * each)
-        elif number == fewest or "TORCHELASTIC_RUN_ID" in os.environ:
+        elif number == fewest or is_under_torchrun():
             told = f"`--elastic-min-nodes` ({fewest}) lets the run go on with {number} nodes"
             raise ConfigError(
                 [f"{told} ({number * each} ranks), but: {text.rstrip('.')}." for text in faults]

@@ -7,17 +7,16 @@ run ends as it would unwatched; its hangs are told but not ended, as a debugger 
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megatron_ext.errors import EXIT_CODE_INTERRUPTED
 from megatron_ext.faults.events import append_event
-from megatron_ext.faults.postmortem import Case, start_drawing, write_postmortem
+from megatron_ext.faults.postmortem import Case, Drawings, write_postmortem
 from megatron_ext.faults.watch import Fault as Kind
 from megatron_ext.faults.watch import Verdict
 from megatron_ext.faults.watcher import Watcher
@@ -36,7 +35,6 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 """Time between looks at the board, of which one takes about 0.1 ms."""
 _SECONDS_FOR_EVIDENCE = 0.3
 """Longest time for which ranks are asked what they do before they are killed."""
-_SECONDS_FOR_DRAWING = 20.0
 _PATIENCE_AFTER_A_HANG = 2.0
 """How many times as long as a silence that ended by itself the next one must last to be told."""
 _LASTING = (0, EXIT_CODE_USER_ERROR, EXIT_CODE_INTERRUPTED, EXIT_CODE_SIGNAL)
@@ -62,6 +60,23 @@ class Fault:
     iteration: int | None = None
     where: str | None = None
     seen_after: float | None = None
+
+
+def append_fault(
+    save: str | None, fault: Fault, *, generation: int, postmortem: Path | None
+) -> None:
+    """Add a fault to the list in the save folder, with the name of its post-mortem's folder."""
+    append_event(
+        save,
+        "fault",
+        rank=fault.rank,
+        cause=fault.cause,
+        where=fault.where,
+        iteration=fault.iteration,
+        generation=generation,
+        postmortem=None if postmortem is None else postmortem.name,
+        seen_after=fault.seen_after,
+    )
 
 
 class FaultSupervisor(Supervisor):
@@ -159,16 +174,8 @@ class FaultSupervisor(Supervisor):
             except Exception as error:  # the launcher must not depend on what can be told
                 print(f"note: the post-mortem is not whole ({error!r})", flush=True)
         self.fault = Fault(rank, cause, now, iteration, where, round(seen_after, 4))
-        append_event(
-            self._save,
-            "fault",
-            rank=rank,
-            cause=cause,
-            where=where,
-            iteration=iteration,
-            generation=self._generation,
-            postmortem=None if self.postmortem is None else self.postmortem.name,
-            seen_after=self.fault.seen_after,
+        append_fault(
+            self._save, self.fault, generation=self._generation, postmortem=self.postmortem
         )
         return case
 
@@ -189,27 +196,19 @@ class FaultSupervisor(Supervisor):
 class TellingSupervisor(FaultSupervisor):
     """Waits for ranks that are not started again; what ends them, and when, stays as it is."""
 
-    def __init__(
-        self,
-        forwarder: SignalForwarder,
-        timeout_minutes: float,
-        *,
-        watcher: Watcher | None,
-        save: str | None,
-    ) -> None:
-        super().__init__(forwarder, timeout_minutes, watcher=watcher, save=save)
-        self._patience = 0.0
-        self._hung: Case | None = None
-        self._drawings: list[subprocess.Popen[bytes]] = []
+    _patience = 0.0
+    _hung: Case | None = None
+
+    @cached_property
+    def _drawings(self) -> Drawings:
+        return Drawings()
 
     def wait(self) -> int:
         """Wait for all ranks and for the pictures, and return the exit code."""
         code = super().wait()
         if self.fault is not None and self._hung is None:
             self._tell_end(self.fault, code)
-        for drawing in self._drawings:
-            with suppress(subprocess.TimeoutExpired):
-                drawing.wait(_SECONDS_FOR_DRAWING)
+        self._drawings.wait()
         return code
 
     def _look(self, now: float) -> None:
@@ -224,7 +223,7 @@ class TellingSupervisor(FaultSupervisor):
         self._hung = case = self._note(verdict, "hang")
         if case is None or self.postmortem is None:
             return
-        self._draw()
+        self._drawings.start(self.postmortem)
         text = (
             f"{case.sentence.rstrip('.')}; ranks wait for each other for "
             f"`--distributed-timeout-minutes` ({self._timeout_minutes:g}) at most; post-mortem: "
@@ -256,7 +255,7 @@ class TellingSupervisor(FaultSupervisor):
         if (fault.cause, code) == ("memory", code_of(-signal.SIGKILL)):
             parts.append(f"the kernel has killed rank {fault.rank} for want of memory")
         if self.postmortem is not None:
-            self._draw()
+            self._drawings.start(self.postmortem)
             parts.append(f"post-mortem: {self.postmortem}")
         if parts:
             print("; ".join(parts), file=sys.stderr, flush=True)
@@ -266,11 +265,6 @@ class TellingSupervisor(FaultSupervisor):
         if self._save is None and case.cause != "hang":
             return None
         return write_postmortem(case, self._save)
-
-    def _draw(self) -> None:
-        """Start to draw the picture of the post-mortem."""
-        if self.postmortem is not None and (drawing := start_drawing(self.postmortem)):
-            self._drawings.append(drawing)
 
 
 class RestartSupervisor(FaultSupervisor):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from megatron_ext.faults.board import Board
+from megatron_ext.faults.board import BOARD, Board
 from megatron_ext.faults.events import append_event
 from megatron_ext.faults.host import GENERATION_VARIABLE, generation, host_folder
-from megatron_ext.faults.recorder import BOARD
 from megatron_ext.train.callbacks.callback import Callback
 
 FAULT_TIME_VARIABLE = "MEGATRON_EXT_FAULT_TIME"
@@ -27,9 +26,8 @@ def follow_earlier_process() -> None:
     folder = host_folder()
     if folder is None or not (folder / BOARD).exists():
         return
-    board = Board(folder / BOARD, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     own = int(os.environ.get("LOCAL_RANK", "0"))
-    earlier = board.read_slot(own, num_events=1)
+    earlier = Board.of_machine(folder).read_slot(own, num_events=1)
     if earlier is None or earlier.pid == os.getpid():
         return
     os.environ[GENERATION_VARIABLE] = str(max(generation(), earlier.generation + 1))

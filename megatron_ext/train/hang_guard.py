@@ -17,13 +17,19 @@ from pathlib import Path
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.faults.board import Slot, Word
-from megatron_ext.faults.events import append_event
-from megatron_ext.faults.host import generation, host_folder
+from megatron_ext.faults.host import (
+    generation,
+    host_folder,
+    is_under_torchrun,
+    restarts_by_torchrun,
+)
 from megatron_ext.faults.postmortem import start_drawing, write_postmortem
-from megatron_ext.faults.watch import Fault, Verdict
+from megatron_ext.faults.watch import Fault as Kind
+from megatron_ext.faults.watch import Verdict
 from megatron_ext.faults.watchdog import watchdog
 from megatron_ext.faults.watcher import Watcher, open_watcher
 from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
+from megatron_ext.train.fault_supervisor import Fault, append_fault
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 _SECONDS_OF_A_SIGN = 2.0
@@ -42,8 +48,7 @@ def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
 def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
     """Watch the ranks of this machine in a thread, if torchrun has started them."""
     minutes, size = config.parallel.distributed_timeout_minutes, os.environ.get("LOCAL_WORLD_SIZE")
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    watcher = open_watcher(folder, int(size or 1), minutes) if by_torchrun else None
+    watcher = open_watcher(folder, int(size or 1), minutes) if is_under_torchrun() else None
     if watcher is None:
         yield
         return
@@ -65,7 +70,7 @@ class _Guard:
         self._watcher, self._save, self._over = watcher, save, over
         self._place = int(os.environ.get("LOCAL_RANK", "0"))
         self._slot: Slot = watcher.board.slot(self._place)
-        self._ends_hangs = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        self._ends_hangs = restarts_by_torchrun() > 0
 
     def run(self) -> None:
         """Look until the run is over on this rank; tell slow ranks, and one hang."""
@@ -73,7 +78,7 @@ class _Guard:
         while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
             # Also after a hang has been told, as another rank would tell it again otherwise.
             self._slot.set(Word.LOOKED, time.monotonic_ns())
-            hangs = [v for v in self._watcher.look() if v.fault is Fault.HANG]
+            hangs = [v for v in self._watcher.look() if v.fault is Kind.HANG]
             if told or not self._is_my_turn():
                 continue
             if hangs:
@@ -98,17 +103,15 @@ class _Guard:
             return False
         folder = write_postmortem(case, self._save)
         first = culprits[0]
-        append_event(
-            self._save,
-            "fault",
-            rank=first.rank,
-            cause="hang",
-            where=case.where(first.rank),
+        fault = Fault(
+            first.rank,
+            "hang",
+            case.now,
             iteration=max(record.iteration for record in case.board),
-            generation=generation(),
-            postmortem=None if folder is None else folder.name,
+            where=case.where(first.rank),
             seen_after=round(hang.silent, 4),
         )
+        append_fault(self._save, fault, generation=generation(), postmortem=folder)
         print(f"> {case.sentence}", flush=True)
         if folder is not None:
             start_drawing(folder)

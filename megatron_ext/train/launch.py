@@ -22,7 +22,12 @@ import torch
 
 from megatron_ext.device import Device
 from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
-from megatron_ext.faults.host import host_folder, leave_host_folder, shared_host_folder
+from megatron_ext.faults.host import (
+    host_folder,
+    is_under_torchrun,
+    leave_host_folder,
+    shared_host_folder,
+)
 from megatron_ext.faults.watcher import open_watcher
 from megatron_ext.parallel.context import NoAnswer, contact_fault
 from megatron_ext.train.exit_codes import (
@@ -135,7 +140,7 @@ def launch(
     after a fault as ``policy`` says. Faults are told in the folder ``save``.
     """
     if "RANK" in os.environ:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if is_under_torchrun():
             follow_earlier_process()
         code = run_rank(main)
         if code:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from megatron_ext.checkpoint.run_record import RUN_VARIABLE, may_be_restarted
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.faults.host import GENERATION_VARIABLE, host_folder
-from megatron_ext.faults.postmortem import start_drawing
+from megatron_ext.faults.postmortem import Drawings
 from megatron_ext.faults.watcher import open_watcher
 from megatron_ext.train.elastic import (
     ask_to_resize,
@@ -183,7 +182,7 @@ class _Launcher:
         self._size = self._wanted = policy.world_sizes[0]
         self._last_wish = policy.wish()  # of an earlier run, and so of no meaning
         self._watcher = open_watcher(folder, self._size, timeout_minutes)
-        self._drawings: list[subprocess.Popen[bytes]] = []
+        self._drawings = Drawings()
         self._history = History(policy.max_restarts)
         self._generation = 0
         self._environment = {RUN_VARIABLE: f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"}
@@ -193,8 +192,7 @@ class _Launcher:
         try:
             return self._run()
         finally:
-            for drawing in self._drawings:
-                drawing.wait()
+            self._drawings.wait()
 
     def _run(self) -> int:
         while True:
@@ -228,8 +226,7 @@ class _Launcher:
 
     def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
         """Count a fault; return `_GO_ON` if the run goes on, else the exit code of its end."""
-        if postmortem is not None and (drawing := start_drawing(postmortem)) is not None:
-            self._drawings.append(drawing)
+        self._drawings.start(postmortem)
         history, policy = self._history, self._policy
         if self._forwarder.asked is not None:
             return 128 + self._forwarder.asked

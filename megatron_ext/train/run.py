@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +25,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.device import HostCopy, to_device
+from megatron_ext.faults.host import is_under_torchrun
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
@@ -53,7 +53,7 @@ class StopRequests:
         self._before: HostCopy | None = None
         self._elastic = elastic
         self._watches = training.exit_signal_handler or elastic or self._end is not None
-        if elastic and "TORCHELASTIC_RUN_ID" in os.environ:
+        if elastic and is_under_torchrun():
             signal.signal(signal.SIGTERM, self._on_end_by_torchrun)
         if training.exit_signal_handler:
             signal.signal(signal.Signals[training.exit_signal], self._on_signal)
@@ -179,7 +179,7 @@ class Run:
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
                 progress=self.progress.to_dict(),
-                run_config=self._config_values,
+                run_config=self.config_values,
                 ema=self.ema,
                 extra_state=self.runner.extra_state,
                 best=self.progress.best_checkpoints,
@@ -188,7 +188,8 @@ class Run:
             )
 
     @functools.cached_property
-    def _config_values(self) -> dict[str, Any]:
+    def config_values(self) -> dict[str, Any]:
+        """Return the configuration as sections of plain values."""
         return self.config.to_dict()
 
     def finish_saves(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.faults.board import MAX_NAMES, PHASES, RING, Board, EventKind
-from megatron_ext.faults.recorder import BOARD, Recorder, open_recorder
+from megatron_ext.faults.board import BOARD, MAX_NAMES, PHASES, RING, Board, EventKind
+from megatron_ext.faults.recorder import Recorder, open_recorder
 from megatron_ext.schedules.plan import Action, Kind
 
 

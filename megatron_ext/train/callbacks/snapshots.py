@@ -71,7 +71,6 @@ class Snapshots:
 
     def __init__(self, run: Run, settle: Callable[[], None]) -> None:
         self._run, self._settle = run, settle
-        self._run_config = run.config.to_dict()
 
     def start(self) -> None:
         """Reserve the memory of all snapshots, and print how much; called before the first step.
@@ -122,8 +121,8 @@ class Snapshots:
                 model=run.chunks,
                 optimizer=run.optimizer,
                 scheduler=run.scheduler,
-                run_config=self._run_config,
+                run_config=run.config_values,
                 ema=run.ema,
                 extra_state=run.runner.extra_state,
             )
-        return state, run.progress.to_dict(), self._run_config
+        return state, run.progress.to_dict(), run.config_values

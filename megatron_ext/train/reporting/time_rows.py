@@ -26,9 +26,9 @@ import torch
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import say_to_stderr
 from megatron_ext.faults.board import START, Board
-from megatron_ext.faults.host import generation, host_folder
+from megatron_ext.faults.host import generation, host_folder, is_under_torchrun
 from megatron_ext.faults.process import ticks_at_start
-from megatron_ext.faults.recorder import BOARD, Recorder
+from megatron_ext.faults.recorder import Recorder
 from megatron_ext.train.reporting.files import METRICS_FILE, as_json
 from megatron_ext.train.reporting.goodput import ENDED, LAUNCHED, PREFIX, TIME, is_launch
 from megatron_ext.train.reporting.page import REPORT_FILE, write_report
@@ -60,7 +60,7 @@ def launch_of(argv: Sequence[str]) -> Launch:
     the launcher is torchrun's agent, the parent.
     """
     is_rank = "RANK" in os.environ
-    if is_rank and "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_rank and is_under_torchrun():
         return Launch(_start_of(os.getppid()), ends_itself=False)
     is_program = list(argv) == sys.argv[1:]
     started = _start_of(os.getpid()) if is_program else time.time()
@@ -164,9 +164,9 @@ class TimeRows:
 
 def _board() -> Board | None:
     """Return the board of this machine's ranks; None if they have none, or it cannot be opened."""
-    host, size = host_folder(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = host_folder()
     try:
-        return None if host is None else Board(host / BOARD, size)
+        return None if host is None else Board.of_machine(host)
     except OSError:
         return None
 
