@@ -19,11 +19,9 @@ from megatron_ext.checkpoint.files import TRACKER, folder_of, published
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.stored import choose
 from megatron_ext.config.output import CheckpointConfig
-from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
-from tests.checkpoint.tiny import Tiny, build, load, manager, newest_whole, save
+from tests.checkpoint.tiny import Tiny, build, load, manager, newest_whole, one_of_two, save
 from tests.ranks import ranks, run_on_ranks
 
 STEPS, KILLS = 20, 20
@@ -234,12 +232,7 @@ def _with_ranks(context: Any, world_size: int) -> Any:
 
 def train_for_ever(rank: int, root: Path, store: Path, start: int) -> None:
     """Save in the background at every step; leave the ids of the helpers in files."""
-    torch.set_num_threads(1)
-    device = select()
-    device.activate(rank)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    context = init_groups(Layout(2), device, init_method=f"file://{store}")
-    seed_everything(context, 1234)
+    context = one_of_two(rank, store)
     tiny: Tiny = build(context, layers=1)
     with background_manager(context, root, keep_last=2) as (checkpoints, saves):
         for iteration in range(start, start + 10_000):

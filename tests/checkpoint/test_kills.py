@@ -14,15 +14,13 @@ import torch
 from megatron_ext.checkpoint.files import TRACKER, published
 from megatron_ext.checkpoint.publish import LOCK, _lock, hold_save_folder
 from megatron_ext.checkpoint.stored import choose
-from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting.start import STARTED
-from tests.checkpoint.tiny import build, load, manager, newest_whole, save
+from tests.checkpoint.tiny import build, load, manager, newest_whole, one_of_two, save
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, mock_data
 
@@ -30,12 +28,7 @@ KILLS = 20
 
 
 def save_for_ever(rank: int, root: Path, store: Path, start: int) -> None:
-    torch.set_num_threads(1)
-    device = select()
-    device.activate(rank)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    context = init_groups(Layout(2), device, init_method=f"file://{store}")
-    seed_everything(context, 1234)
+    context = one_of_two(rank, store)
     tiny = build(context, layers=1)
     tiny.step()
     checkpoints = manager(context, root, keep_last=2)

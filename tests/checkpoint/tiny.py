@@ -1,5 +1,6 @@
 """A tiny GPT with its optimizer, in any layout, and its state as whole tensors."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from megatron_ext.checkpoint.files import published, standing_folder_of
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.stored import fault_of
 from megatron_ext.config.output import CheckpointConfig
-from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.device import select
+from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
+from megatron_ext.parallel.grid import Layout
 
 RUN_CONFIG: dict[str, Any] = {"training": {"seed": 1234}, "model": {"num_layers": 4}}
 
@@ -44,6 +47,17 @@ class Tiny:
                 for parameter in chunk.parameters():
                     parameter.add_(1.0)
         self.optimizer.reload_model_params()
+
+
+def one_of_two(rank: int, store: Path) -> ParallelContext:
+    """Let this forked process be one of two replicas, which meet in the file ``store``."""
+    torch.set_num_threads(1)
+    device = select()
+    device.activate(rank)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    context = init_groups(Layout(2), device, init_method=f"file://{store}")
+    seed_everything(context, 1234)
+    return context
 
 
 def build(
