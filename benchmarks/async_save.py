@@ -1,7 +1,7 @@
 """Measures what a save costs a step: one that waits for its files, and one with ``--async-save``.
 
 Both kinds alternate in one run of forked ranks, so that both see the same state of the machine; the
-helpers are idle when a save begins. For a tiny model and a larger one the table has the time of a
+helpers are idle when a save begins. For models of three sizes the table has the time of a
 save that waits, the time for which a step waits for a save in the background, their ratio, and the
 memory of the copy.
 
@@ -33,14 +33,18 @@ from megatron_ext.train.main import main as train_main
 from megatron_ext.train.run import Run
 
 FLAGS = (
-    "--num-layers 4 --num-attention-heads 4 --swiglu --normalization RMSNorm "
+    "--num-attention-heads 4 --swiglu --normalization RMSNorm "
     "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
     "--seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-4 --num-workers 0 "
     "--lr-decay-style constant --use-distributed-optimizer --log-interval 100 --eval-iters 0 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 4000 --async-save --keep-last 1"
 )
-MODELS = {"tiny": "--hidden-size 64", "larger": "--hidden-size 512"}
+MODELS = {
+    "tiny": "--num-layers 4 --hidden-size 64",
+    "larger": "--num-layers 4 --hidden-size 512",
+    "large": "--num-layers 12 --hidden-size 768",
+}
 
 
 def copied_bytes() -> int:

@@ -5,12 +5,13 @@ nothing else. Our loop also runs with a recorder that records nothing. Blocks of
 that all see the same state of the machine. As the cost of the heartbeat is less than the noise of a
 step, it is also counted: events of a step times the measured time of one event.
 
-    python benchmarks/step_overhead.py [--rounds 8] [--steps 10] [--save]
+    python benchmarks/step_overhead.py [--rounds 12] [--steps 10] [--save]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
@@ -185,7 +186,7 @@ def measure(rounds: int, steps: int) -> Times:
         parse_args(FLAGS.split(), TEXT, world_size=1, device=device.kind).config,
         GPT.preflight,
     )
-    blocks: list[tuple[float, float, float]] = []
+    blocks: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
         torch_device = device.activate(0)
         with shared_host_folder() as shared:
@@ -218,16 +219,18 @@ def measure(rounds: int, steps: int) -> Times:
             for _ in range(steps):
                 loop.step()
 
+        kinds = [partial(block_of_ours, context), partial(block_of_ours, silent_context)]
+        kinds.append(bare_block)
+        orders = list(itertools.permutations(range(len(kinds))))
         for number in range(rounds + 1):
             before = board.read(1)[0].events[-1].number if number else 0
-            block = (
-                timed(partial(block_of_ours, context), steps),
-                timed(partial(block_of_ours, silent_context), steps),
-                timed(bare_block, steps),
-            )
+            times = [0.0] * len(kinds)
+            # Each kind is the first as often as the others: a block of another model comes before.
+            for place in orders[number % len(orders)]:
+                times[place] = timed(kinds[place], steps)
             events = (board.read(1)[0].events[-1].number - before) / steps
             if number:  # the first round warms up
-                blocks.append(block)
+                blocks.append(times)
         flight_ms = flight_milliseconds(Path(folder))
         context.destroy()
     ours, silent, bare = (list(times) for times in zip(*blocks, strict=True))
@@ -253,7 +256,7 @@ def heartbeat_lines(times: Times) -> list[str]:
 def main() -> int:
     """Print the table; with --save also write it beside this script."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="blocks of each loop")
+    parser.add_argument("--rounds", type=int, default=12, help="blocks of each loop")
     parser.add_argument("--steps", type=int, default=10, help="steps of a block")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()

@@ -106,6 +106,7 @@ def test_a_run_with_four_faults_ends_as_one_without(
     assert run_with(no_fault, tmp_path / "whole", words) == 0
 
     save, shared = tmp_path / "struck", tmp_path / "shared"
+    before = psutil.Process().children()  # of other tests in this process, such as a forkserver
 
     def strike(run: Run) -> None:
         shared.write_text(str(host_folder()))
@@ -150,7 +151,7 @@ def test_a_run_with_four_faults_ends_as_one_without(
     assert "restart 4 of 4" in shown.out and "out of luck" in shown.err
     assert shown.out.count("> loaded ") == 3  # the first restart begins at step 0 again
     assert shared.read_text() != "None" and not Path(shared.read_text()).exists()
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_a_fault_that_comes_back_and_the_last_restart_end_the_run(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ext.config.parser import read_words
 from megatron_ext.errors import ConfigError
 from megatron_ext.faults.events import read_events
 from megatron_ext.faults.inject import as_variable
 from megatron_ext.inspect.chaos.goodput import Costs, Point
-from megatron_ext.inspect.chaos.outcome import Result, Truth, digests, judge, steps_of
-from megatron_ext.inspect.chaos.plan import Case, completed, draw
+from megatron_ext.inspect.chaos.outcome import Result, Row, Truth, digests, judge, steps_of
+from megatron_ext.inspect.chaos.plan import Case, completed
 from megatron_ext.inspect.chaos.run import run_program
 from megatron_ext.inspect.layouts import NamedLayout
 from megatron_ext.train.task import Task, TaskChoice
@@ -72,16 +73,24 @@ class Campaign:
 
     def costs(self, layout: NamedLayout, restarts: Sequence[float] = ()) -> Costs:
         """Return measured times of a layout; ``restarts`` are seconds from faults to new steps."""
-        case = draw(["SIGKILL"] * 4, layout, 0)
+        interval = self._snapshot_interval
+        case = Case(layout, 0, (), steps=10 * max(3, interval))
         truth, bare = self.truth(case), self._bare.get(layout.name)
         if bare is None:
             bare = self._bare[layout.name] = self._undisturbed(case, bare=True)
+        step = seconds_of_a_step(bare.rows, interval)
         return Costs(
-            step=bare.step_seconds,
-            snapshot=max(0.0, truth.step_seconds - bare.step_seconds),
+            step=step,
+            snapshot=max(0.0, seconds_of_a_step(truth.rows, interval) - step),
             save=truth.save_seconds,
             restart=statistics.median(restarts) if restarts else 0.0,
+            copied_every=interval,
         )
+
+    @property
+    def _snapshot_interval(self) -> int:
+        checkpoint = read_words(self.words, self.program).values.get("checkpoint", {})
+        return int(checkpoint.get("peer_checkpoint_interval") or 1)
 
     def point(self, result: Result) -> Point:
         """Return the goodput that a long run with faults has had, and its rate of faults."""
@@ -115,3 +124,14 @@ class Campaign:
             )
         folder.mkdir(parents=True)
         return folder
+
+
+def seconds_of_a_step(rows: Mapping[int, Row], interval: int) -> float:
+    """Return the mean time of a step in the median block of ``interval`` steps in a row.
+
+    So what comes once in so many steps has its share, and a pause of the machine has none. The
+    first block, in which everything happens for the first time, is left out.
+    """
+    times = [rows[iteration]["seconds_per_iteration"] for iteration in sorted(rows)]
+    blocks = [times[n : n + interval] for n in range(interval, len(times), interval)]
+    return statistics.median([statistics.fmean(block) for block in blocks])

@@ -21,15 +21,17 @@ class Costs:
 
     Attributes:
         step: time of a step without faults, snapshots and saves.
-        snapshot: time that each step's copy in memory adds to it.
+        snapshot: time that copies in memory add to a step, on average.
         save: time that the run stands still for a checkpoint.
         restart: time from a fault to the first new step, with the time until the fault is seen.
+        copied_every: steps between copies in memory; None without them.
     """
 
     step: float
     snapshot: float
     save: float
     restart: float
+    copied_every: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -60,23 +62,15 @@ def best_interval(mean_time_between: float, keeping: float) -> float:
 
 
 def simulated(
-    costs: Costs,
-    faults_per_hour: float,
-    *,
-    save_interval: int,
-    hours: float,
-    kept_in_memory: bool = True,
-    seed: int = 0,
+    costs: Costs, faults_per_hour: float, *, save_interval: int, hours: float, seed: int = 0
 ) -> float:
     """Return the share of useful time in a simulated run of about ``hours`` hours.
 
-    Args:
-        save_interval: steps between checkpoints.
-        kept_in_memory: whether each step's state is copied; otherwise a fault loses all steps since
-            the last checkpoint.
+    A fault loses all steps since the last copy in memory or checkpoint. ``save_interval`` is the
+    number of steps between checkpoints.
     """
     random, rate = Random(seed), faults_per_hour / 3600.0
-    step = costs.step + (costs.snapshot if kept_in_memory else 0.0)
+    step, copied_every = costs.step + costs.snapshot, costs.copied_every or save_interval
 
     def next_fault() -> float:
         return random.expovariate(rate) if rate else math.inf
@@ -87,7 +81,7 @@ def simulated(
         end = clock + step + (costs.save if saves else 0.0)
         if end <= fault:
             clock, done = end, done + 1
-            kept = done if kept_in_memory or saves else kept
+            kept = done if saves or done % copied_every == 0 else kept
             continue
         clock, done = fault, kept
         fault = clock + next_fault()
@@ -117,7 +111,9 @@ def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: flo
         expected(3600 / r, best_interval(3600 / r, costs.save), costs.save, costs.restart)
         for r in RATES
     ]
-    formula = [expected(3600 / r, costs.step, costs.snapshot, costs.restart) for r in RATES]
+    copied = costs.copied_every or every
+    at_stake = costs.step * copied, costs.snapshot * copied
+    formula = [expected(3600 / r, *at_stake, costs.restart) for r in RATES]
     axes.plot(RATES, with_copies, "o-", color="tab:blue", label="copies in memory, simulated")
     axes.plot(RATES, formula, "--", color="tab:blue", label="copies in memory, by Daly's formula")
     label = "checkpoints alone at Young's interval, by Daly's formula"
@@ -130,7 +126,7 @@ def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: flo
     axes.set_xlabel("faults per hour")
     axes.set_ylabel("share of time on steps that count")
     axes.set_title(
-        f"step {costs.step:.3g} s, copy in memory {costs.snapshot * 1e3:.3g} ms, "
+        f"step {costs.step:.3g} s, copies in memory {costs.snapshot * 1e3:.2g} ms a step, "
         f"save {costs.save:.3g} s, fault to new step {costs.restart:.3g} s"
     )
     axes.grid(alpha=0.3)

@@ -1,5 +1,6 @@
 """Goodput by formula and by simulation, which know nothing of each other."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -24,8 +25,12 @@ def test_the_simulation_meets_daly_s_formula(faults_per_hour: int) -> None:
     found = simulated(COSTS, faults_per_hour, save_interval=10**9, hours=200)
     assert found == pytest.approx(expected(mean, 1.0, 0.02, 3.0), abs=0.005)
     every = round(best_interval(mean, COSTS.save))
-    alone = simulated(COSTS, faults_per_hour, save_interval=every, hours=500, kept_in_memory=False)
+    without = dataclasses.replace(COSTS, snapshot=0.0, copied_every=None)
+    alone = simulated(without, faults_per_hour, save_interval=every, hours=500)
     assert alone == pytest.approx(expected(mean, every, 5.0, 3.0), abs=0.01)
+    some = dataclasses.replace(COSTS, copied_every=5)
+    found = simulated(some, faults_per_hour, save_interval=10**9, hours=200)
+    assert found == pytest.approx(expected(mean, 5.0, 0.1, 3.0), abs=0.005)
 
 
 def test_young_s_interval_is_the_best_where_faults_are_rare() -> None:
