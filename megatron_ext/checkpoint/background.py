@@ -271,7 +271,8 @@ class BackgroundSaves:
 
         Every rank then knows too what only rank 0 knows: how many saves have failed.
         """
-        own = [verdict, self.num_failed, int(self.last_has_failed)]
+        # What another rank was told about the newest save may be of one before it.
+        own = [verdict, self.num_failed, int(self.last_has_failed and self._context.rank == 0)]
         told = to_device(torch.tensor(own, dtype=torch.int32), self._device)
         torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
         worst, self.num_failed, failed = told.tolist()
@@ -380,6 +381,14 @@ class BackgroundSaves:
         while self._worst(int(bool(self._running))):
             self.poll()
             time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def look_at_newest(self) -> tuple[bool, bool]:
+        """Return whether a save goes on, and if not, whether the newest one failed.
+
+        All ranks call this together.
+        """
+        is_running = bool(self._worst(int(bool(self._running))))
+        return is_running, self.last_has_failed and not is_running
 
     def _say(self, text: str) -> None:
         print(f"note: [rank {self._context.rank}] {text}", flush=True)

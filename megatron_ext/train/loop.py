@@ -78,7 +78,7 @@ def train(run: Run) -> int | None:
         decision = Decision()
         for callback in callbacks:
             callback.decide(decision)
-        if decision.save or decision.stop is not None:
+        if run.saves.must_repeat() or decision.save or decision.stop is not None:
             save(decision.superseded)
         snapshots.take_if_due()
         metrics.pause(time.perf_counter() - started)

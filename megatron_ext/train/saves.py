@@ -41,6 +41,10 @@ class Saves:
         self._stalls: dict[int, float] = {}
         self._failed = 0
         self._newest_failed = False
+        # Whether the newest save may have failed, and the failures that were known when it began.
+        self._is_open, self._known = False, 0
+        # Steps since the last save or look at it, and their number at the next look.
+        self._steps, self._pause = 0, 1
 
     @property
     def num_failed(self) -> int:
@@ -56,16 +60,20 @@ class Saves:
             CheckpointError: the save failed, and the run may not go on without it.
         """
         started = time.perf_counter()
+        self._is_open, self._steps = True, 0
         try:
             write(waits=False)
         except CheckpointError as error:
             self._failed += 1
-            self._newest_failed = True
+            self._newest_failed, self._known = True, self.num_failed
             self._tell_failure(iteration, str(error))
             if is_last or not self._tolerant:
                 raise
             return False
         self._newest_failed = False
+        if self.num_failed == self._known:
+            self._pause = 1
+        self._known = self.num_failed
         stall = time.perf_counter() - started
         if self._background is None:
             self._tell_success(iteration, stall)
@@ -90,6 +98,26 @@ class Saves:
         if self._background is not None:
             self._background.wait()
             self.look()
+
+    def must_repeat(self) -> bool:
+        """Return whether a save is due since the newest one has failed; called after each step.
+
+        All ranks call this together. They look after one step, then after 2, 4, 8 and so on until a
+        save has succeeded, so that a disk that stays full costs little time, as do the messages by
+        which they learn of a save in the background.
+        """
+        if not (self._is_open and self._tolerant):
+            return False
+        self._steps += 1
+        if self._steps < self._pause:
+            return False
+        self._steps, self._pause = 0, 2 * self._pause
+        if self._background is None or self._newest_failed:
+            is_running, failed = False, self._newest_failed
+        else:
+            is_running, failed = self._background.look_at_newest()
+        self._is_open = is_running or failed
+        return failed and not is_running
 
     def newest_has_failed(self) -> bool:
         """Wait for the newest save, and return whether it failed; all ranks call this together."""

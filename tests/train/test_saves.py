@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_ext.checkpoint.files import published
 from megatron_ext.faults.events import read_events
+from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import SMALL, train_on_ranks, train_steps, training_rows, without
 
@@ -101,12 +103,40 @@ def test_a_failed_save_is_told_and_counted_and_the_last_one_is_repeated(
     assert "The checkpoint of iteration 4 could not be saved: " in capfd.readouterr().err
 
 
+def test_a_failed_save_is_tried_again_after_pauses_that_double(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*without(BACKGROUND, "--train-iters"), *"--train-iters 16 --save-interval 8".split()]
+    waiting = [word for word in words if word != "--async-save"]
+    monkeypatch.setattr(os, "fsync", failing_fsync(tmp_path, 3))
+    code, _ = train_on_ranks([*waiting, "--max-restarts", "1"], save=tmp_path / "waiting")
+    found = [(event["kind"], event["iteration"]) for event in read_events(tmp_path / "waiting")]
+    assert code == 0 and found[:3] == [("save_failed", i) for i in (8, 9, 11)]
+    assert found[3:] == [("saved", 15), ("saved", 16)]
+
+    def slowly(run: Run) -> None:
+        train = run.runner.train
+
+        def step(*arguments: Any) -> Any:
+            time.sleep(0.2 if 8 <= run.progress.iteration < 14 else 0)
+            return train(*arguments)
+
+        run.runner.train = step  # type: ignore[method-assign]
+
+    monkeypatch.setattr(os, "fsync", failing_fsync(tmp_path, 1))
+    code, _ = train_on_ranks(words, ranks=2, save=tmp_path / "mine", prepare=slowly)
+    failed, again, last = read_events(tmp_path / "mine")
+    assert code == 0 and (failed["kind"], failed["iteration"]) == ("save_failed", 8)
+    assert again["iteration"] in (9, 11, 15) and last["iteration"] == 16
+    assert published(tmp_path / "mine") == [again["iteration"], 16]
+
+
 def test_a_run_that_may_be_restarted_goes_on_after_a_failed_save_but_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = [*(word for word in BACKGROUND if word != "--async-save"), "--save-interval", "2"]
     for number, (fails, restarts, code, saved) in enumerate(
-        [(1, "1", 0, [4]), (1, "0", 2, []), (1000, "1", 2, [])]
+        [(1, "1", 0, [3, 4]), (1, "0", 2, []), (1000, "1", 2, [])]
     ):
         save = tmp_path / str(number)
         monkeypatch.setattr(os, "fsync", failing_fsync(tmp_path, fails))
