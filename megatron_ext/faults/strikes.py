@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ _SPARE_MEMORY = 64 * _MIB
 """Address space left to a process whose memory is exhausted."""
 _LARGEST_FILE = 64 << 10
 """Bytes that a file may have while the disk counts as full."""
+_SECONDS_FOR_A_SAVE = 3.0
+"""How long a strike waits for the end of a save."""
 _TCP_INFO_BYTES_ACKED = 120
 """Offset of ``tcpi_bytes_acked`` and, after it, ``tcpi_bytes_received`` in Linux's tcp_info."""
 
@@ -162,9 +165,15 @@ def watch_fsync() -> mmap.mmap:
 def damage_checkpoint(target: Target) -> None:
     """Change a byte in the newest checkpoint, take the copies in memory away, and end by SIGKILL.
 
-    The copies go too, since a run that still has them does not read the checkpoint.
+    The copies go too, since a run that still has them does not read the checkpoint. A save that is
+    under way, which would give the run a newer checkpoint, is waited for.
     """
-    folders = sorted(target.save.glob("iter_???????")) if target.save is not None else []
+    save, waited_until = target.save, time.monotonic() + _SECONDS_FOR_A_SAVE
+    while save is not None and list(save.glob("iter_???????.*")):
+        if time.monotonic() > waited_until:
+            raise InjectedFault("a save goes on, so that it is open what the newest checkpoint is")
+        time.sleep(0.005)
+    folders = sorted(save.glob("iter_???????")) if save is not None else []
     if not folders:
         raise InjectedFault("there is no checkpoint to damage")
     victim = max(folders[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
