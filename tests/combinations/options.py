@@ -129,6 +129,7 @@ def words_elsewhere(script: str) -> frozenset[str]:
     return frozenset(spellings([x for name in kinds for x in flags_of(name, kinds[name])]))
 
 
+@functools.cache
 def options_of(sections: tuple[str, ...], script: str) -> tuple[Option, ...]:
     """Return every option of these sections, and the flags that are usually given together."""
     found = {}
