@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,8 @@ class BatchSource:
         first_step: index in the plan of the next step.
         whole_epochs: the steps repeat the whole split in order without end; the last step of each
             pass is padded with samples that have no targets.
+        lengths: ``(number)`` to the tokens of the run's sample of that number; None if all samples
+            have ``--seq-length``.
     """
 
     def __init__(
@@ -55,14 +57,20 @@ class BatchSource:
         first_step: int = 0,
         *,
         whole_epochs: bool = False,
+        lengths: Callable[[int], int] | None = None,
     ) -> None:
-        self.loader, self.plan = loader, plan
+        self.loader, self.plan, self.lengths = loader, plan, lengths
         self.num_samples, self.whole_epochs = num_samples, whole_epochs
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
         """Return the next step's number of micro-batches; ``usual`` if there is no `StepPlan`."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
+
+    def expect(self, seq_length: int) -> None:
+        """Tell the length of the samples of the next steps, where it changes during the run."""
+        if isinstance(self.loader, StepLoader):
+            self.loader.shape = self.loader.shape[0], seq_length
 
     def next_step(self, num_microbatches: int) -> list[Any] | None:
         """Return the micro-batches of the next step; None on stages that read no data.
@@ -102,7 +110,9 @@ def build_source(
 
     Args:
         dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` must be
-            given on every rank, and its samples must have ``sample_ids``.
+            given on every rank, and its samples must have ``sample_ids``. One that tells the
+            ``lengths`` of its samples must be given on every rank too. One with ``__getitems__``
+            collates batches itself, and has ``collate``.
         consumed_samples: samples used so far by all data-parallel ranks together.
         mask_documents_at: the end-of-document id that attention may not cross; None lets attention
             cross documents.
@@ -114,7 +124,10 @@ def build_source(
     plan: StepPlan | None = getattr(dataset, "plan", None)
     first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
     packs = plan is not None and plan.packs_documents
-    source = partial(BatchSource, plan=plan, first_step=first_step, whole_epochs=full_epoch)
+    lengths = getattr(dataset, "lengths", None)
+    source = partial(
+        BatchSource, plan=plan, first_step=first_step, whole_epochs=full_epoch, lengths=lengths
+    )
     if not packs and not stage_reads_data(config.model, config.parallel, context):
         return source(None, None)
     if not full_epoch:
@@ -231,4 +244,5 @@ def _loader(
         persistent_workers=training.num_workers > 0,
         generator=torch.Generator(),
         worker_init_fn=loader_ends_with_parent(),
+        collate_fn=getattr(dataset, "collate", None),
     )

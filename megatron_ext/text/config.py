@@ -1,8 +1,7 @@
-"""Flags and rules of text runs: data, tokenizer, and fine-tuning on conversations."""
+"""Flags and rules of text runs: tokenizer, and fine-tuning on conversations."""
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from megatron_ext.config.flags import (
     COUNT,
     NATURAL,
-    PROCESSES,
     Range,
     changed_fields,
     flag,
@@ -23,114 +21,9 @@ from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.data.config import DataConfig, direct_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
-
-DEFAULT_SPLIT = "969, 30, 1"
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The flags of datasets and data loaders; names and defaults are Megatron-LM's."""
-
-    data_path: list[str] | None = flag(
-        None, "dataset prefixes, or weights and prefixes in turn", nargs="+"
-    )
-    split: str | None = flag(
-        None, f"shares of train, valid and test, such as 99,1,0; default {DEFAULT_SPLIT}"
-    )
-    train_data_path: list[str] | None = flag(None, "prefixes of the train split", nargs="+")
-    valid_data_path: list[str] | None = flag(None, "prefixes of the validation split", nargs="+")
-    test_data_path: list[str] | None = flag(None, "prefixes of the test split", nargs="+")
-    data_args_path: str | None = flag(None, "a file with the words of --data-path")
-    per_split_data_args_path: str | None = flag(None, "a JSON file with a blend for each split")
-    per_dataset_sequences_path: str | None = flag(None, "a JSON file with lengths of datasets")
-    data_cache_path: str | None = flag(
-        None, "folder for the indices of samples", if_changed="allow"
-    )
-    mmap_bin_files: bool = flag(True, "map .bin files into memory", if_changed="allow")
-    mock_data: bool = flag(False, "train on made-up samples")
-    multiple_validation_sets: bool = flag(
-        False, "report each validation prefix by itself", if_changed="allow"
-    )
-    dataloader_type: str = flag(
-        "single",
-        "order of samples: in order (single), or shuffled anew each epoch (cyclic)",
-        choices=("single", "cyclic"),
-    )
-    data_sharding: bool = flag(
-        True, "with --dataloader-type cyclic, give each replica its own share of the samples"
-    )
-    reset_position_ids: bool = flag(False, "let positions start again after each document")
-    reset_attention_mask: bool = flag(False, "keep attention within a document")
-    eod_mask_loss: bool = flag(
-        False, "leave positions whose input is end-of-document out of the loss"
-    )
-    num_dataset_builder_threads: int = flag(
-        1, "threads that build a blend", bounds=PROCESSES, if_changed="allow"
-    )
-    mid_level_dataset_surplus: float = flag(
-        0.005, "spare samples of each part of a blend", bounds=Range(0, 100), if_changed="allow"
-    )
-    allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
-
-    def resolved(self) -> "DataConfig":
-        """Return these flags without quotes around the value of ``split``.
-
-        A missing ``split`` becomes `DEFAULT_SPLIT` if all splits are cut from the same data.
-        """
-        if self.split is not None and self.split != self.split.strip("'\""):
-            return dataclasses.replace(self, split=self.split.strip("'\""))
-        blended = self.data_path is not None or self.data_args_path is not None or self.mock_data
-        if self.split is None and blended:
-            return dataclasses.replace(self, split=DEFAULT_SPLIT)
-        return self
-
-    def own_errors(self, *, full_validation: bool) -> list[str]:
-        ways = {
-            "--data-path": self.data_path,
-            "--data-args-path": self.data_args_path,
-            "--per-split-data-args-path": self.per_split_data_args_path,
-            "--mock-data": self.mock_data,
-            "--train-data-path": self.train_data_path,
-        }
-        given = [f"`{name}`" for name, value in ways.items() if value]
-        found = []
-        if len(given) > 1:
-            found.append(f"{' and '.join(given)} exclude each other; give one source of data.")
-        own = {"--valid-data-path": self.valid_data_path, "--test-data-path": self.test_data_path}
-        beside = [f"`{name}`" for name, value in own.items() if value]
-        shared = [name for name in given if name != "`--train-data-path`"]
-        if beside and shared and len(given) == 1:
-            found.append(
-                f"{shared[0]} and {' and '.join(beside)} exclude each other, since `--split` cuts "
-                "all splits from the former; give the data of training as `--train-data-path`."
-            )
-        if self.split is not None and not _is_split(self.split):
-            found.append(
-                f"`--split` ({self.split}) must be one to three shares that are finite and not "
-                "negative; use 99,1,0."
-            )
-        if self.multiple_validation_sets and not full_validation:
-            found.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
-        return found
-
-
-def _is_split(split: str) -> bool:
-    try:
-        shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
-    except ValueError:
-        return False
-    return 1 <= len(shares) <= 3 and min(shares) >= 0 and 0 < sum(shares) < math.inf
-
-
-def is_number(word: str) -> bool:
-    """Tell whether a word of ``--data-path`` is a number, and hence a weight, not a prefix."""
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -180,6 +73,8 @@ _NOT_WITH_SFT = {
     "per_split_data_args_path": "files are named by --train-data-path and its likes",
     "per_dataset_sequences_path": "lengths are read from the data",
     "mmap_bin_files": "tokens are always mapped into memory",
+    "data_order": "conversations have an order of their own",
+    "data_schedule": "conversations have no mixture that changes",
     "multiple_validation_sets": "the validation files are one split",
     "data_sharding": "samples are dealt to replicas by their cost",
     "reset_position_ids": "positions always start anew with each conversation",
@@ -340,6 +235,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
     return [
         *hybrid_errors(given, run),
         *data.own_errors(full_validation=run.training.full_validation),
+        *direct_errors(data, run, sft=sft.sft),
         *_sft_errors(sft, run),
         *target_errors(run.lora, _targets(run.model)),
         *_mask_errors(data, sft, run.model.transformer_impl),

@@ -129,8 +129,9 @@ def gpt_forward_step(
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Return a step's samples (the global batch size), and the tokens and FLOPs of its rows."""
     rows = run.rows_of(num_microbatches)
+    model = replace(run.config.model, seq_length=run.seq_length)
     return StepStats(
         samples=run.batch_size.global_batch_size,
-        tokens=rows * (run.config.model.seq_length or 0),
-        flops=rows * flops_per_sample(run.config.model, run.config.moe),
+        tokens=rows * (model.seq_length or 0),
+        flops=rows * flops_per_sample(model, run.config.moe),
     )

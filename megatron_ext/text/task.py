@@ -1,6 +1,7 @@
 """The two tasks of pretrain_gpt.py, pretraining and fine-tuning, and their checks before a run."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
@@ -26,8 +27,9 @@ from megatron_ext.text.convert.training import (
     resolve_folder,
 )
 from megatron_ext.text.cost.network import GPT_COST
-from megatron_ext.text.data.blend import text_source
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
+from megatron_ext.text.data.splits import build_direct, prepare_direct, text_source
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import TaskScores, check_training
 from megatron_ext.text.hybrid import HybridConfig
@@ -36,7 +38,7 @@ from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.task import Task, TaskChoice
+from megatron_ext.train.task import Datasets, Task, TaskChoice
 
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -50,7 +52,7 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
     found = training_rules(given, run)
     if run.section(SftConfig).sft:
         found.append(
-            "`--sft` is left out of account by the datasets of this task (`build_gpt_datasets`); "
+            "`--sft` is left out of account by the datasets of this task (`build_datasets`); "
             "leave it out, or start from the task `megatron_ext.text.task.SFT`."
         )
     return found
@@ -67,9 +69,29 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Check the indexed datasets; return the completed configuration and the tokenizer."""
     config, tokenizer = with_tokenizer(config)
-    check_gpt_data(config, tokenizer)
+    if is_direct(config):
+        config = prepare_direct(config, tokenizer)
+    else:
+        check_gpt_data(config, tokenizer)
     check_training(config)
     return config, tokenizer
+
+
+def is_direct(config: RunConfig) -> bool:
+    """Return whether samples are in the direct order, which needs no index."""
+    return config.section(DataConfig).data_order == "direct"
+
+
+def build_datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool],
+) -> Datasets:
+    """Build the splits in the order that ``--data-order`` names; see `Task.datasets`."""
+    if is_direct(config):
+        return build_direct(config, tokenizer)
+    return build_gpt_datasets(config, tokenizer, sizes, is_built_on_rank)
 
 
 def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
@@ -120,7 +142,7 @@ GPT = Task(
     described_model=model_of_folder,
     initial_weights=load_initial_weights,
     preflight=prepare_gpt,
-    datasets=build_gpt_datasets,
+    datasets=build_datasets,
     source=text_source,
     model_chunk=build_gpt_chunk,
     forward_step=gpt_forward_step,

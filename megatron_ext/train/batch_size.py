@@ -114,6 +114,8 @@ class Progress:
         best_checkpoints: checkpoints to keep (``--keep-best``), lowest validation loss first.
         lowest_loss: validation loss that early stopping compares with; None before the first.
         stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
+        data_order: the mixtures of the run, from which the order of its samples follows; None for
+            data whose order is that of the dataset.
         data_plan: digest of all that decides each step's samples; empty for data without a digest.
         recent_values: loss and gradient norm of the last steps, for ``--on-spike``; else empty.
     """
@@ -130,6 +132,7 @@ class Progress:
     stale_evaluations: int = 0
     data_plan: str = ""
     recent_values: list[list[float]] = field(default_factory=list)
+    data_order: dict[str, Any] | None = None
 
     def advance(self, stats: StepStats, steps_per_epoch: int | None) -> None:
         """Count a training step, even if its update was skipped."""

@@ -127,6 +127,14 @@ class Run:
         """Return the number of samples in an evaluation step: the last global batch size."""
         return self.config.training.batch_sizes[1]
 
+    @property
+    def seq_length(self) -> int | None:
+        """Return the tokens of a sample in the next training step."""
+        lengths = self.train_source.lengths
+        if lengths is None:
+            return self.config.model.seq_length
+        return lengths(self.progress.consumed_train_samples)
+
     def rows_of(self, num_microbatches: int) -> int:
         return num_microbatches * self.batch_size.samples_per_microbatch
 

@@ -62,6 +62,7 @@ class StepRunner:
     """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
 
     Attributes:
+        seq_length: tokens of a sample in the next step, None if the task has no such length.
         engine: runs the pipeline; None if megatron-core's own schedule does.
         observer: called before the update, when each data-parallel rank has all reduced gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
@@ -108,6 +109,7 @@ class StepRunner:
             )
         self._gradients = StepGradients(chunks)
         self._micro_batch_size = config.training.batch_sizes[0]
+        self.seq_length = config.model.seq_length
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
         self.approvals: list[Approval] = []
@@ -185,9 +187,9 @@ class StepRunner:
                 data_iterator=_one_or_list(iterators),
                 model=_one_or_list(self.chunks),
                 num_microbatches=num_microbatches,
-                seq_length=self.config.model.seq_length,
+                seq_length=self.seq_length,
                 micro_batch_size=self._micro_batch_size,
-                decoder_seq_length=self.config.model.seq_length,
+                decoder_seq_length=self.seq_length,
                 **wishes,
             )
         return reports
@@ -213,7 +215,7 @@ class StepRunner:
         if self.task.boundary_shape is not None:
             assert batches is not None
             return self.task.boundary_shape(batches, self.chunks[0])
-        length = self.config.model.seq_length
+        length = self.seq_length
         assert length is not None
         length //= self.context.pgs.cp.size()
         if self.transformer_config.sequence_parallel:

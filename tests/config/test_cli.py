@@ -7,7 +7,7 @@ import yaml
 
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
-from megatron_ext.text.config import DataConfig
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.task import TEXT
 from tests.config.runs import SMALL
 from tests.training_runs import config_of, errors_of, parsed

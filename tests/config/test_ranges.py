@@ -14,7 +14,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import all_flags
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.layers.transformer_config import check_core
-from megatron_ext.text.config import DataConfig
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.main import preflight
 from megatron_ext.video.task import VIDEO

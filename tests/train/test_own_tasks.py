@@ -147,5 +147,5 @@ def test_fine_tuning_with_datasets_of_pretraining_is_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         train_on_ranks([*run, *words], save=tmp_path, task=task)
     assert caught.value.messages[0].startswith(
-        "`--sft` is left out of account by the datasets of this task (`build_gpt_datasets`); leave"
+        "`--sft` is left out of account by the datasets of this task (`build_datasets`); leave"
     )

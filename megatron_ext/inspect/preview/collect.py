@@ -28,8 +28,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.preview.rows import Provenance, Row, Step
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.text.config import DataConfig
 from megatron_ext.text.data.blend import source_options
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.sft.dataset import SftDataset
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes

@@ -45,7 +45,8 @@ from megatron_ext.inspect.preview.text import (
     visible,
 )
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.text.config import DataConfig, SftConfig
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
 from megatron_ext.train.reporting.page import style_sheet

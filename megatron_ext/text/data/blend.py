@@ -1,4 +1,4 @@
-"""The dataset prefixes of each split, given by Megatron-LM's flags, and the source of batches."""
+"""The dataset prefixes of each split, given by Megatron-LM's flags."""
 
 import json
 import math
@@ -9,11 +9,8 @@ from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import DataConfig, is_number
-from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.run import Run
+from megatron_ext.text.data.config import DataConfig, is_number
 
 SPLITS = ("train", "valid", "test")
 Blend = tuple[list[str], list[float] | None]
@@ -147,12 +144,3 @@ def source_options(data: DataConfig, eod: int) -> dict[str, Any]:
         "cyclic": data.dataloader_type == "cyclic",
         "data_sharding": data.data_sharding,
     }
-
-
-def text_source(
-    run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
-) -> BatchSource:
-    """Return the batches of one split, grouped by step; see `Task.source`."""
-    parts = run.config, run.context, run.device
-    options = source_options(run.config.section(DataConfig), assets.eod)
-    return build_source(dataset, *parts, consumed_samples, full_epoch, **options)

@@ -38,8 +38,8 @@ from megatron_ext.data.indexed import (
 )
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import DataConfig
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths, training_blend
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.inspect import check_ids, id_range
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import number_of_iterations, split_sizes

@@ -23,8 +23,9 @@ from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
+from megatron_ext.text.config import SftConfig, TokenizerConfig
 from megatron_ext.text.cost.flops import score_channels, token_products
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.sft.chat import build_chat
 from megatron_ext.text.sft.packing import BudgetEpochs, CostModel, PackedEpochs, PaddedEpochs

@@ -16,7 +16,8 @@ from filelock import FileLock, Timeout
 
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
-from megatron_ext.text.config import SftConfig, is_number
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.data.config import is_number
 from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write, read_object
 from megatron_ext.text.preprocess.inputs import Part, identity_of
 from megatron_ext.text.preprocess.options import PreprocessOptions

@@ -222,6 +222,7 @@ def evaluate(
     Returns:
         The losses by name ({} before the last pipeline stage), and collected data ([] if none).
     """
+    runner.seq_length = runner.config.model.seq_length
     for chunk in runner.chunks:
         chunk.eval()
     totals: dict[str, Tensor] = {}

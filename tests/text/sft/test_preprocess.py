@@ -17,7 +17,8 @@ from pyarrow import parquet
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
+from megatron_ext.text.config import SftConfig, TokenizerConfig
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.preprocess.cli import main
 from megatron_ext.text.preprocess.inputs import unpacked
 from megatron_ext.text.sft.chat import Chat, build_chat

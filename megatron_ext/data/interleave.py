@@ -1,0 +1,156 @@
+"""Deterministic interleaving of sources by exact weights.
+
+Let w_i be the share of source i in a mixture. The schedule here gives sample n to a source such
+that at every n the number of samples of each source differs from n * w_i by less than one. It is
+the "pfair" schedule of one processor (Baruah, Cohen, Plaxton and Varvel 1996): sample j of source i
+may take the places from floor(j / w_i) to ceil((j + 1) / w_i) - 1, which keeps the difference below
+one, and each place goes to the sample with the earliest deadline. Such a schedule always exists,
+since fractions of the samples could be spread evenly, and the earliest deadline finds it. Weights
+are fractions of whole numbers, so nothing is rounded however large n is.
+
+Any place can be looked up without going through all places before it: two schedules by earliest
+deadlines that start from different counts, each within one of its quota, agree from the time on
+when every sample that waited at their start has met its deadline, which is 2 / w places later for
+the smallest weight w. Hence the schedule may start so much earlier, from any counts that meet all
+deadlines.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.data.permutation import Ints
+
+BLOCK = 4096
+"""Places that are scheduled together."""
+_BLOCKS_KEPT = 16
+
+Places = NDArray[np.uint16]
+
+
+class Interleave:
+    """The places of the samples of some sources under constant weights, from place 0 on.
+
+    Args:
+        weights: weights of the sources, at least 0 and not all 0; only their ratios matter.
+    """
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        whole = [int(weight * scale) for weight in weights]
+        common = math.gcd(*whole)
+        self._shares = [each // common for each in whole]
+        self._present = [i for i, share in enumerate(self._shares) if share]
+        self.period = sum(self._shares)
+        self._blocks: OrderedDict[int, tuple[Places, list[int], list[int]]] = OrderedDict()
+
+    def counts(self, place: int) -> list[int]:
+        """Return how many of the first ``place`` places belong to each source."""
+        rounds, rest = divmod(place, self.period)
+        _, counts, _ = self._block(rest // BLOCK)
+        if rest % BLOCK:
+            sources, _, _ = self._block(rest // BLOCK)
+            found = np.bincount(sources[: rest % BLOCK], minlength=len(counts))
+            counts = [a + int(b) for a, b in zip(counts, found, strict=True)]
+        return [rounds * share + c for share, c in zip(self._shares, counts, strict=True)]
+
+    def places(self, start: int, stop: int) -> tuple[Places, Ints]:
+        """Return the source of each place from ``start`` to ``stop`` - 1, and its number there.
+
+        Both arrays are ``[stop - start]``; the numbers count the samples of each source from 0.
+        """
+        parts = []
+        at = start
+        while at < stop:
+            rest = at % self.period
+            sources, _, _ = self._block(rest // BLOCK)
+            part = sources[rest % BLOCK : rest % BLOCK + stop - at]
+            parts.append(part)
+            at += len(part)
+        sources = np.concatenate(parts) if len(parts) != 1 else parts[0]
+        return sources, numbered(sources, self.counts(start))
+
+    def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
+        """Return the sources of a block of places of a period, and the counts before and after."""
+        if number in self._blocks:
+            self._blocks.move_to_end(number)
+            return self._blocks[number]
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, self.period)
+        if number - 1 in self._blocks:
+            counts = self._blocks[number - 1][2]
+        else:
+            counts = self._counts_before(start)
+        sources, after = self._schedule(counts, start, stop)
+        self._blocks[number] = np.array(sources, dtype=np.uint16), counts, after
+        if len(self._blocks) > _BLOCKS_KEPT:
+            self._blocks.popitem(last=False)
+        return self._blocks[number]
+
+    def _counts_before(self, place: int) -> list[int]:
+        """Return the counts at a place of the period, from a schedule that starts shortly before.
+
+        It starts with the whole part of each quota, and one more for the sources whose next
+        deadlines come first, so that all deadlines are met.
+        """
+        least = min(self._shares[i] for i in self._present)
+        start = place - 2 * -(-self.period // least) - 1
+        if start <= 0:
+            return self._schedule([0] * len(self._shares), 0, place)[1]
+        counts = [start * share // self.period for share in self._shares]
+        waiting = [
+            (Fraction((counts[i] + 1) * self.period, self._shares[i]), i)
+            for i in self._present
+            if start * self._shares[i] % self.period
+        ]
+        for _, source in sorted(waiting)[: start - sum(counts)]:
+            counts[source] += 1
+        return self._schedule(counts, start, place)[1]
+
+    def _schedule(self, counts: list[int], start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Schedule the places from ``start`` on after ``counts``; return sources and new counts."""
+        period, shares, counts = self.period, self._shares, list(counts)
+        if len(self._present) == 1:
+            only = self._present[0]
+            counts[only] += stop - start
+            return [only] * (stop - start), counts
+        coming = [(counts[i] * period // shares[i], i) for i in self._present]
+        heapq.heapify(coming)
+        ready: list[tuple[int, int]] = []
+        sources = []
+        for place in range(start, stop):
+            while coming and coming[0][0] <= place:
+                _, i = heapq.heappop(coming)
+                heapq.heappush(ready, (-(-(counts[i] + 1) * period // shares[i]), i))
+            _, i = heapq.heappop(ready)
+            sources.append(i)
+            counts[i] += 1
+            heapq.heappush(coming, (counts[i] * period // shares[i], i))
+        return sources, counts
+
+
+def numbered(sources: Places, counts: Sequence[int]) -> Ints:
+    """Return, for each place, how many samples of its source come before it.
+
+    ``counts`` are those of each source before the first place.
+    """
+    order = np.argsort(sources, kind="stable")
+    sizes = np.bincount(sources, minlength=len(counts))
+    firsts = np.cumsum(sizes) - sizes
+    within = np.arange(len(sources), dtype=np.int64) - np.repeat(firsts, sizes)
+    found = np.empty(len(sources), dtype=np.int64)
+    found[order] = within + np.repeat(np.asarray(counts, dtype=np.int64), sizes)
+    return found
+
+
+def error_of(weights: Sequence[Fraction], counts: Sequence[int]) -> Fraction:
+    """Return the largest difference between the counts of sources and their exact quotas."""
+    places, total = sum(counts), sum(weights)
+    quotas = (places * weight / total for weight in weights)
+    return max(abs(quota - count) for quota, count in zip(quotas, counts, strict=True))

@@ -1,0 +1,179 @@
+"""Mixtures that change during a run: planned stages, a history that goes on, limits of repetition.
+
+Everything is counted in samples of the run from its start, and a stage's shares are exact
+(`interleave`). A ramp is a staircase of up to `STEPS` mixtures whose counts are whole numbers: at
+the end of each, every source is within one sample of the integral of its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from megatron_ext.data.order import SampleOrder, Stage
+
+STEPS = 64
+"""Mixtures of a ramp."""
+
+Weights = Mapping[str, Fraction]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A stage of a schedule.
+
+    Attributes:
+        weights: weight of each source by name.
+        seq_length: tokens of a sample.
+        samples, tokens: length of the stage; without both it lasts to the end of the run.
+        ramp: the weights change linearly from those of the stage before to these.
+    """
+
+    weights: Weights
+    seq_length: int
+    samples: int | None = None
+    tokens: int | None = None
+    ramp: bool = False
+
+    @property
+    def size(self) -> int | None:
+        """Return the number of samples, enough for ``tokens``; None if the stage does not end."""
+        if self.samples is not None or self.tokens is None:
+            return self.samples
+        return -(-self.tokens // self.seq_length)
+
+
+def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> list[Stage]:
+    """Return the mixtures of a schedule by the sample at which each starts.
+
+    A change of the length waits for the first step of ``batch`` samples, counted from sample
+    ``begin`` on, that begins at or after the planned sample; later stages move with it.
+    """
+    found: list[Stage] = []
+    at, before = 0, planned[0]
+    for each in planned:
+        if each.seq_length != before.seq_length:
+            at += (begin - at) % batch
+        if each.ramp and each.size:
+            found += _staircase(before.weights, each, at)
+        else:
+            found.append(Stage(at, each.seq_length, each.weights))
+        at, before = at + (each.size or 0), each
+    return found
+
+
+def _staircase(old: Weights, ramp: Planned, start: int) -> list[Stage]:
+    size = ramp.size or 0
+    first, last = shares(old), shares(ramp.weights)
+    names = list(dict.fromkeys([*first, *last]))
+    edges = [size * step // STEPS for step in range(STEPS + 1)]
+    done = dict.fromkeys(names, 0)
+    found = []
+    for begin, end in zip(edges, edges[1:], strict=False):
+        if begin == end:
+            continue
+        wanted = {}
+        for name in names:
+            slope = (last.get(name, Fraction(0)) - first.get(name, Fraction(0))) / size
+            integral = first.get(name, Fraction(0)) * end + slope * end * end / 2
+            wanted[name] = max(integral - done[name], Fraction(0))
+        counts = _apportioned(wanted, end - begin)
+        done = {name: done[name] + counts[name] for name in names}
+        weights = {name: Fraction(count) for name, count in counts.items() if count}
+        found.append(Stage(start + begin, ramp.seq_length, weights))
+    return found
+
+
+def shares(weights: Weights) -> dict[str, Fraction]:
+    """Return weights divided by their sum."""
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def _apportioned(wanted: Mapping[str, Fraction], total: int) -> dict[str, int]:
+    """Return whole numbers near ``wanted`` with the given sum, by largest remainders."""
+    scale = Fraction(total) / sum(wanted.values())
+    exact = {name: value * scale for name, value in wanted.items()}
+    counts = {name: math.floor(value) for name, value in exact.items()}
+    most = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in most[: total - sum(counts.values())]:
+        counts[name] += 1
+    return counts
+
+
+def continued(history: Sequence[Stage], plan: Sequence[Stage], number: int) -> list[Stage]:
+    """Return the stages of a run that goes on at sample ``number`` with another plan.
+
+    What came before stays. A mixture that is the same before and after goes on unchanged.
+    """
+    if not history or number == 0:
+        return list(plan)
+    past = [stage for stage in history if stage.start < number]
+    now = [stage for stage in plan if stage.start <= number][-1]
+    found = list(past)
+    if not past[-1].goes_on_as(now):
+        found.append(replace(now, start=number))
+    return found + [stage for stage in plan if stage.start > number]
+
+
+@dataclass(frozen=True)
+class Exhausted:
+    """A source that a limit takes out of the mixture before sample ``number``."""
+
+    name: str
+    number: int
+
+
+def limited(
+    order: SampleOrder, limits: Mapping[str, Fraction], total: int, *, stops: bool
+) -> tuple[SampleOrder, int, list[Exhausted]]:
+    """Keep each source within its limit of epochs; return the order, its end, and what ran out.
+
+    Args:
+        limits: the most epochs by name of source.
+        total: samples of the run.
+        stops: end where the first source runs out; otherwise the others take its share.
+    """
+    found: list[Exhausted] = []
+    tokens = {source.name: source.tokens for source in order.sources}
+    while True:
+        left = {name: limits[name] * tokens[name] for name in limits if name in tokens}
+        ends = [
+            Exhausted(name, _last_within(order, name, budget, total))
+            for name, budget in left.items()
+            if not any(each.name == name for each in found)
+        ]
+        first = min(ends, key=lambda each: each.number, default=None)
+        if first is None or first.number >= total:
+            return order, total, found
+        found.append(first)
+        stages = _without(order.stages, {first.name}, first.number)
+        if stops or stages is None:
+            return order, first.number, found
+        order = SampleOrder(tokens, stages, order.window, order.seed)
+
+
+def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) -> int:
+    """Return the most samples of the run, at most ``total``, that keep a source within a budget."""
+    low, high = 0, total
+    while low < high:
+        middle = (low + high + 1) // 2
+        if order.tokens_used(middle)[name] <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _without(stages: Sequence[Stage], names: Collection[str], number: int) -> list[Stage] | None:
+    """Return the stages without some sources from a sample on; None if nothing would be left."""
+    found = [stage for stage in stages if stage.start < number]
+    now = [stage for stage in stages if stage.start <= number][-1]
+    for stage in (replace(now, start=number), *(s for s in stages if s.start > number)):
+        weights = {name: w for name, w in stage.weights.items() if name not in names and w}
+        if not weights:
+            return None
+        found.append(replace(stage, weights=weights))
+    return found

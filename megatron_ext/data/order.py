@@ -1,0 +1,264 @@
+"""The order of samples as a function of (seed, history of mixtures, sample number).
+
+A source is a range of tokens, closed to a circle. Each epoch cuts it into windows of equal length
+from a random token on, and permutes the windows by a key of its own; the tokens that are no whole
+window rest until the next epoch. Nothing is built or stored: a sample number gives a source
+(`interleave`), the source's own count gives an epoch and a place in it, and `permutation` gives the
+window. All ranks, workers and micro-batches ask the same function, so the order does not depend on
+them.
+
+Samples of another length than the windows are parts of windows, or join some; see `windows`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.data.interleave import BLOCK, Interleave
+from megatron_ext.data.permutation import Ints, Words, derived, permute
+from megatron_ext.data.windows import Phase, Source, group_keys, groups
+
+_BLOCKS_KEPT = 4
+_ORDER, _SHIFT = 1, 2
+"""Purposes of keys: the windows of an epoch, and its first token."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A mixture from sample ``start`` of the run on.
+
+    Attributes:
+        seq_length: tokens of a sample.
+        weights: weight of each source by name; sources that are not named have none.
+    """
+
+    start: int
+    seq_length: int
+    weights: Mapping[str, Fraction]
+
+    def to_dict(self) -> dict[str, Any]:
+        weights = {name: str(weight) for name, weight in self.weights.items()}
+        return {"start": self.start, "seq_length": self.seq_length, "weights": weights}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Stage:
+        weights = {name: Fraction(weight) for name, weight in values["weights"].items()}
+        return cls(int(values["start"]), int(values["seq_length"]), weights)
+
+    def goes_on_as(self, other: Stage) -> bool:
+        """Return whether both stages give samples of the same length in the same ratios."""
+        return self.seq_length == other.seq_length and _ratios(self) == _ratios(other)
+
+
+def _ratios(stage: Stage) -> dict[str, Fraction]:
+    total = sum(stage.weights.values())
+    return {name: weight / total for name, weight in stage.weights.items() if weight}
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Ranges of tokens that form samples; a sample is one piece unless windows were joined.
+
+    All are ``[p]`` int64, ordered by row and column.
+
+    Attributes:
+        rows: index of the sample, from 0.
+        columns: first position in the sample.
+        sources: index of the source.
+        begins: first token in the circle of the source.
+        lengths: number of tokens.
+    """
+
+    rows: Ints
+    columns: Ints
+    sources: Ints
+    begins: Ints
+    lengths: Ints
+
+    def between(self, start: int, stop: int, row: int) -> Pieces:
+        """Return the pieces of rows from ``start`` to ``stop`` - 1, with rows from ``row`` on."""
+        a, b = np.searchsorted(self.rows, [start, stop])
+        arrays = (self.columns, self.sources, self.begins, self.lengths)
+        return Pieces(self.rows[a:b] - start + row, *(x[a:b] for x in arrays))
+
+
+def joined(parts: Sequence[Pieces]) -> Pieces:
+    """Return all pieces of ``parts`` in order."""
+    if len(parts) == 1:
+        return parts[0]
+    names = ("rows", "columns", "sources", "begins", "lengths")
+    return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A stage with the phases of its sources, and how many samples of each phase came before."""
+
+    stage: Stage
+    interleave: Interleave
+    phases: Sequence[Phase]
+    used: Sequence[int]
+
+
+class SampleOrder:
+    """The order of the samples of a run, from its sources and the history of its mixtures.
+
+    Args:
+        tokens: tokens of each source by name, at least ``window`` of each.
+        stages: the mixtures, the first from sample 0 on.
+        window: tokens of a window; it divides every length of samples, or is a multiple of it.
+        seed: seed of the run.
+    """
+
+    def __init__(
+        self, tokens: Mapping[str, int], stages: Sequence[Stage], window: int, seed: int
+    ) -> None:
+        self.stages, self.window, self.seed = tuple(stages), window, seed
+        self.sources = [Source(name, count, window, seed) for name, count in tokens.items()]
+        self._starts = [stage.start for stage in stages]
+        self._placed: list[_Placed] = []
+        for stage in stages:
+            self._placed.append(self._place(stage))
+        self._windows = np.array([source.windows for source in self.sources])
+        self._tokens = np.array([source.tokens for source in self.sources])
+        self._keys: Words = np.array([source.key for source in self.sources], dtype=np.uint64)
+        self._blocks: OrderedDict[tuple[int, int], Pieces] = OrderedDict()
+
+    def _place(self, stage: Stage) -> _Placed:
+        weights = [stage.weights.get(source.name, Fraction(0)) for source in self.sources]
+        phases, used = [], []
+        before = self._placed[-1] if self._placed else None
+        counts = None
+        if before is not None:
+            counts = before.interleave.counts(stage.start - before.stage.start)
+        for index, (source, weight) in enumerate(zip(self.sources, weights, strict=True)):
+            if before is None or counts is None:
+                phase, count = source.begin(stage.seq_length), 0
+            else:
+                phase, count = before.phases[index], before.used[index] + counts[index]
+            if weight and phase.seq_length != stage.seq_length:
+                phase, count = source.change(phase, count, stage.seq_length), 0
+            phases.append(phase)
+            used.append(count)
+        return _Placed(stage, Interleave(weights), phases, used)
+
+    def stage_at(self, number: int) -> int:
+        """Return the index of the stage that holds a sample."""
+        return bisect.bisect_right(self._starts, number) - 1
+
+    def seq_length(self, number: int) -> int:
+        """Return the tokens of a sample."""
+        return self.stages[self.stage_at(number)].seq_length
+
+    def counts(self, number: int) -> list[list[int]]:
+        """Return how many samples of each source the first ``number`` samples hold, by stage."""
+        found = []
+        for index, placed in enumerate(self._placed):
+            stop = self._starts[index + 1] if index + 1 < len(self._starts) else number
+            inside = min(stop, number) - placed.stage.start
+            if inside > 0:
+                found.append(placed.interleave.counts(inside))
+        return found
+
+    def tokens_used(self, number: int) -> dict[str, int]:
+        """Return the tokens that the first ``number`` samples take of each source.
+
+        Padding after a change of length is counted too, less than a sample for each change.
+        """
+        totals = [0] * len(self.sources)
+        for stage, counts in zip(self.stages, self.counts(number), strict=False):
+            totals = [t + c * stage.seq_length for t, c in zip(totals, counts, strict=True)]
+        return {source.name: total for source, total in zip(self.sources, totals, strict=True)}
+
+    def locate(self, start: int, stop: int) -> Pieces:
+        """Return the pieces of the samples from ``start`` to ``stop`` - 1."""
+        parts, at = [], start
+        while at < stop:
+            index = self.stage_at(at)
+            inside = at - self._starts[index]
+            block = inside // BLOCK
+            end = self._starts[index] + (block + 1) * BLOCK
+            if index + 1 < len(self._starts):
+                end = min(end, self._starts[index + 1])
+            end = min(end, stop)
+            first = inside - block * BLOCK
+            pieces = self._block(index, block).between(first, first + end - at, at - start)
+            parts.append(pieces)
+            at = end
+        return joined(parts)
+
+    def _block(self, index: int, number: int) -> Pieces:
+        key = index, number
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        self._blocks[key] = found = self._located(self._placed[index], number * BLOCK)
+        if len(self._blocks) > _BLOCKS_KEPT:
+            self._blocks.popitem(last=False)
+        return found
+
+    def _located(self, placed: _Placed, first: int) -> Pieces:
+        """Return the pieces of a block of samples of a stage."""
+        places, numbers = placed.interleave.places(first, first + BLOCK)
+        sources = places.astype(np.int64)
+        rests = np.array([phase.rest_samples for phase in placed.phases])
+        numbers = numbers + (np.asarray(placed.used, dtype=np.int64) - rests)[sources]
+        whole = np.flatnonzero(numbers >= 0)
+        pieces = self._fresh(placed, whole, sources[whole], numbers[whole])
+        if len(whole) == len(sources):
+            return pieces
+        others = np.flatnonzero(numbers < 0)
+        pieces = joined(
+            [pieces, self._left_over(placed, others, sources, numbers + rests[sources])]
+        )
+        order = np.lexsort((pieces.columns, pieces.rows))
+        names = ("rows", "columns", "sources", "begins", "lengths")
+        return Pieces(*(getattr(pieces, name)[order] for name in names))
+
+    def _fresh(self, placed: _Placed, rows: Ints, sources: Ints, numbers: Ints) -> Pieces:
+        """Return the pieces of samples after the rests of their phases, counted from there."""
+        length, window = placed.stage.seq_length, self.window
+        first = np.array([phase.first_window for phase in placed.phases])[sources]
+        if length < window:
+            per_window = window // length
+            group = np.array([source.group for source in self.sources])[sources]
+            counts = self._windows[sources]
+            begin, size, part = groups(numbers, first, counts, group, per_window)
+            of_phase: Words = np.array([phase.key for phase in placed.phases], dtype=np.uint64)
+            place = permute(part, size * per_window, group_keys(of_phase[sources], begin))
+            windows = begin + place // per_window
+            begins = self._begins(sources, windows, place % per_window * length)
+            return Pieces(rows, np.zeros_like(rows), sources, begins, np.full_like(rows, length))
+        joins = length // window
+        windows = (first + numbers * joins)[:, None] + np.arange(joins)
+        rows, sources = np.repeat(rows, joins), np.repeat(sources, joins)
+        columns = np.tile(np.arange(joins) * window, len(numbers))
+        begins = self._begins(sources, windows.ravel(), np.zeros_like(rows))
+        return Pieces(rows, columns, sources, begins, np.full_like(rows, window))
+
+    def _left_over(self, placed: _Placed, rows: Ints, sources: Ints, numbers: Ints) -> Pieces:
+        found = []
+        for row in rows.tolist():
+            index = int(sources[row])
+            parts = self.sources[index].rest_pieces(placed.phases[index], int(numbers[row]))
+            found += [(row, column, index, *rest) for column, *rest in parts]
+        row, column, source, window, offset, length = np.array(found, dtype=np.int64).T
+        return Pieces(row, column, source, self._begins(source, window, offset), length)
+
+    def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
+        """Return the first tokens, in their circles, of parts of windows counted over epochs."""
+        counts, keys = self._windows[sources], self._keys[sources]
+        epochs, places = np.divmod(windows, counts)
+        places = permute(places, counts, derived(keys, epochs, _ORDER))
+        tokens = self._tokens[sources]
+        shifts = (derived(keys, epochs, _SHIFT) % tokens.astype(np.uint64)).astype(np.int64)
+        begins: NDArray[np.int64] = (shifts + places * self.window + offsets) % tokens
+        return begins

@@ -1,0 +1,183 @@
+"""Batches of token ranges from indexed datasets.
+
+A span is the part of a `.bin` file that a split takes: whole sequences, one after another, closed
+to a circle (`order`). It is read through a memory map, which copies a batch without Python code for
+each range, or, with ``--no-mmap-bin-files``, by one `pread` for each range. Another store of
+tokens, such as an object store, is another subclass of `TokenSpan`.
+
+Where a batch took long, since its pages were not in memory, the kernel is asked for all pages of
+the next batch at once, before the first of them is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from megatron_ext.data.indexed import Array, Index, bin_path, idx_path, read_index, readable
+from megatron_ext.data.permutation import Ints
+from megatron_ext.errors import DataError
+
+_SLOW = 20e-6
+"""Seconds for a range that tell a read from a disk."""
+
+
+class TokenSpan(ABC):
+    """A range of tokens that are read as a circle.
+
+    Args:
+        name: the dataset's prefix.
+        dtype: type of a token in the file.
+        first: number in the file of the range's first token.
+        tokens: length of the range.
+    """
+
+    def __init__(self, name: str, dtype: np.dtype[Any], first: int, tokens: int) -> None:
+        self.name, self.dtype, self.first, self.tokens = name, dtype, first, tokens
+
+    def gather(self, begins: Ints, length: int) -> Array:
+        """Return the tokens ``[m, length]`` from each of ``begins`` on, around the circle."""
+        inside = begins + length <= self.tokens
+        if inside.all():
+            return self.read(begins, length)
+        found = np.empty((len(begins), length), dtype=self.dtype)
+        if inside.any():
+            found[inside] = self.read(begins[inside], length)
+        for row in np.flatnonzero(~inside).tolist():
+            at = int(begins[row])
+            parts, missing = [], length
+            while missing:
+                count = min(missing, self.tokens - at)
+                parts.append(self.read(np.array([at], dtype=np.int64), count)[0])
+                at, missing = 0, missing - count
+            found[row] = np.concatenate(parts)
+        return found
+
+    @abstractmethod
+    def read(self, begins: Ints, length: int) -> Array:
+        """Return the tokens ``[m, length]`` from each of ``begins`` on, none past the end."""
+
+
+class MappedSpan(TokenSpan):
+    """A span in a memory map, which is opened at the first read of a process."""
+
+    _map: mmap.mmap | None = None
+    _was_slow = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_map": None, "_tokens": None}
+
+    def read(self, begins: Ints, length: int) -> Array:
+        windows = sliding_window_view(self._opened(), length)
+        if self._was_slow:
+            self._ask_for_pages(begins, length)
+        started = time.perf_counter()
+        rows: Array = windows[begins]
+        self._was_slow = time.perf_counter() - started > _SLOW * len(begins)
+        return rows
+
+    def _opened(self) -> Array:
+        if self._map is None:
+            path = bin_path(self.name)
+            with readable(path), open(path, "rb") as stream:
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(mmap, "MADV_RANDOM"):
+                # The pages beside a sample are read much later, if at all.
+                self._map.madvise(mmap.MADV_RANDOM)
+            begin = self.first * self.dtype.itemsize
+            self._tokens = np.frombuffer(self._map, self.dtype, self.tokens, begin)
+        return self._tokens
+
+    def _ask_for_pages(self, begins: Ints, length: int) -> None:
+        assert self._map is not None
+        size, page = self.dtype.itemsize, mmap.PAGESIZE
+        first = (self.first + begins) * size // page * page
+        ends = np.minimum((self.first + begins + length) * size, len(self._map))
+        for begin, end in zip(first.tolist(), ends.tolist(), strict=True):
+            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+
+class ReadSpan(TokenSpan):
+    """A span read by `pread`, one call for each range, through a file that each process opens."""
+
+    _file: int | None = None
+    _owner = 0
+    _was_slow = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+    def read(self, begins: Ints, length: int) -> Array:
+        path = bin_path(self.name)
+        if self._file is None or self._owner != os.getpid():
+            with readable(path):
+                self._file, self._owner = os.open(path, os.O_RDONLY), os.getpid()
+        found = np.empty((len(begins), length), dtype=self.dtype)
+        size = length * self.dtype.itemsize
+        rows, preadv, file = memoryview(found.view(np.uint8).reshape(-1)), os.preadv, self._file
+        offsets, at = ((self.first + begins) * self.dtype.itemsize).tolist(), 0
+        started = time.perf_counter()
+        with readable(path):
+            for offset in offsets if self._was_slow else ():
+                os.posix_fadvise(file, offset, size, os.POSIX_FADV_WILLNEED)
+            for offset in offsets:
+                if preadv(file, [rows[at : at + size]], offset) != size:
+                    self._read_rest(rows[at : at + size], offset)
+                at += size
+        self._was_slow = time.perf_counter() - started > _SLOW * len(begins)
+        return found
+
+    def _read_rest(self, row: memoryview, offset: int) -> None:
+        """Read a range that one call has not read whole; raise a DataError at the file's end."""
+        assert self._file is not None
+        done = 0
+        while done < len(row):
+            count = os.preadv(self._file, [row[done:]], offset + done)
+            if not count:
+                raise DataError(
+                    f"{bin_path(self.name)} ends at byte {offset + done}, before the tokens that "
+                    "its index counts; it was cut since the run began, so copy it again."
+                )
+            done += count
+
+
+def tokens_before(index: Index, sequence: int) -> int:
+    """Return the number of tokens in the first ``sequence`` sequences of a dataset."""
+    size = index.dtype.itemsize
+    if sequence < len(index.offsets):
+        return int(index.offsets[sequence]) // size
+    if not len(index.offsets):
+        return 0
+    return int(index.offsets[-1]) // size + int(index.lengths[-1])
+
+
+def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) -> TokenSpan:
+    """Return the tokens of the sequences from ``first`` to ``end`` - 1 (None: to the last).
+
+    The files are checked in constant time: their sizes, and the index's first and last entries.
+    `check_indexed_dataset` reads the whole index.
+
+    Raises:
+        DataError: a file is missing, damaged or of another length than the index says.
+    """
+    index = read_index(prefix)
+    total = tokens_before(index, len(index.lengths))
+    path = bin_path(prefix)
+    if not path.is_file():
+        raise DataError(f"{path} does not exist beside its index {idx_path(prefix)}; copy both.")
+    size, needed = path.stat().st_size, total * index.dtype.itemsize
+    if size != needed or (len(index.offsets) and index.offsets[0] != 0):
+        raise DataError(
+            f"{path} has {size} bytes, but its index counts {total} tokens of "
+            f"{index.dtype.itemsize} bytes ({needed} bytes); copy or make the pair again."
+        )
+    begin = tokens_before(index, first)
+    stop = total if end is None else tokens_before(index, end)
+    kind = MappedSpan if mapped else ReadSpan
+    return kind(prefix, index.dtype, begin, stop - begin)

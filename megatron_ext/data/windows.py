@@ -1,0 +1,179 @@
+"""The windows of one source: which of them a sample reads when the length of samples changes.
+
+Windows have the length that a run began with, at best its longest one, and are numbered through all
+epochs. Shorter samples are parts of a window: the parts of `GROUP` windows are permuted together,
+so that neighbours of the text do not meet in a batch. Longer samples join windows. Where the length
+changes within a group, its parts that are left over come first, cut or joined; the last of them may
+be filled up with padding. A group lies within an epoch. So no token is lost or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_ext.data.permutation import Ints, Words, derived, key_of, permute
+
+GROUP = 4096
+"""Windows whose parts are permuted together when samples are shorter than windows."""
+PARTS = 3
+"""The purpose of the keys that permute the parts of a group."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Parts of a group that a change of length left over, as a range of the group's tokens.
+
+    Attributes:
+        first_window: number of the group's first window, counted through all epochs.
+        parts: number of the group's parts.
+        key: key of the permutation of the group's parts.
+        part: tokens of a part.
+        begin, end: range in tokens of the permuted parts.
+    """
+
+    first_window: int
+    parts: int
+    key: int
+    part: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The samples of a source between two changes of their length.
+
+    Attributes:
+        seq_length: tokens of a sample.
+        key: key of the groups of this phase.
+        first_window: number of the first window after the rests, counted through all epochs.
+        rests: parts that earlier phases left over; they come first.
+    """
+
+    seq_length: int
+    key: int
+    first_window: int = 0
+    rests: tuple[Rest, ...] = ()
+
+    @property
+    def rest_tokens(self) -> int:
+        return sum(rest.end - rest.begin for rest in self.rests)
+
+    @property
+    def rest_samples(self) -> int:
+        return -(-self.rest_tokens // self.seq_length)
+
+
+class Source:
+    """The windows of one source, in the order of their reading.
+
+    Args:
+        name: identifies the source in the history of a run, and determines its keys.
+        tokens: length of the circle, at least ``window``.
+        window: tokens of a window.
+        seed: seed of the run.
+    """
+
+    def __init__(self, name: str, tokens: int, window: int, seed: int) -> None:
+        self.name, self.tokens, self.window = name, tokens, window
+        self.windows = tokens // window
+        self.group = min(GROUP, self.windows)
+        self.key = key_of(seed, name)
+        self._phases = 0
+
+    def begin(self, seq_length: int) -> Phase:
+        """Return the first phase."""
+        return Phase(seq_length, self._phase_key())
+
+    def change(self, phase: Phase, used: int, seq_length: int) -> Phase:
+        """Return the phase that follows ``phase`` after ``used`` of its samples."""
+        if phase.seq_length == seq_length:
+            raise ValueError(f"{self.name}: the length does not change")
+        fresh = used - phase.rest_samples
+        if fresh < 0:
+            first, rests = phase.first_window, self._trimmed(phase, used)
+        elif phase.seq_length >= self.window:
+            first = phase.first_window + fresh * (phase.seq_length // self.window)
+            rests = ()
+        else:
+            length, per_window = phase.seq_length, self.window // phase.seq_length
+            limits = _ints(self.windows), _ints(self.group)
+            found = groups(_ints(fresh), _ints(phase.first_window), *limits, per_window)
+            first, count, begun = (int(each[0]) for each in found)
+            rests = ()
+            if begun:
+                parts, key = count * per_window, int(group_keys(_words(phase.key), _ints(first))[0])
+                rests = (Rest(first, parts, key, length, begun * length, parts * length),)
+                first += count
+        return Phase(seq_length, self._phase_key(), first, rests)
+
+    def _trimmed(self, phase: Phase, used: int) -> tuple[Rest, ...]:
+        taken, kept = used * phase.seq_length, []
+        for rest in phase.rests:
+            skipped = min(taken, rest.end - rest.begin)
+            taken -= skipped
+            if rest.begin + skipped < rest.end:
+                kept.append(replace(rest, begin=rest.begin + skipped))
+        return tuple(kept)
+
+    def _phase_key(self) -> int:
+        self._phases += 1
+        return int(derived(_words(self.key), _ints(self._phases), PARTS)[0])
+
+    def rest_pieces(self, phase: Phase, number: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (column, window, first token in it, length) of a sample made of left-over parts."""
+        begin, end = number * phase.seq_length, (number + 1) * phase.seq_length
+        passed = column = 0
+        for rest in phase.rests:
+            size = rest.end - rest.begin
+            at, stop = max(begin - passed, 0), min(end - passed, size)
+            while at < stop:
+                part, offset = divmod(rest.begin + at, rest.part)
+                length = min(rest.part - offset, stop - at)
+                per_window = self.window // rest.part
+                place = int(permute(_ints(part), rest.parts, rest.key)[0])
+                window = rest.first_window + place // per_window
+                yield column, window, place % per_window * rest.part + offset, length
+                column, at = column + length, at + length
+            passed += size
+
+
+def groups(
+    numbers: Ints, first: Ints, windows: Ints, group: Ints, per_window: int
+) -> tuple[Ints, Ints, Ints]:
+    """Return the groups that hold some samples shorter than a window.
+
+    Args:
+        numbers: samples of a phase, counted from its first window.
+        first: first window of the phase, counted through all epochs.
+        windows, group: windows of an epoch, and of a whole group.
+        per_window: samples in a window.
+
+    Returns:
+        The first window of each sample's group, the group's number of windows, and the number of
+        the sample in the group.
+    """
+    # The phase may begin within an epoch, whose other windows come first.
+    here = windows - first % windows
+    later = numbers - here * per_window
+    epoch, within = np.divmod(later, windows * per_window)
+    begins = np.where(later < 0, first, first + here + epoch * windows)
+    left = np.where(later < 0, here, windows)
+    number, part = np.divmod(np.where(later < 0, numbers, within), group * per_window)
+    return begins + number * group, np.minimum(group, left - number * group), part
+
+
+def group_keys(keys: Words, first_windows: Ints) -> Words:
+    """Return the keys that permute the parts of groups, from those of their phases."""
+    return derived(keys, first_windows, PARTS)
+
+
+def _ints(value: int) -> Ints:
+    return np.array([value], dtype=np.int64)
+
+
+def _words(value: int) -> Words:
+    return np.array([value], dtype=np.uint64)

@@ -1,0 +1,168 @@
+"""Flags of text datasets, their order and their mixtures, and the rules between them."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import PROCESSES, Range, changed_fields, flag, spelling_of
+from megatron_ext.config.run import RunConfig
+
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The flags of datasets and data loaders; names and defaults are Megatron-LM's."""
+
+    data_path: list[str] | None = flag(
+        None, "dataset prefixes, or weights and prefixes in turn", nargs="+"
+    )
+    split: str | None = flag(
+        None, f"shares of train, valid and test, such as 99,1,0; default {DEFAULT_SPLIT}"
+    )
+    train_data_path: list[str] | None = flag(None, "prefixes of the train split", nargs="+")
+    valid_data_path: list[str] | None = flag(None, "prefixes of the validation split", nargs="+")
+    test_data_path: list[str] | None = flag(None, "prefixes of the test split", nargs="+")
+    data_args_path: str | None = flag(None, "a file with the words of --data-path")
+    per_split_data_args_path: str | None = flag(None, "a JSON file with a blend for each split")
+    per_dataset_sequences_path: str | None = flag(None, "a JSON file with lengths of datasets")
+    data_cache_path: str | None = flag(
+        None, "folder for the indices of samples", if_changed="allow"
+    )
+    data_order: str = flag(
+        "megatron",
+        "order of samples: Megatron-LM's, from indices that are built before training (megatron), "
+        "or computed from seed and sample number, without indices (direct)",
+        choices=("megatron", "direct"),
+    )
+    data_schedule: str | None = flag(
+        None,
+        "a YAML file of mixtures that change during training, instead of --data-path; needs "
+        "--data-order direct",
+        if_changed="allow",
+    )
+    mmap_bin_files: bool = flag(True, "map .bin files into memory", if_changed="allow")
+    mock_data: bool = flag(False, "train on made-up samples")
+    multiple_validation_sets: bool = flag(
+        False, "report each validation prefix by itself", if_changed="allow"
+    )
+    dataloader_type: str = flag(
+        "single",
+        "order of samples: in order (single), or shuffled anew each epoch (cyclic)",
+        choices=("single", "cyclic"),
+    )
+    data_sharding: bool = flag(
+        True, "with --dataloader-type cyclic, give each replica its own share of the samples"
+    )
+    reset_position_ids: bool = flag(False, "let positions start again after each document")
+    reset_attention_mask: bool = flag(False, "keep attention within a document")
+    eod_mask_loss: bool = flag(
+        False, "leave positions whose input is end-of-document out of the loss"
+    )
+    num_dataset_builder_threads: int = flag(
+        1, "threads that build a blend", bounds=PROCESSES, if_changed="allow"
+    )
+    mid_level_dataset_surplus: float = flag(
+        0.005, "spare samples of each part of a blend", bounds=Range(0, 100), if_changed="allow"
+    )
+    allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
+
+    def resolved(self) -> "DataConfig":
+        """Return these flags without quotes around the value of ``split``.
+
+        A missing ``split`` becomes `DEFAULT_SPLIT` if all splits are cut from the same data.
+        """
+        if self.split is not None and self.split != self.split.strip("'\""):
+            return dataclasses.replace(self, split=self.split.strip("'\""))
+        ways = (self.data_path, self.data_args_path, self.data_schedule)
+        blended = any(way is not None for way in ways) or self.mock_data
+        if self.split is None and blended:
+            return dataclasses.replace(self, split=DEFAULT_SPLIT)
+        return self
+
+    def own_errors(self, *, full_validation: bool) -> list[str]:
+        ways = {
+            "--data-path": self.data_path,
+            "--data-args-path": self.data_args_path,
+            "--per-split-data-args-path": self.per_split_data_args_path,
+            "--mock-data": self.mock_data,
+            "--train-data-path": self.train_data_path,
+            "--data-schedule": self.data_schedule,
+        }
+        given = [f"`{name}`" for name, value in ways.items() if value]
+        found = []
+        if len(given) > 1:
+            found.append(f"{' and '.join(given)} exclude each other; give one source of data.")
+        own = {"--valid-data-path": self.valid_data_path, "--test-data-path": self.test_data_path}
+        beside = [f"`{name}`" for name, value in own.items() if value]
+        alone = ("`--train-data-path`", "`--data-schedule`")
+        shared = [name for name in given if name not in alone]
+        if beside and shared and len(given) == 1:
+            found.append(
+                f"{shared[0]} and {' and '.join(beside)} exclude each other, since `--split` cuts "
+                "all splits from the former; give the data of training as `--train-data-path`."
+            )
+        if self.split is not None and not _is_split(self.split):
+            found.append(
+                f"`--split` ({self.split}) must be one to three shares that are finite and not "
+                "negative; use 99,1,0."
+            )
+        if self.multiple_validation_sets and not full_validation:
+            found.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
+        return found
+
+
+def _is_split(split: str) -> bool:
+    try:
+        shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
+    except ValueError:
+        return False
+    return 1 <= len(shares) <= 3 and min(shares) >= 0 and 0 < sum(shares) < math.inf
+
+
+def is_number(word: str) -> bool:
+    """Tell whether a word of ``--data-path`` is a number, and hence a weight, not a prefix."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+_NOT_WITH_DIRECT = {
+    "mock_data": "made-up samples have no order",
+    "dataloader_type": "every epoch is permuted anew",
+    "data_sharding": "all replicas share one order",
+    "data_cache_path": "no indices are built",
+    "per_dataset_sequences_path": "indices are not read when the run starts",
+    "num_dataset_builder_threads": "nothing is built",
+    "mid_level_dataset_surplus": "no part of a blend is drawn in advance",
+}
+"""Flags that ``--data-order direct`` does not allow, each with the reason."""
+
+
+def direct_errors(data: DataConfig, run: RunConfig, *, sft: bool) -> list[str]:
+    """Return an error for each flag that the direct order does not allow, or that needs it."""
+    if data.data_order != "direct":
+        if data.data_schedule is None:
+            return []
+        return [
+            f"`--data-schedule` ({data.data_schedule}) needs an order that can change during a "
+            "run; give `--data-order direct`."
+        ]
+    if sft:
+        return []
+    changed = changed_fields(data)
+    found = [
+        f"`{spelling_of(data, name)}` does not go with `--data-order direct`: {reason}; leave it "
+        "out."
+        for name, reason in _NOT_WITH_DIRECT.items()
+        if name in changed
+    ]
+    batch = run.training.rampup_batch_size or run.training.step_batch_size_schedule
+    if batch and data.data_schedule is not None:
+        found.append(
+            "`--data-schedule` counts whole steps of one size, but `--rampup-batch-size` or "
+            "`--step-batch-size-schedule` changes it; leave one of them out."
+        )
+    return found

@@ -1,0 +1,212 @@
+"""The direct order of a run: its sources, its mixtures, and what a resumed run takes over.
+
+A checkpoint keeps the mixtures of its run in `Progress.data_order`, so that a run that goes on with
+other weights, or in another schedule, finds each source where it stood.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from rich.table import Table
+
+from megatron_ext.checkpoint.stored import PROGRESS, find, read_json
+from megatron_ext.config.run import RunConfig
+from megatron_ext.data.indexed import read_index
+from megatron_ext.data.mixture import Exhausted, Planned, continued, limited, stages_of
+from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.data.token_spans import TokenSpan, open_span
+from megatron_ext.errors import DataError
+from megatron_ext.text.data.blend import SPLITS, Blend, BlendSpec, training_blend
+from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.gpt import split_bounds
+from megatron_ext.text.data.schedule import Schedule, read_schedule
+from megatron_ext.train.batch_size import number_of_iterations, split_sizes
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The training samples of a run.
+
+    Attributes:
+        order: the order of all samples, those of earlier runs of the same training included.
+        spans: the tokens of each source of the order, by its index, that is still read.
+        total: number of samples, fewer than the flags ask for where a limit ends the run.
+        exhausted: the sources that reached their limits, in time's order.
+    """
+
+    order: SampleOrder
+    spans: Mapping[int, TokenSpan]
+    total: int
+    exhausted: Sequence[Exhausted]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `plan_run` needs to go on, as values that JSON can hold."""
+        return {
+            "seed": self.order.seed,
+            "window": self.order.window,
+            "tokens": {source.name: source.tokens for source in self.order.sources},
+            "stages": [stage.to_dict() for stage in self.order.stages],
+        }
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    """Return the mixtures that ``--data-schedule`` or ``--data-path`` and its likes ask for."""
+    data, length = config.section(DataConfig), config.model.seq_length
+    assert length is not None
+    if data.data_schedule is not None:
+        return read_schedule(data.data_schedule, length)
+    blend = blend_of(training_blend(data), 0)
+    if blend is None:
+        raise DataError("No training data is given; use `--train-data-path` PREFIX.")
+    return Schedule((Planned(weights_of(blend, config, 0), length),))
+
+
+def blend_of(spec: BlendSpec, split: int) -> Blend | None:
+    """Return the datasets and weights of a split, None if it has none of its own."""
+    return spec.blend if spec.per_split is None else spec.per_split[split]
+
+
+def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fraction]:
+    """Return the weight of each prefix; without given weights, the tokens of its split."""
+    found: dict[str, Fraction] = {}
+    prefixes, weights = blend
+    for number, prefix in enumerate(prefixes):
+        if weights is None:
+            weight = Fraction(split_span(config, prefix, split).tokens)
+        else:
+            weight = Fraction(repr(weights[number]))
+        found[prefix] = found.get(prefix, Fraction(0)) + weight
+    return found
+
+
+def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
+    """Open the part of a dataset that ``--split`` gives to a split, or all of a split's own."""
+    data, first = config.section(DataConfig), 0
+    end: int | None = None
+    own = (data.train_data_path, data.valid_data_path, data.test_data_path)[split]
+    if data.split is not None and not own:
+        first, end = split_bounds(data.split, len(read_index(prefix).lengths))[split]
+    return open_span(prefix, first, end, mapped=data.mmap_bin_files)
+
+
+def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
+    """Return a span that holds at least a sample of ``window`` tokens; else raise a DataError."""
+    if span.tokens < window:
+        raise DataError(
+            f"The {SPLITS[split]} split of {span.name} holds {span.tokens} tokens, but a sample of "
+            f"the direct order takes {window} (`--seq-length`); give it a larger share, or leave "
+            "the dataset out."
+        )
+    return span
+
+
+def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int]:
+    """Return the data order in the checkpoint that a run resumes, and its consumed samples."""
+    found = find(config.checkpoint)
+    if found is None or found.weights_only:
+        return None, 0
+    progress = read_json(found.path / PROGRESS)
+    return progress.get("data_order"), int(progress.get("consumed_train_samples", 0))
+
+
+def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int) -> RunPlan:
+    """Return the order of a run's training samples.
+
+    Args:
+        history: `RunPlan.to_dict` of the run that is resumed; None for a new one.
+        consumed: samples of the run so far.
+
+    Raises:
+        DataError: a source is missing or too short, has changed since, or the lengths of samples do
+            not fit the windows of the run that is resumed.
+    """
+    schedule, length = schedule_of(config), config.model.seq_length
+    assert length is not None
+    planned, _, batch = schedule.stages, *config.training.batch_sizes
+    past = history if consumed else None
+    window = length if past is None else int(past["window"])
+    _check_lengths(planned, window)
+    before: dict[str, int] = {} if past is None else dict(past["tokens"])
+    stages_before = [] if past is None else [Stage.from_dict(x) for x in past["stages"]]
+    spans = {
+        name: checked_span(split_span(config, name, 0), 0, window)
+        for name in dict.fromkeys(name for stage in planned for name in stage.weights)
+        if any(stage.weights.get(name) for stage in planned)
+    }
+    for name, span in spans.items():
+        if before.setdefault(name, span.tokens) != span.tokens:
+            raise DataError(
+                f"The train split of {name} holds {span.tokens} tokens, but held {before[name]} "
+                "when the run began, so that its order cannot go on; give the same files and "
+                "`--split`, or name the new ones otherwise."
+            )
+    seed = config.training.seed if past is None else int(past["seed"])
+    if stages_before:
+        gone = _gone(SampleOrder(before, stages_before, window, seed), schedule, consumed)
+        planned = tuple(_left(stage, gone) for stage in planned)
+    stages = continued(stages_before, stages_of(planned, consumed, batch), consumed)
+    order = SampleOrder(before, stages, window, seed)
+    steps = number_of_iterations(config.training, length, config.parallel.data_parallel_size)
+    total = split_sizes(config.training, steps)[0] or 0
+    order, end, exhausted = limited(order, schedule.limits, total, stops=schedule.stops)
+    indices = {source.name: index for index, source in enumerate(order.sources)}
+    own = {indices[name]: span for name, span in spans.items()}
+    return RunPlan(order, own, end, exhausted)
+
+
+def _gone(order: SampleOrder, schedule: Schedule, consumed: int) -> set[str]:
+    """Return the sources that a limit took out of the mixture before ``consumed`` samples."""
+    stage = order.stages[order.stage_at(consumed - 1)]
+    used = order.tokens_used(consumed)
+    tokens = {source.name: source.tokens for source in order.sources}
+    return {
+        name
+        for name, limit in schedule.limits.items()
+        if name in used
+        and name not in stage.weights
+        and used[name] + stage.seq_length > limit * tokens[name]
+    }
+
+
+def _left(stage: Planned, gone: set[str]) -> Planned:
+    weights = {name: weight for name, weight in stage.weights.items() if name not in gone}
+    return dataclasses.replace(stage, weights=weights or stage.weights)
+
+
+def _check_lengths(stages: Sequence[Planned], window: int) -> None:
+    for length in sorted({stage.seq_length for stage in stages}):
+        if length % window and window % length:
+            raise DataError(
+                f"Samples of {length} tokens do not fit the windows of {window} tokens with which "
+                f"the run began; use a length that divides {window}, or a multiple of it."
+            )
+
+
+def use_table(plan: RunPlan) -> Table:
+    """Return a table of what a run reads of each source: samples, tokens and epochs."""
+    table = Table(
+        "source", "tokens of the split", "samples", "tokens read", "of all", "epochs",
+        title=f"data of {plan.total:,} samples",
+    )  # fmt: skip
+    used = plan.order.tokens_used(plan.total)
+    counts = [0] * len(plan.order.sources)
+    for stage in plan.order.counts(plan.total):
+        counts = [a + b for a, b in zip(counts, stage, strict=True)]
+    everything = sum(used.values()) or 1
+    for source, count in zip(plan.order.sources, counts, strict=True):
+        tokens = used[source.name]
+        table.add_row(
+            source.name,
+            f"{source.tokens:,}",
+            f"{count:,}",
+            f"{tokens:,}",
+            f"{tokens / everything:.2%}",
+            f"{tokens / source.tokens:.3f}",
+        )
+    starts = [f"{s.start:,} ({s.seq_length} tokens)" for s in plan.order.stages]
+    shown = starts if len(starts) <= 8 else [*starts[:4], "…", *starts[-3:]]
+    table.caption = f"mixtures start at samples {', '.join(shown)}"
+    return table

@@ -1,0 +1,203 @@
+"""The splits of a run in the direct order: checked before training, built, and read on.
+
+Every rank builds them, since that reads a few pages only.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+from torch.utils.data import Dataset
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.data.loader import BatchSource, build_source
+from megatron_ext.data.mixture import shares
+from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.errors import DataError
+from megatron_ext.planning.report import console
+from megatron_ext.text.data.blend import SPLITS, BlendSpec, read_blend, source_options
+from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig
+from megatron_ext.text.data.direct import DirectDataset, EveryWindow, Marks
+from megatron_ext.text.data.gpt import dataset_config
+from megatron_ext.text.data.inspect import check_ids, id_range
+from megatron_ext.text.data.plan import (
+    RunPlan,
+    blend_of,
+    checked_span,
+    history_of,
+    plan_run,
+    schedule_of,
+    split_span,
+    use_table,
+    weights_of,
+)
+from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.batch_size import number_of_iterations, split_sizes
+from megatron_ext.train.run import Run
+from megatron_ext.train.task import Datasets
+
+CHECKED_IDS = 1 << 16
+"""Number of tokens in each dataset whose ids are checked before training; others when read."""
+
+
+def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Check the data of a run in the direct order; return the configuration, perhaps shortened.
+
+    A limit of epochs that ends the run shortens it. ``--dry-run`` prints the use of each source.
+    """
+    plan = plan_run(config, *history_of(config))
+    entries = config.model.padded_vocab_size or tokenizer.vocab_size
+    for span in plan.spans.values():
+        check_ids(span.name, id_range(span.name, CHECKED_IDS), entries)
+    build_held_out(config, tokenizer)
+    first = int(os.environ.get("RANK", "0")) == 0
+    for each in plan.exhausted if first else ():
+        print(f"> {each.name} reaches its limit of epochs at sample {each.number}", flush=True)
+    config = _shortened(config, plan, tell=first)
+    if config.planning.dry_run and first:
+        console().print(use_table(plan))
+    return config
+
+
+def _iterations(config: RunConfig, **changes: Any) -> int:
+    training = dataclasses.replace(config.training, **changes)
+    replicas = config.parallel.data_parallel_size
+    return number_of_iterations(training, config.model.seq_length, replicas)
+
+
+def _shortened(config: RunConfig, plan: RunPlan, *, tell: bool) -> RunConfig:
+    """Return a configuration of as many whole steps as the plan's samples are enough for."""
+    steps = _iterations(config)
+    if plan.total >= (split_sizes(config.training, steps)[0] or 0):
+        return config
+    kept = _iterations(config, train_samples=plan.total, train_iters=None)
+    if not kept:
+        raise DataError(
+            f"`--data-schedule` ({config.section(DataConfig).data_schedule}) ends the run at "
+            f"sample {plan.total}, before its first step is full; raise `max_epochs`, or give more "
+            "data."
+        )
+    if tell:
+        print(f"> the run ends after {kept} of {steps} steps, where its data ends", flush=True)
+    if config.training.train_samples is not None:
+        training = dataclasses.replace(config.training, train_samples=plan.total)
+    else:
+        training = dataclasses.replace(config.training, train_iters=kept)
+    return dataclasses.replace(config, training=training)
+
+
+class _Padding(MegatronDataset):  # type: ignore[misc]
+    """A dataset without samples, which knows what id megatron-core takes for padding."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)
+
+
+def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
+    """Return the ids and flags that decide masks and positions, as megatron-core takes them."""
+    data = config.section(DataConfig)
+    known = config.with_section(dataclasses.replace(data, split=data.split or DEFAULT_SPLIT))
+    core = dataset_config(known, BlendSpec(([""], None), None), tokenizer, "")
+    padding = _Padding(None, "", None, None, Split.train, core)
+    return Marks(
+        eod=tokenizer.eod,
+        pad=int(padding._pad_token_id),
+        vocab_size=config.model.padded_vocab_size or tokenizer.vocab_size,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+    )
+
+
+def build_held_out(
+    config: RunConfig, tokenizer: Tokenizer
+) -> tuple[Dataset[Any] | list[Dataset[Any]] | None, Dataset[Any] | None]:
+    """Return the validation and the test split, each None where no samples are asked of it."""
+    training, length = config.training, config.model.seq_length
+    assert length is not None
+    data, marks = config.section(DataConfig), marks_of(config, tokenizer)
+    steps = number_of_iterations(training, length, config.parallel.data_parallel_size)
+    _, *sizes = split_sizes(training, steps)
+
+    def build(split: int, prefixes: Mapping[str, Fraction], size: int | None) -> DirectDataset:
+        found = [checked_span(split_span(config, name, split), split, length) for name in prefixes]
+        if size is None:
+            windows = EveryWindow(found, length)
+            return DirectDataset(windows, dict(enumerate(found)), marks, len(windows))
+        tokens = {f"{SPLITS[split]} {span.name}": span.tokens for span in found}
+        weights = dict(zip(tokens, prefixes.values(), strict=True))
+        order = SampleOrder(tokens, [Stage(0, length, weights)], length, training.seed)
+        return DirectDataset(order, dict(enumerate(found)), marks, size)
+
+    built: list[Any] = []
+    for split, size in enumerate(sizes, 1):
+        weights = _held_out_weights(config, split)
+        if size == 0 or not weights:
+            built.append(None)
+        elif split == 1 and data.multiple_validation_sets:
+            built.append([build(split, {name: Fraction(1)}, size) for name in weights])
+        else:
+            built.append(build(split, weights, size))
+    return built[0], built[1]
+
+
+def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
+    """Return the weights of the sources of a held-out split that has a share of the data.
+
+    With ``--data-schedule`` it has the mixture of the first stage, unless it has its own data.
+    """
+    data = config.section(DataConfig)
+    own = (None, data.valid_data_path, data.test_data_path)[split]
+    if data.data_schedule is not None and not own:
+        first = schedule_of(config).stages[0].weights
+        weights = {name: weight for name, weight in first.items() if weight}
+    else:
+        blend = blend_of(read_blend(data), split)
+        weights = {} if blend is None else weights_of(blend, config, split)
+    if data.split is not None and not own and not parse_and_normalize_split(data.split)[split]:
+        return {}
+    return weights
+
+
+def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
+    """Build the splits on every rank; the training split takes its history from `goes_on`."""
+    plan = plan_run(config, None, 0)
+    train = DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total)
+    train.is_training = True
+    return Datasets(train, *build_held_out(config, tokenizer))
+
+
+def goes_on(run: Run, dataset: DirectDataset) -> DirectDataset:
+    """Return the training split with the order of the run so far, which progress keeps."""
+    progress = run.progress
+    consumed, history = progress.consumed_train_samples, progress.data_order
+    plan = plan_run(run.config, history, consumed)
+    stage = plan.order.stage_at(consumed)
+    if consumed and run.context.rank == 0:
+        if history is None:
+            print("> the samples so far were in another order; the direct one takes its place "
+                  f"from sample {consumed} on", flush=True)  # fmt: skip
+        elif plan.order.stages[stage].start == consumed:
+            mixed = shares(plan.order.stages[stage].weights)
+            shown = ", ".join(f"{name} {float(share):.4g}" for name, share in mixed.items())
+            print(f"> the mixture changes at sample {consumed}: {shown}", flush=True)
+    progress.data_order = plan.to_dict()
+    return DirectDataset(plan.order, plan.spans, dataset.marks, plan.total)
+
+
+def text_source(
+    run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
+) -> BatchSource:
+    """Return the batches of one split, grouped by step; see `Task.source`."""
+    if isinstance(dataset, DirectDataset) and dataset.is_training:
+        dataset = goes_on(run, dataset)
+    parts = run.config, run.context, run.device
+    options = source_options(run.config.section(DataConfig), assets.eod)
+    return build_source(dataset, *parts, consumed_samples, full_epoch, **options)
