@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from megatron_ext.data.indexed import Array, Index, bin_path, idx_path, read_index, readable
 from megatron_ext.data.permutation import Ints
@@ -43,9 +42,9 @@ class TokenSpan(ABC):
 
     def gather(self, begins: Ints, length: int) -> Array:
         """Return the tokens ``[m, length]`` from each of ``begins`` on, around the circle."""
-        inside = begins + length <= self.tokens
-        if inside.all():
+        if int(begins.max()) + length <= self.tokens:
             return self.read(begins, length)
+        inside = begins + length <= self.tokens
         found = np.empty((len(begins), length), dtype=self.dtype)
         if inside.any():
             found[inside] = self.read(begins[inside], length)
@@ -71,10 +70,10 @@ class MappedSpan(TokenSpan):
     _was_slow = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None, "_tokens": None}
+        return {**self.__dict__, "_map": None}
 
     def read(self, begins: Ints, length: int) -> Array:
-        windows = sliding_window_view(self._opened(), length)
+        windows = self._windows(length)
         if self._was_slow:
             self._ask_for_pages(begins, length)
         started = time.perf_counter()
@@ -82,7 +81,8 @@ class MappedSpan(TokenSpan):
         self._was_slow = time.perf_counter() - started > _SLOW * len(begins)
         return rows
 
-    def _opened(self) -> Array:
+    def _windows(self, length: int) -> Array:
+        """Return all ranges of a length, ``[tokens - length + 1, length]``, without a copy."""
         if self._map is None:
             path = bin_path(self.name)
             with readable(path), open(path, "rb") as stream:
@@ -90,9 +90,9 @@ class MappedSpan(TokenSpan):
             if hasattr(mmap, "MADV_RANDOM"):
                 # The pages beside a sample are read much later, if at all.
                 self._map.madvise(mmap.MADV_RANDOM)
-            begin = self.first * self.dtype.itemsize
-            self._tokens = np.frombuffer(self._map, self.dtype, self.tokens, begin)
-        return self._tokens
+        size = self.dtype.itemsize
+        shape, begin = (self.tokens - length + 1, length), self.first * size
+        return np.ndarray(shape, self.dtype, self._map, begin, (size, size))
 
     def _ask_for_pages(self, begins: Ints, length: int) -> None:
         assert self._map is not None
@@ -120,7 +120,7 @@ class ReadSpan(TokenSpan):
                 self._file, self._owner = os.open(path, os.O_RDONLY), os.getpid()
         found = np.empty((len(begins), length), dtype=self.dtype)
         size = length * self.dtype.itemsize
-        rows, preadv, file = memoryview(found.view(np.uint8).reshape(-1)), os.preadv, self._file
+        rows, preadv, file = found.view(np.uint8).reshape(-1).data, os.preadv, self._file
         offsets, at = ((self.first + begins) * self.dtype.itemsize).tolist(), 0
         started = time.perf_counter()
         with readable(path):

@@ -136,6 +136,8 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         ``tokens``, ``labels``, ``position_ids`` are ``[b, s]`` int64, ``loss_mask`` is float32.
         """
         tokens, labels = self._read(start, stop)
+        if max(int(tokens.max()), int(labels.max())) >= self.marks.vocab_size:
+            self._refuse_ids(start, stop)
         marks, rows = self.marks, stop - start
         inputs = torch.from_numpy(tokens)
         mask = torch.ones(tokens.shape)
@@ -177,15 +179,26 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         If both are the same array it takes a piece and the token after it.
         """
         sources = pieces.sources[own]
-        for source in np.unique(sources).tolist():
-            chosen = own[sources == source]
+        present = sources[:1] if len(own) == 1 else np.flatnonzero(np.bincount(sources))
+        for source in present.tolist():
+            chosen = own if len(present) == 1 else own[sources == source]
             text = self.spans[source].gather(pieces.begins[chosen], length + 1)
-            check_ids(self.spans[source].name, text, self.marks.vocab_size)
+            if text.dtype.kind == "i" and text.min() < 0:
+                check_ids(self.spans[source].name, text, self.marks.vocab_size)
             if tokens is labels:
                 tokens[pieces.rows[chosen]] = text
             else:
                 tokens[pieces.rows[chosen]] = text[:, :-1]
                 labels[pieces.rows[chosen]] = text[:, 1:]
+
+    def _refuse_ids(self, start: int, stop: int) -> None:
+        """Raise a DataError that names the dataset with an id outside the vocabulary."""
+        pieces = self.order.locate(start, stop)
+        for source, begin, length in zip(
+            pieces.sources.tolist(), pieces.begins, pieces.lengths.tolist(), strict=True
+        ):
+            text = self.spans[source].gather(np.array([begin]), length + 1)
+            check_ids(self.spans[source].name, text, self.marks.vocab_size)
 
     def token_ranges(self, start: int, stop: int) -> list[tuple[int, str, int, int]]:
         """Return (sample, dataset, first token in its file, tokens) of each piece of samples.

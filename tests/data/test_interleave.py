@@ -1,0 +1,87 @@
+"""Interleaving: every source within one sample of its quota at every place."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.interleave import Interleave, error_of, numbered
+
+PLACES = 20_000
+
+
+def _weights(kind: str, count: int, seed: int) -> list[Fraction]:
+    rng = np.random.default_rng(seed)
+    if kind == "decimals":
+        return [Fraction(int(x) + 1, 1000) for x in rng.integers(0, 900, count)]
+    if kind == "token counts":
+        return [Fraction(int(x)) for x in rng.integers(1, 10**12, count)]
+    return [Fraction(repr(float(x))) for x in np.exp(2 * rng.normal(size=count))]
+
+
+def _largest_error(weights: Sequence[Fraction], sources: Sequence[int]) -> bool:
+    """Return whether all counts stay below one of their quotas, in whole numbers."""
+    total = sum(weights)
+    shares = [(weight / total).limit_denominator(10**40) for weight in weights]
+    for source, share in enumerate(shares):
+        count = 0
+        top, bottom = share.numerator, share.denominator
+        for place, chosen in enumerate(sources, 1):
+            count += chosen == source
+            if abs(count * bottom - place * top) >= bottom:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["decimals", "token counts", "skewed"])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 50])
+def test_counts_stay_within_one_sample_of_the_exact_quota(kind: str, count: int) -> None:
+    weights = _weights(kind, count, count)
+    places = PLACES if count < 50 else PLACES // 5
+    sources, numbers = Interleave(weights).places(0, places)
+    assert _largest_error(weights, sources.tolist())
+    for source in range(count):
+        own = numbers[sources == source]
+        assert own.tolist() == list(range(len(own)))
+
+
+@pytest.mark.parametrize("kind", ["decimals", "token counts", "skewed"])
+def test_any_place_is_found_as_if_all_before_it_had_been_scheduled(kind: str) -> None:
+    weights = _weights(kind, 12, 5)
+    sources, numbers = Interleave(weights).places(0, PLACES)
+    for start in (1, 4095, 4096, 9999, PLACES - 300):
+        fresh = Interleave(weights)
+        found, counted = fresh.places(start, start + 300)
+        assert found.tolist() == sources[start : start + 300].tolist()
+        assert counted.tolist() == numbers[start : start + 300].tolist()
+        assert (
+            Interleave(weights).counts(start) == np.bincount(sources[:start], minlength=12).tolist()
+        )
+
+
+def test_counts_are_exact_at_any_distance() -> None:
+    for kind in ("decimals", "token counts", "skewed"):
+        weights = _weights(kind, 20, 8)
+        for place in (10**9 + 7, 10**15 + 1):
+            counts = Interleave(weights).counts(place)
+            assert sum(counts) == place
+            assert error_of(weights, counts) < 1
+
+
+def test_a_source_without_weight_gets_nothing_and_a_lone_one_everything() -> None:
+    sources, _ = Interleave([Fraction(0), Fraction(3), Fraction(0)]).places(10, 20)
+    assert sources.tolist() == [1] * 10
+    sources, _ = Interleave([Fraction(1), Fraction(0), Fraction(1)]).places(0, 1000)
+    assert np.bincount(sources, minlength=3).tolist() == [500, 0, 500]
+
+
+def test_samples_of_a_source_are_spread_evenly() -> None:
+    """A source of one in ten comes once in each ten places."""
+    sources, _ = Interleave([Fraction(9), Fraction(1)]).places(0, 1000)
+    assert (sources.reshape(100, 10).sum(axis=1) == 1).all()
+
+
+def test_numbers_go_on_from_given_counts() -> None:
+    places = np.array([0, 1, 0, 0, 1], dtype=np.uint16)
+    assert numbered(places, [10, 20]).tolist() == [10, 20, 11, 12, 21]

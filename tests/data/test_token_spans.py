@@ -1,0 +1,84 @@
+"""Token spans: mapped and read alike, around the end of a split, and damage told."""
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.data.token_spans import TokenSpan, open_span
+from megatron_ext.errors import DataError
+
+DTYPES = [np.uint16, np.int32]
+
+
+def _write(prefix: Path, dtype: type = np.uint16) -> np.ndarray:
+    tokens = np.random.default_rng(0).integers(0, 60_000, 1000).astype(dtype)
+    with IndexedWriter(str(prefix), np.dtype(dtype)) as writer:
+        for start in range(0, 1000, 50):
+            writer.add_document(tokens[start : start + 50], [20, 30])
+    return tokens
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranges_are_those_of_the_file_and_go_on_at_the_splits_beginning(
+    mapped: bool, dtype: type, tmp_path: Path
+) -> None:
+    tokens = _write(tmp_path / "docs", dtype)
+    span = open_span(str(tmp_path / "docs"), 4, 36, mapped=mapped)
+    split = tokens[100:900]
+    assert (span.first, span.tokens, span.dtype) == (100, 800, np.dtype(dtype))
+    begins = np.array([0, 7, 799, 770, 300, 768])
+    for length in (1, 33, 799, 800, 2000):
+        found = span.gather(begins, length)
+        wanted = [[split[(b + i) % 800] for i in range(length)] for b in begins.tolist()]
+        assert found.tolist() == [[int(x) for x in row] for row in wanted]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_span_reads_in_other_processes(mapped: bool, tmp_path: Path) -> None:
+    tokens = _write(tmp_path / "docs")
+    span = open_span(str(tmp_path / "docs"), 0, None, mapped=mapped)
+    begins = np.array([5, 990])
+    before = span.gather(begins, 9)
+    copy: TokenSpan = pickle.loads(pickle.dumps(span))
+    assert len(pickle.dumps(span)) < 1000 < tokens.nbytes
+    assert copy.gather(begins, 9).tolist() == before.tolist()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(span.gather(begins, 9).tolist() != before.tolist()))
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_slow_reads_ask_for_their_pages_first_and_read_the_same(
+    mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = _write(tmp_path / "docs")
+    monkeypatch.setattr("megatron_ext.data.token_spans._SLOW", -1.0)
+    span = open_span(str(tmp_path / "docs"), 0, None, mapped=mapped)
+    asked = []
+    if not mapped:
+        monkeypatch.setattr(os, "posix_fadvise", lambda *what: asked.append(what))
+    for _ in range(2):
+        assert span.gather(np.array([3, 500]), 10).tolist() == [
+            tokens[3:13].tolist(), tokens[500:510].tolist(),
+        ]  # fmt: skip
+    assert mapped or [offset for _, offset, _, _ in asked] == [6, 1000]
+
+
+def test_damaged_files_are_told_in_a_sentence(tmp_path: Path) -> None:
+    prefix = tmp_path / "docs"
+    _write(prefix)
+    span = open_span(str(prefix), 0, None, mapped=False)
+    os.truncate(f"{prefix}.bin", 1000)
+    with pytest.raises(DataError, match=r"docs.bin has 1000 bytes, but its index counts 1000 tok"):
+        open_span(str(prefix), 0, None)
+    with pytest.raises(DataError, match=r"docs.bin ends at byte 1000, before the tokens that its"):
+        span.gather(np.array([10, 495]), 20)
+    os.remove(f"{prefix}.bin")
+    with pytest.raises(DataError, match=r"docs.bin does not exist beside its index"):
+        open_span(str(prefix), 0, None)
