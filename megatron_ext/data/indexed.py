@@ -10,6 +10,7 @@ This module reads and checks datasets with numpy only, so that tools start witho
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import tempfile
@@ -159,7 +160,8 @@ def _map_arrays(
             "damaged, copy or make it again."
         )
     at = HEADER_BYTES
-    buffer = np.memmap(path, mode="r", dtype=np.uint8)
+    with open(path, "rb") as stream:
+        buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
     def take(count: int, kind: str) -> Array:
         nonlocal at

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from megatron_ext.data.permutation import Ints
 
-BLOCK = 4096
+BLOCK = 1024
 """Places that are scheduled together."""
-_BLOCKS_KEPT = 16
+_BLOCKS_KEPT = 64
 
 Places = NDArray[np.uint16]
 

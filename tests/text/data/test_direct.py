@@ -1,0 +1,253 @@
+"""The direct order over files: GPTDataset's labels and masks, no sample lost or repeated."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.utils import Split
+from torch.utils.data import DataLoader
+
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.data.samplers import SequentialSampler
+from megatron_ext.errors import DataError
+from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.data import gpt
+from megatron_ext.text.data.blend import BlendSpec, read_blend
+from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.direct import DirectDataset
+from megatron_ext.text.data.plan import RunPlan, plan_run
+from megatron_ext.text.data.splits import build_direct, marks_of
+from megatron_ext.text.tokenizers import build_tokenizer
+from tests.training_runs import TINY, check_refused, config_of, prepared, without
+
+EOD = 90
+WORDS = [
+    *without(
+        TINY,
+        "--seq-length",
+        "--split",
+        "--global-batch-size",
+        "--micro-batch-size",
+        "--max-position-embeddings",
+    )
+]
+
+
+def _config(*more: str, length: int = 16, batch: int = 24, vocabulary: int = 90) -> Any:
+    words = [*WORDS, *f"--seq-length {length} --global-batch-size {batch}".split()]
+    words += ["--max-position-embeddings", "16384"]
+    words += f"--tokenizer-type NullTokenizer --vocab-size {vocabulary}".split()
+    given = {"--micro-batch-size": "1", "--split": "100,0,0", "--train-iters": "5000"}
+    for name, value in given.items():
+        words += [] if name in more else [name, value]
+    return config_of([*words, "--data-order", "direct", *more])
+
+
+def _plan(config: Any, history: Any = None, consumed: int = 0) -> tuple[RunPlan, DirectDataset]:
+    plan = plan_run(config, history, consumed)
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    return plan, DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total)
+
+
+def _documents(prefix: Path, seed: int = 0) -> str:
+    """Write documents of 1 to 30 tokens that end with the end-of-document id."""
+    rng = np.random.default_rng(seed)
+    with IndexedWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for _ in range(300):
+            ids = [*rng.integers(0, 90, int(rng.integers(0, 30))), EOD]
+            writer.add_document(np.array(ids), [len(ids)])
+    return str(prefix)
+
+
+class _Given(gpt.KeyedGPTDataset):
+    """megatron-core's dataset with given texts in place of those of its index."""
+
+    texts: np.ndarray
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
+        return self.texts[idx], np.zeros(1, np.int64)
+
+
+@pytest.mark.parametrize("flags", ["", "--eod-mask-loss", "--eod-mask-loss --reset-position-ids"])
+def test_labels_masks_and_positions_are_those_of_megatron_cores_dataset(
+    flags: str, tmp_path: Path
+) -> None:
+    prefix = _documents(tmp_path / "docs")
+    config = _config("--data-path", prefix, *flags.split())
+    _, dataset = _plan(config)
+    batch = dataset.batch(5, 45)
+    ours = torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1)
+    megatron = config.with_section(
+        dataclasses.replace(config.section(DataConfig), data_cache_path=str(tmp_path / "cache"))
+    )
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    core = gpt.dataset_config(megatron, BlendSpec(([prefix], None), None), tokenizer, "")
+    low = _Given.build_low_level_dataset(prefix, core)
+    theirs = _Given(low, prefix, np.arange(300, dtype=np.int32), 50, Split.train, core)
+    theirs.texts = ours.numpy()
+    for row in range(40):
+        wanted = theirs[row]
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            assert batch[name][row].tolist() == wanted[name].tolist(), (name, row)
+    assert (ours == EOD).any()
+
+
+def test_a_sample_is_a_piece_of_its_split_and_the_split_is_megatrons(tmp_path: Path) -> None:
+    prefix = _documents(tmp_path / "docs")
+    config = _config("--data-path", prefix, "--split", "80,15,5", "--eval-iters", "2")
+    data, tokenizer = config.section(DataConfig), build_tokenizer(config.section(TokenizerConfig))
+    built = build_direct(config, tokenizer)
+    core = gpt.dataset_config(config, read_blend(data), tokenizer, "")
+    low = gpt.KeyedGPTDataset.build_low_level_dataset(prefix, core)
+    bounds = gpt.split_bounds("80,15,5", 300)
+    for dataset, (first, end) in zip((built.train, built.valid, built.test), bounds, strict=True):
+        text = np.concatenate([low[i] for i in range(first, end)])
+        circle = np.concatenate([text, text[:17]]).tolist()
+        assert isinstance(dataset, DirectDataset)
+        rows = dataset.batch(0, min(30, len(dataset)))
+        for tokens, labels in zip(rows["tokens"].tolist(), rows["labels"].tolist(), strict=True):
+            sample = [*tokens, labels[-1]]
+            assert tokens[1:] == labels[:-1]
+            assert any(circle[i : i + 17] == sample for i in range(len(text)))
+
+
+def test_full_validation_reads_the_whole_split_in_order(tmp_path: Path) -> None:
+    prefix = _documents(tmp_path / "docs")
+    config = _config("--data-path", prefix, "--split", "80,20,0", "--full-validation")
+    built = build_direct(config, build_tokenizer(config.section(TokenizerConfig)))
+    assert isinstance(built.valid, DirectDataset) and built.test is None
+    (span,) = built.valid.spans.values()
+    count = len(built.valid)
+    assert count == (span.tokens - 1) // 16
+    text = span.gather(np.array([0]), count * 16)[0]
+    assert built.valid.batch(0, count)["tokens"].ravel().tolist() == text.tolist()
+
+
+def _numbered(prefix: Path, first: int, windows: int) -> str:
+    """Write documents whose tokens are all different: each is its own number."""
+    tokens = np.arange(first, first + 64 * windows, dtype=np.int32)
+    with IndexedWriter(str(prefix), np.dtype(np.int32)) as writer:
+        for at in range(0, len(tokens), 32):
+            writer.add_document(tokens[at : at + 32], [32])
+    return str(prefix)
+
+
+def test_fifty_changes_of_layout_workers_mixture_and_length_lose_and_repeat_nothing(
+    tmp_path: Path,
+) -> None:
+    """Each token tells what it is, so the batches of all replicas show what was read how often."""
+    rng = np.random.default_rng(11)
+    counts = [90, 40, 7, 150]
+    firsts = np.concatenate([[0], np.cumsum(counts)]) * 64
+    prefixes = [
+        _numbered(tmp_path / f"docs{i}", int(firsts[i]), count) for i, count in enumerate(counts)
+    ]
+    visits = np.zeros(int(firsts[-1]), dtype=int)
+    history, consumed = None, 0
+    for change in range(50):
+        length = 64 if change == 0 else int(rng.choice([8, 16, 32, 64, 128]))
+        words = ["--data-path"]
+        for prefix in rng.permutation(prefixes)[: rng.integers(1, 5)].tolist():
+            words += [str(round(float(rng.uniform(0.1, 1)), 2)), prefix]
+        words += [] if rng.integers(2) else ["--no-mmap-bin-files"]
+        config = _config(*words, length=length, vocabulary=20_000)
+        plan, dataset = _plan(config, history, consumed)
+        history = plan.to_dict()
+        replicas, rows = int(rng.choice([1, 2, 3, 4])), int(rng.choice([1, 2]))
+        workers = 2 if change % 17 == 3 else 0
+        steps = int(rng.integers(1, 5))
+        loaders = [
+            iter(
+                DataLoader(
+                    dataset,
+                    batch_sampler=SequentialSampler(len(dataset), consumed, rows, rank, replicas),
+                    num_workers=workers,
+                    collate_fn=dataset.collate,
+                )
+            )
+            for rank in range(replicas)
+        ]
+        for _ in range(steps * 24 // (rows * replicas)):
+            for loader in loaders:
+                batch = next(loader)
+                assert batch["tokens"].shape == (rows, length)
+                real = batch["tokens"][batch["loss_mask"] > 0]
+                np.add.at(visits, real.numpy(), 1)
+        consumed += 24 * steps
+        for first, end in zip(firsts, firsts[1:], strict=False):
+            own = visits[first:end]
+            assert own.max() - own.min() <= 1, change
+    assert visits.min() >= 1 and visits.max() > 3
+
+
+def test_a_batch_tells_which_tokens_of_which_file_it_holds(tmp_path: Path) -> None:
+    prefix = _numbered(tmp_path / "docs", 0, 50)
+    config = _config("--data-path", prefix, "--split", "50,50,0", vocabulary=20_000)
+    _, dataset = _plan(config)
+    tokens = dataset.batch(7, 12)["tokens"]
+    for sample, name, first, count in dataset.token_ranges(7, 12):
+        assert name == prefix
+        row = tokens[sample - 7].tolist()
+        assert row[: min(count, 1600 - first)] == list(range(first, min(first + count, 1600)))
+
+
+def test_other_files_under_the_same_name_do_not_go_on(tmp_path: Path) -> None:
+    prefix = _numbered(tmp_path / "docs", 0, 50)
+    config = _config("--data-path", prefix, vocabulary=20_000)
+    history = _plan(config)[0].to_dict()
+    _numbered(tmp_path / "docs", 0, 60)
+    with pytest.raises(DataError, match=r"docs holds 3840 tokens, but held 3200 when the run beg"):
+        _plan(config, history, 24)
+    with pytest.raises(DataError, match=r"Samples of 12 tokens do not fit the windows of 16"):
+        _plan(_config("--data-path", prefix, length=12, vocabulary=20_000), history, 24)
+
+
+def test_datasets_without_weights_count_by_their_tokens(tmp_path: Path) -> None:
+    prefixes = [_numbered(tmp_path / name, 0, size) for name, size in (("a", 30), ("b", 90))]
+    plan, _ = _plan(_config("--data-path", *prefixes, vocabulary=20_000))
+    used = plan.order.tokens_used(4 * 1000)
+    assert used == {prefixes[0]: 16_000, prefixes[1]: 48_000}
+
+
+def test_faults_of_the_data_are_told_before_training(tmp_path: Path) -> None:
+    prefix = _documents(tmp_path / "docs")
+    words = [*WORDS, *"--micro-batch-size 1 --train-iters 2 --data-order direct".split()]
+    words += ["--max-position-embeddings", "16384"]
+    words += ["--tokenizer-type", "NullTokenizer", "--data-path", prefix]
+    with pytest.raises(DataError, match=r"holds the token id 90, but the vocabulary has 90 entr"):
+        prepared([*words, *"--seq-length 16 --vocab-size 89 --padded-vocab-size 90".split()])
+    with pytest.raises(DataError, match=r"The train split of .*docs holds \d+ tokens, but a sam"):
+        prepared([*words, *"--seq-length 16000 --vocab-size 90 --split 1,0,0".split()])
+    with pytest.raises(DataError, match=r"The valid split of .*docs holds \d+ tokens, but a sam"):
+        more = "--seq-length 256 --vocab-size 90 --split 99,1,0 --eval-iters 1"
+        prepared([*without(words, "--eval-iters"), *more.split()])
+
+
+def test_ids_that_only_training_meets_are_told_with_their_file(tmp_path: Path) -> None:
+    prefix = _documents(tmp_path / "docs")
+    _, dataset = _plan(_config("--data-path", prefix, vocabulary=90))
+    dataset.marks = dataclasses.replace(dataset.marks, vocab_size=90)
+    with pytest.raises(DataError, match=r"docs.bin holds the token id 90, but the vocabulary has"):
+        dataset.batch(0, 50)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("--data-order direct --mock-data", "`--mock-data` does not go with `--data-order direct`"),
+        ("--data-order direct --dataloader-type cyclic", "every epoch is permuted anew"),
+        ("--data-order direct --data-cache-path x", "no indices are built"),
+        ("--data-schedule x.yaml", "needs an order that can change during a run"),
+        ("--data-order direct --data-schedule x.yaml --data-path y", "exclude each other"),
+        (
+            "--data-order direct --data-schedule x.yaml --rampup-batch-size 8 8 10",
+            "`--data-schedule` counts whole steps of one size",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(more: str, sentence: str) -> None:
+    words = [*TINY, *"--train-iters 2 --tokenizer-type NullTokenizer --vocab-size 90".split()]
+    check_refused([*words, *more.split()], sentence)
