@@ -124,10 +124,8 @@ def build_source(
     plan: StepPlan | None = getattr(dataset, "plan", None)
     first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
     packs = plan is not None and plan.packs_documents
-    lengths = getattr(dataset, "lengths", None)
-    source = partial(
-        BatchSource, plan=plan, first_step=first_step, whole_epochs=full_epoch, lengths=lengths
-    )
+    source = partial(BatchSource, plan=plan, first_step=first_step, whole_epochs=full_epoch)
+    source = partial(source, lengths=getattr(dataset, "lengths", None))
     if not packs and not stage_reads_data(config.model, config.parallel, context):
         return source(None, None)
     if not full_epoch:

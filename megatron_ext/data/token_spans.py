@@ -92,7 +92,8 @@ class MappedSpan(TokenSpan):
                 self._map.madvise(mmap.MADV_RANDOM)
         size = self.dtype.itemsize
         shape, begin = (self.tokens - length + 1, length), self.first * size
-        return np.ndarray(shape, self.dtype, self._map, begin, (size, size))
+        windows: Array = np.ndarray(shape, self.dtype, self._map, begin, (size, size))
+        return windows
 
     def _ask_for_pages(self, begins: Ints, length: int) -> None:
         assert self._map is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
 from megatron_ext.data.indexed import optimal_dtype
@@ -161,3 +162,48 @@ def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFix
     samples = len(datasets.valid)
     told = f"goes through all {samples} samples of the made-up validation data, {samples // 16} st"
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_megatrons_order_is_megatron_cores_own(seed: int, tmp_path: Path) -> None:
+    """Random lengths, seeds, splits and blends give the samples of a plain GPTDataset."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    rng = np.random.default_rng(seed)
+    words = []
+    for name in "abc"[: rng.integers(1, 4)]:
+        _write(str(tmp_path / name), int(rng.integers(60, 200)), int(rng.integers(80)))
+        words += [str(round(float(rng.uniform(0.1, 1)), 2)), str(tmp_path / name)]
+    split = ("80,15,5", "70,30,0", "90,5,5")[rng.integers(3)]
+    length, run_seed = int(rng.integers(4, 20)), int(rng.integers(1, 10**6))
+    more = ["--eod-mask-loss"] if rng.integers(2) else []
+    flags = f"--seq-length {length} --seed {run_seed} --split {split}".split()
+    config = _config("--data-path", *words, *flags, *more)
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        sizes = [int(rng.integers(1, 300)), 0, 0]
+        ours = gpt.build_gpt_datasets(config, tokenizer, sizes, lambda: True).train
+        plain = GPTDatasetConfig(
+            random_seed=run_seed,
+            sequence_length=length,
+            blend=(words[1::2], [float(word) for word in words[::2]]),
+            split=split,
+            path_to_cache=str(tmp_path / "cache"),
+            tokenizer=tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=bool(more),
+            create_attention_mask=False,
+        )
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, plain)
+        theirs = builder.build()[0]
+    finally:
+        torch.distributed.destroy_process_group()
+    for index in range(sizes[0]):
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            assert ours[index][name].tolist() == theirs[index][name].tolist()
