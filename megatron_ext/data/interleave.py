@@ -54,6 +54,8 @@ class Interleave:
     def counts(self, place: int) -> list[int]:
         """Return how many of the first ``place`` places belong to each source."""
         rounds, rest = divmod(place, self.period)
+        if not rest:
+            return [rounds * share for share in self._shares]
         _, counts, _ = self._block(rest // BLOCK)
         if rest % BLOCK:
             sources, _, _ = self._block(rest // BLOCK)

@@ -142,7 +142,7 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
         yield from _layout_errors(parallel, model, parallel.pipeline_model_parallel_layout)
     yield from _schedule_errors(parallel)
     yield from _zero_bubble_errors(parallel, model)
-    yield from _share_errors(parallel, model)
+    yield from share_errors(parallel, model)
     layers = 1 if model.blocks_dealt_by_cost else model.num_layers
     if len(parallel.cp_comm_type) not in (1, layers):
         yield (
@@ -157,7 +157,7 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
         )
 
 
-def _share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each number of heads or tokens that ranks cannot share equally."""
     tp, cp = max(1, parallel.tensor_model_parallel_size), max(1, parallel.context_parallel_size)
     tensor = "--tensor-model-parallel-size"

@@ -30,6 +30,7 @@ from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.data.blend import source_options
 from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.sft.dataset import SftDataset
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
@@ -208,6 +209,9 @@ class _Replica:
         if "sample" not in drawn:
             return None
         dataset: Any = self._dataset
+        if isinstance(dataset, DirectDataset):
+            sample = int(drawn["sample"][row])
+            return Provenance(sample, dataset.token_ranges(sample, sample + 1)[0][1])
         if "dataset_id" in drawn:
             dataset = dataset.datasets[int(drawn["dataset_id"][row])]
         source = str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)

@@ -14,11 +14,12 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
+from megatron_ext.config.rules.parallel import share_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.data.mixture import shares
 from megatron_ext.data.order import SampleOrder, Stage
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.planning.report import console
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, read_blend, source_options
 from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig
@@ -58,10 +59,38 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     first = int(os.environ.get("RANK", "0")) == 0
     for each in plan.exhausted if first else ():
         print(f"> {each.name} reaches its limit of epochs at sample {each.number}", flush=True)
+    _check_lengths(config, plan)
     config = _shortened(config, plan, tell=first)
     if config.planning.dry_run and first:
         console().print(use_table(plan))
     return config
+
+
+def _check_lengths(config: RunConfig, plan: RunPlan) -> None:
+    """Raise a ConfigError if ranks or kernels cannot take samples of one of the lengths."""
+    lengths = {stage.seq_length for stage in plan.order.stages if stage.start < plan.total}
+    if len(lengths) < 2:
+        return
+    path = config.section(DataConfig).data_schedule
+    errors = [
+        f"`--data-schedule` ({path}): {error}"
+        for length in sorted(lengths)
+        for error in share_errors(
+            config.parallel, dataclasses.replace(config.model, seq_length=length)
+        )
+    ]
+    fixed = {
+        "--cuda-graph-impl": config.cuda_graphs.cuda_graph_impl != "none",
+        "--tp-comm-overlap": config.engine.tp_comm_overlap,
+    }
+    errors += [
+        f"`--data-schedule` ({path}) changes the length of samples, which `{flag}` fixes when the "
+        "run starts; give all stages one `seq_length`, or leave the flag out."
+        for flag, given in fixed.items()
+        if given
+    ]
+    if errors:
+        raise ConfigError(errors)
 
 
 def _iterations(config: RunConfig, **changes: Any) -> int:
@@ -168,7 +197,7 @@ def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
 
 def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
     """Build the splits on every rank; the training split takes its history from `goes_on`."""
-    plan = plan_run(config, None, 0)
+    plan = plan_run(config, *history_of(config))
     train = DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total)
     train.is_training = True
     return Datasets(train, *build_held_out(config, tokenizer))

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.files import TRACKER
+from megatron_ext.errors import ConfigError
+from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.train.reporting.files import read_metrics
 from tests.training_runs import (
     NULL,
@@ -19,6 +21,7 @@ from tests.training_runs import (
     SAME_WEIGHTS,
     Rows,
     documents,
+    prepared,
     train,
     train_steps,
     training_rows,
@@ -173,3 +176,17 @@ def test_a_run_in_megatrons_order_goes_on_in_the_direct_one(
     shown = capfd.readouterr().out
     assert "> the samples so far were in another order; the direct one takes its place" in shown
     assert "`--data-order` (direct, before megatron)" in shown
+
+
+def test_lengths_that_ranks_cannot_share_are_refused(data: list[str], tmp_path: Path) -> None:
+    flags = _schedule(tmp_path / "mixture.yaml", data, [64, 2])
+    words = [*DIRECT, *flags, "--context-parallel-size", "2"]
+    with pytest.raises(ConfigError, match=r"`--seq-length` \(2\) must be divisible by 2 × `--con"):
+        prepared([*words, "--nproc-per-node", "2"])
+
+
+def test_the_preview_names_the_file_of_each_sample(data: list[str], tmp_path: Path) -> None:
+    task, config, tokenizer = prepared([*DIRECT, "--data-path", *data])
+    (step,) = collect(config, task, tokenizer, first=2, count=1)
+    sources = [row.provenance.source for row in step.rows if row.provenance is not None]
+    assert len(sources) == 16 and set(sources) == {data[1], data[3]}
