@@ -68,7 +68,8 @@ class _Given(gpt.KeyedGPTDataset):
     texts: np.ndarray
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
-        return self.texts[idx], np.zeros(1, np.int64)
+        _, *others = super()._query_document_sample_shuffle_indices(idx)
+        return self.texts[idx], *others
 
 
 @pytest.mark.parametrize("flags", ["", "--eod-mask-loss", "--eod-mask-loss --reset-position-ids"])
