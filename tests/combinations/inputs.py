@@ -48,6 +48,13 @@ def _write_text(folder: Path, final: Path) -> None:
                 writer.add_document(np.asarray(tokens, np.int64), [len(tokens)])
         lengths[str(final / name)] = [documents, documents + 1]
     (folder / "blend.txt").write_text(f"0.5 {final / 'text'}\n0.5 {final / 'other'}\n")
+    stages = [
+        {"samples": 6, "weights": {str(final / "text"): 1}},
+        {"samples": 6, "weights": {str(final / "other"): 1}, "ramp": True},
+        {"weights": {str(final / "text"): 1, str(final / "other"): 2}},
+    ]
+    # JSON is YAML too.
+    (folder / "schedule.yaml").write_text(json.dumps({"stages": stages}))
     splits = {"train": [str(final / "text")], "valid": [str(final / "other")]}
     (folder / "splits.json").write_text(json.dumps({**splits, "test": [str(final / "other")]}))
     (folder / "sequences.json").write_text(json.dumps(lengths))
