@@ -45,8 +45,8 @@ class BatchSource:
         first_step: index in the plan of the next step.
         whole_epochs: the steps repeat the whole split in order without end; the last step of each
             pass is padded with samples that have no targets.
-        lengths: ``(number)`` to the tokens of the run's sample of that number; None if all samples
-            have ``--seq-length``.
+        seq_length_of: ``(number)`` to the tokens of the run's sample of that number; None if all
+            samples have ``--seq-length``.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class BatchSource:
         first_step: int = 0,
         *,
         whole_epochs: bool = False,
-        lengths: Callable[[int], int] | None = None,
+        seq_length_of: Callable[[int], int] | None = None,
     ) -> None:
-        self.loader, self.plan, self.lengths = loader, plan, lengths
+        self.loader, self.plan, self.seq_length_of = loader, plan, seq_length_of
         self.num_samples, self.whole_epochs = num_samples, whole_epochs
         self._coming = first_step
 
@@ -110,9 +110,9 @@ def build_source(
 
     Args:
         dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` must be
-            given on every rank, and its samples must have ``sample_ids``. One that tells the
-            ``lengths`` of its samples must be given on every rank too. One with ``__getitems__``
-            collates batches itself, and has ``collate``.
+            given on every rank, and its samples must have ``sample_ids``. One whose samples differ
+            in length has ``seq_length_of`` and must be given on every rank too. One that collates
+            batches itself has ``__getitems__`` and ``collate``.
         consumed_samples: samples used so far by all data-parallel ranks together.
         mask_documents_at: the end-of-document id that attention may not cross; None lets attention
             cross documents.
@@ -125,7 +125,7 @@ def build_source(
     first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
     packs = plan is not None and plan.packs_documents
     source = partial(BatchSource, plan=plan, first_step=first_step, whole_epochs=full_epoch)
-    source = partial(source, lengths=getattr(dataset, "lengths", None))
+    source = partial(source, seq_length_of=getattr(dataset, "seq_length_of", None))
     if not packs and not stage_reads_data(config.model, config.parallel, context):
         return source(None, None)
     if not full_epoch:

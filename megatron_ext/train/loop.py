@@ -100,7 +100,7 @@ def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
         num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
         stats = run.task.step_stats(run, num_microbatches)
         run.runner.seq_length = run.seq_length
-        if run.train_source.lengths is not None and run.seq_length is not None:
+        if run.train_source.seq_length_of is not None and run.seq_length is not None:
             run.train_source.expect(run.seq_length)
         batches = run.train_source.next_step(num_microbatches)
     consumed, num_samples = run.progress.consumed_train_samples, run.batch_size.global_batch_size

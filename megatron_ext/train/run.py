@@ -130,10 +130,10 @@ class Run:
     @property
     def seq_length(self) -> int | None:
         """Return the tokens of a sample in the next training step."""
-        lengths = self.train_source.lengths
-        if lengths is None:
+        seq_length_of = self.train_source.seq_length_of
+        if seq_length_of is None:
             return self.config.model.seq_length
-        return lengths(self.progress.consumed_train_samples)
+        return seq_length_of(self.progress.consumed_train_samples)
 
     def rows_of(self, num_microbatches: int) -> int:
         return num_microbatches * self.batch_size.samples_per_microbatch

@@ -109,7 +109,7 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         return self._size
 
     @property
-    def lengths(self) -> Callable[[int], int] | None:
+    def seq_length_of(self) -> Callable[[int], int] | None:
         """Return the function from a sample's number to its tokens; None if all have the same."""
         stages = getattr(self.order, "stages", ())
         several = len({stage.seq_length for stage in stages}) > 1
