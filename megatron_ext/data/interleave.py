@@ -31,6 +31,8 @@ from megatron_ext.data.permutation import Ints
 BLOCK = 1024
 """Places that are scheduled together."""
 _BLOCKS_KEPT = 64
+_CYCLE = 16 * BLOCK
+"""Places of a cycle where the period of the weights is shorter."""
 
 Places = NDArray[np.uint16]
 
@@ -49,19 +51,22 @@ class Interleave:
         self._shares = [each // common for each in whole]
         self._present = [i for i, share in enumerate(self._shares) if share]
         self.period = sum(self._shares)
+        # Short periods are scheduled several at a time, so that a block holds many places.
+        repeats = max(1, _CYCLE // self.period)
+        self._cycle, self._per_cycle = repeats * self.period, [repeats * x for x in self._shares]
         self._blocks: OrderedDict[int, tuple[Places, list[int], list[int]]] = OrderedDict()
 
     def counts(self, place: int) -> list[int]:
         """Return how many of the first ``place`` places belong to each source."""
-        rounds, rest = divmod(place, self.period)
+        rounds, rest = divmod(place, self._cycle)
         if not rest:
-            return [rounds * share for share in self._shares]
+            return [rounds * share for share in self._per_cycle]
         _, counts, _ = self._block(rest // BLOCK)
         if rest % BLOCK:
             sources, _, _ = self._block(rest // BLOCK)
             found = np.bincount(sources[: rest % BLOCK], minlength=len(counts))
             counts = [a + int(b) for a, b in zip(counts, found, strict=True)]
-        return [rounds * share + c for share, c in zip(self._shares, counts, strict=True)]
+        return [rounds * share + c for share, c in zip(self._per_cycle, counts, strict=True)]
 
     def places(self, start: int, stop: int) -> tuple[Places, Ints]:
         """Return the source of each place from ``start`` to ``stop`` - 1, and its number there.
@@ -71,7 +76,7 @@ class Interleave:
         parts = []
         at = start
         while at < stop:
-            rest = at % self.period
+            rest = at % self._cycle
             sources, _, _ = self._block(rest // BLOCK)
             part = sources[rest % BLOCK : rest % BLOCK + stop - at]
             parts.append(part)
@@ -80,11 +85,11 @@ class Interleave:
         return sources, numbered(sources, self.counts(start))
 
     def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
-        """Return the sources of a block of places of a period, and the counts before and after."""
+        """Return the sources of a block of places of a cycle, and the counts before and after."""
         if number in self._blocks:
             self._blocks.move_to_end(number)
             return self._blocks[number]
-        start, stop = number * BLOCK, min((number + 1) * BLOCK, self.period)
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, self._cycle)
         if number - 1 in self._blocks:
             counts = self._blocks[number - 1][2]
         else:
@@ -96,7 +101,7 @@ class Interleave:
         return self._blocks[number]
 
     def _counts_before(self, place: int) -> list[int]:
-        """Return the counts at a place of the period, from a schedule that starts shortly before.
+        """Return the counts at a place of the cycle, from a schedule that starts shortly before.
 
         It starts with the whole part of each quota, and one more for the sources whose next
         deadlines come first, so that all deadlines are met.

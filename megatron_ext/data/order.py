@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.data.interleave import BLOCK, Interleave
+from megatron_ext.data.interleave import Interleave
 from megatron_ext.data.permutation import Ints, Words, derived, permute
 from megatron_ext.data.windows import Phase, Source, group_keys, groups
 
+BLOCK = 4096
+"""Samples that are located together."""
 _BLOCKS_KEPT = 4
 _ORDER, _SHIFT = 1, 2
 """Purposes of keys: the windows of an epoch, and its first token."""
