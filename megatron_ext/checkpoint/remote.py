@@ -21,14 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsspec
 import torch
-from fsspec.registry import known_implementations
 
 from megatron_ext.checkpoint import files, publish, storage
 from megatron_ext.checkpoint.files import MANIFEST, TRACKER, Files, folder_of, published
 from megatron_ext.checkpoint.stored import candidates, passes_over_damaged
 from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
+from megatron_ext.data.requests import file_system
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
 
@@ -80,21 +79,7 @@ class RemoteFolder:
     @property
     def _place(self) -> tuple[Any, str]:
         """Return the file system, which belongs to this process, and the path of the address."""
-        try:
-            found: tuple[Any, str] = fsspec.core.url_to_fs(self.address)
-        except ImportError as error:
-            scheme = self.address.partition("://")[0]
-            package = known_implementations.get(scheme, {"class": scheme})["class"].split(".")[0]
-            raise CheckpointError(
-                f"`{self.flag}` ({self.address}) needs the package {package}, which is not "
-                f"installed; run `pip install {package}`."
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(
-                f"`{self.flag}` ({self.address}) has a scheme that fsspec does not know; use a "
-                "folder, or a scheme such as s3, gs or az."
-            ) from error
-        return found
+        return file_system(self.address, f"`{self.flag}` ({self.address})", CheckpointError)
 
     def _tried(self, what: str, work: Callable[[], T]) -> T:
         """Do work that may fail for a while; raise a CheckpointError if it does not stop failing.

@@ -37,9 +37,13 @@ def staging_folder(address: str) -> Path:
     It is in the user's cache folder, which ``XDG_CACHE_HOME`` names, and the same for all runs.
     """
     root, name = split_address(address)
+    return user_cache() / hashlib.blake2b(root.encode(), digest_size=8).hexdigest() / name
+
+
+def user_cache() -> Path:
+    """Return this package's folder in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
-    place = hashlib.blake2b(root.encode(), digest_size=8).hexdigest()
-    return cache / "megatron_ext" / place / name
+    return cache / "megatron_ext"
 
 
 @dataclass(frozen=True)

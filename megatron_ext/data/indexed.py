@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -52,6 +53,16 @@ def bin_path(prefix: str | os.PathLike[str]) -> Path:
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
     """Return the path of the dataset's index, `<prefix>.idx`."""
     return Path(f"{os.fspath(prefix)}.idx")
+
+
+def is_address(prefix: str | os.PathLike[str]) -> bool:
+    """Tell whether a prefix is an address, such as ``s3://bucket/web``, and not a path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", os.fspath(prefix)) is not None
+
+
+def plain_prefix(prefix: str) -> str:
+    """Return the path of a ``file://`` address, and any other prefix as it is."""
+    return "/" + prefix[7:].lstrip("/") if prefix.startswith("file://") else prefix
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,11 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     Raises:
         DataError: the file cannot be read, is truncated, or is not an index of version 1.
     """
+    if is_address(prefix):
+        raise DataError(
+            f"{os.fspath(prefix)} is an address, which only pretraining with `--data-order direct` "
+            "reads; give that flag, or copy the pair of files to a folder."
+        )
     path = idx_path(prefix)
     with readable(path):
         return _read_index(path)

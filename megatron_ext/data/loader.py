@@ -16,7 +16,13 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.batch import MappingLoader, StepLoader
-from megatron_ext.data.samplers import RandomSampler, SequentialSampler, StepPlan, StepSampler
+from megatron_ext.data.samplers import (
+    Announced,
+    RandomSampler,
+    SequentialSampler,
+    StepPlan,
+    StepSampler,
+)
 from megatron_ext.errors import DataError, loader_ends_with_parent
 from megatron_ext.parallel.context import ParallelContext, mtp_rank
 
@@ -112,7 +118,8 @@ def build_source(
         dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` must be
             given on every rank, and its samples must have ``sample_ids``. One whose samples differ
             in length has ``seq_length_of`` and must be given on every rank too. One that collates
-            batches itself has ``__getitems__`` and ``collate``.
+            batches itself has ``__getitems__`` and ``collate``. One that fetches samples from
+            elsewhere has ``expect``, which takes the numbers of a coming batch.
         consumed_samples: samples used so far by all data-parallel ranks together.
         mask_documents_at: the end-of-document id that attention may not cross; None lets attention
             cross documents.
@@ -234,6 +241,10 @@ def _samples(
 def _loader(
     dataset: Dataset[Any], sampler: Sampler[Any], training: TrainingConfig, device: torch.device
 ) -> DataLoader[Any]:
+    expect = getattr(dataset, "expect", None)
+    if expect is not None and not training.num_workers:
+        # Worker processes read ahead by themselves.
+        sampler = Announced(sampler, expect)
     return DataLoader(
         dataset,
         batch_sampler=sampler,

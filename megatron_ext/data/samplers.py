@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -21,6 +22,24 @@ from megatron_ext.errors import DataError
 Ints = NDArray[np.int64]
 Row = list[int]
 """Dataset indices of the samples that share a row; an empty row holds padding only."""
+
+
+@dataclass(eq=False)
+class Announced(Sampler[list[int]]):
+    """The batches of a sampler, each told to ``expect`` a few batches before its turn."""
+
+    batches: Iterable[list[int]]
+    expect: Callable[[Sequence[int]], None]
+    ahead: int = 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        waiting: deque[list[int]] = deque()
+        for batch in self.batches:
+            waiting.append(batch)
+            self.expect(batch)
+            if len(waiting) > self.ahead:
+                yield waiting.popleft()
+        yield from waiting
 
 
 @dataclass(eq=False)

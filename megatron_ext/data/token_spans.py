@@ -2,8 +2,8 @@
 
 A span is the part of a `.bin` file that a split takes: whole sequences, one after another, closed
 to a circle (`order`). It is read through a memory map, which copies a batch without Python code for
-each range, or, with ``--no-mmap-bin-files``, by one `pread` for each range. Another store of
-tokens, such as an object store, is another subclass of `TokenSpan`.
+each range, or, with ``--no-mmap-bin-files``, by one `pread` for each range. `object_store` has
+another subclass of `TokenSpan`, for tokens at addresses.
 
 Where a batch took long, since its pages were not in memory, the kernel is asked for all pages of
 the next batch at once, before the first of them is read.
@@ -167,18 +167,26 @@ def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) 
     Raises:
         DataError: a file is missing, damaged or of another length than the index says.
     """
-    index = read_index(prefix)
-    total = tokens_before(index, len(index.lengths))
-    path = bin_path(prefix)
+    index, path = read_index(prefix), bin_path(prefix)
     if not path.is_file():
         raise DataError(f"{path} does not exist beside its index {idx_path(prefix)}; copy both.")
-    size, needed = path.stat().st_size, total * index.dtype.itemsize
+    begin, stop = token_bounds(index, first, end, str(path), path.stat().st_size)
+    kind = MappedSpan if mapped else ReadSpan
+    return kind(prefix, index.dtype, begin, stop - begin)
+
+
+def token_bounds(
+    index: Index, first: int, end: int | None, path: str, size: int
+) -> tuple[int, int]:
+    """Return the first token of a range of sequences, and the one after its last.
+
+    Raise a DataError if ``path``, the tokens' file, has another ``size`` than the index says.
+    """
+    total = tokens_before(index, len(index.lengths))
+    needed = total * index.dtype.itemsize
     if size != needed or (len(index.offsets) and index.offsets[0] != 0):
         raise DataError(
             f"{path} has {size} bytes, but its index counts {total} tokens of "
             f"{index.dtype.itemsize} bytes ({needed} bytes); copy or make the pair again."
         )
-    begin = tokens_before(index, first)
-    stop = total if end is None else tokens_before(index, end)
-    kind = MappedSpan if mapped else ReadSpan
-    return kind(prefix, index.dtype, begin, stop - begin)
+    return tokens_before(index, first), total if end is None else tokens_before(index, end)

@@ -13,6 +13,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
 
 from megatron_ext.checkpoint import remote
 from megatron_ext.checkpoint.files import MANIFEST, TRACKER, folder_of, published
@@ -253,7 +254,7 @@ def test_an_address_that_cannot_be_used_is_refused_in_a_sentence(
         "give a folder, or storage outside the run."
     ]
     unknown = {"class": "gone_fs.Storage", "err": "install gone_fs"}
-    monkeypatch.setitem(remote.known_implementations, "gone", unknown)
+    monkeypatch.setitem(known_implementations, "gone", unknown)
     for scheme, text in (
         ("gone", "`--save` (gone://b/run) needs the package gone_fs, which is not installed; run "),
         ("nowhere", "`--save` (nowhere://b/run) has a scheme that fsspec does not know; use a "),

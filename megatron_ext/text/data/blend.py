@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
+from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.config import DataConfig, is_number
 
@@ -47,7 +48,7 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
             f"`{flag}` ({' '.join(words)}) mixes weights and prefixes; give only prefixes, or a "
             "weight before each prefix."
         )
-    prefixes, weights = blend
+    prefixes, weights = [plain_prefix(prefix) for prefix in blend[0]], blend[1]
     if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
         raise DataError(
             f"`{flag}` has the weights {weights}; they must be finite, at least 0 and not all 0."

@@ -41,6 +41,20 @@ class DataConfig:
         "--data-order direct",
         if_changed="allow",
     )
+    object_storage_cache_path: str | None = flag(
+        None,
+        "folder on a disk of each machine for what is read of datasets at addresses, such as "
+        "s3://bucket/web; default: megatron_ext/data in the user's cache folder",
+        if_changed="allow",
+    )
+    object_storage_cache_size: float = flag(
+        32.0,
+        "the most that all runs of a machine keep of the tokens at addresses, in GiB; more than "
+        "the data is best",
+        Range(1 / 1024, 1e6),
+        "GiB",
+        if_changed="allow",
+    )
     mmap_bin_files: bool = flag(True, "map .bin files into memory", if_changed="allow")
     mock_data: bool = flag(False, "train on made-up samples")
     multiple_validation_sets: bool = flag(
@@ -143,16 +157,22 @@ _NOT_WITH_DIRECT = {
 
 def direct_errors(data: DataConfig, run: RunConfig, *, sft: bool) -> list[str]:
     """Return an error for each flag that the direct order does not allow, or that needs it."""
+    changed = changed_fields(data)
     if data.data_order != "direct":
-        if data.data_schedule is None:
-            return []
-        return [
-            f"`--data-schedule` ({data.data_schedule}) needs an order that can change during a "
-            "run; give `--data-order direct`."
+        found = [
+            f"`{spelling_of(data, name)}` is for addresses, which only the direct order reads; "
+            "give `--data-order direct`."
+            for name in ("object_storage_cache_path", "object_storage_cache_size")
+            if name in changed
         ]
+        if data.data_schedule is not None:
+            found.append(
+                f"`--data-schedule` ({data.data_schedule}) needs an order that can change during "
+                "a run; give `--data-order direct`."
+            )
+        return found
     if sft:
         return []
-    changed = changed_fields(data)
     found = [
         f"`{spelling_of(data, name)}` does not go with `--data-order direct`: {reason}; leave it "
         "out."

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_ext.data.indexed import Array
+from megatron_ext.data.object_store import RemoteSpan
 from megatron_ext.data.order import Pieces
 from megatron_ext.data.permutation import Ints
 from megatron_ext.data.token_spans import TokenSpan
@@ -124,6 +125,19 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
             return self.batch(start, stop)
         parts = [self.batch(number, number + 1) for number in numbers]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    @property
+    def expect(self) -> Callable[[Sequence[int]], None] | None:
+        """Return the function that begins to fetch samples; None if all are on this machine."""
+        remote = any(isinstance(span, RemoteSpan) for span in self.spans.values())
+        return self._expect if remote else None
+
+    def _expect(self, numbers: Sequence[int]) -> None:
+        pieces = self.order.locate(numbers[0], numbers[-1] + 1)
+        for source, span in self.spans.items():
+            own = np.flatnonzero(pieces.sources == source)
+            if isinstance(span, RemoteSpan) and len(own):
+                span.expect(pieces.begins[own], int(pieces.lengths[own].max()) + 1)
 
     @staticmethod
     def collate(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,15 +14,15 @@ from rich.table import Table
 
 from megatron_ext.checkpoint.stored import PROGRESS, find, read_json
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import read_index
 from megatron_ext.data.mixture import Exhausted, Planned, continued, limited, stages_of
 from megatron_ext.data.order import SampleOrder, Stage
-from megatron_ext.data.token_spans import TokenSpan, open_span
+from megatron_ext.data.token_spans import TokenSpan
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.blend import SPLITS, Blend, BlendSpec, training_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.data.schedule import Schedule, read_schedule
+from megatron_ext.text.data.storage import index_of, open_tokens
 from megatron_ext.train.batch_size import number_of_iterations, split_sizes
 
 
@@ -88,8 +88,8 @@ def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
     end: int | None = None
     own = (data.train_data_path, data.valid_data_path, data.test_data_path)[split]
     if data.split is not None and not own:
-        first, end = split_bounds(data.split, len(read_index(prefix).lengths))[split]
-    return open_span(prefix, first, end, mapped=data.mmap_bin_files)
+        first, end = split_bounds(data.split, len(index_of(data, prefix).lengths))[split]
+    return open_tokens(data, prefix, first, end)
 
 
 def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.data.mixture import Planned
 from megatron_ext.errors import DataError
 
@@ -127,7 +128,7 @@ class _Reader:
         found = {}
         for name, value in values.items():
             try:
-                found[str(name)] = Fraction(str(value))
+                found[plain_prefix(str(name))] = Fraction(str(value))
             except (ValueError, ZeroDivisionError):
                 self.fail(f"gives {value} for {name} in {what}, which must be a number")
         return found

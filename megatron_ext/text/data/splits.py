@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
@@ -25,7 +26,7 @@ from megatron_ext.text.data.blend import SPLITS, BlendSpec, read_blend, source_o
 from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig
 from megatron_ext.text.data.direct import DirectDataset, EveryWindow, Marks
 from megatron_ext.text.data.gpt import dataset_config
-from megatron_ext.text.data.inspect import check_ids, id_range
+from megatron_ext.text.data.inspect import check_ids
 from megatron_ext.text.data.plan import (
     RunPlan,
     blend_of,
@@ -43,7 +44,7 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
 
 CHECKED_IDS = 1 << 16
-"""Number of tokens in each dataset whose ids are checked before training; others when read."""
+"""Number of tokens of each train split whose ids are checked before training; others when read."""
 
 
 def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
@@ -54,7 +55,8 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     plan = plan_run(config, *history_of(config))
     entries = config.model.padded_vocab_size or tokenizer.vocab_size
     for span in plan.spans.values():
-        check_ids(span.name, id_range(span.name, CHECKED_IDS), entries)
+        first_ids = span.read(np.zeros(1, dtype=np.int64), min(CHECKED_IDS, span.tokens))
+        check_ids(span.name, first_ids, entries)
     build_held_out(config, tokenizer)
     first = int(os.environ.get("RANK", "0")) == 0
     for each in plan.exhausted if first else ():

@@ -1,0 +1,184 @@
+"""A cache of pages of remote objects on a machine's disk, which all processes there share.
+
+The cache is one file of slots and one table that names the page in each slot. Both have their full
+size from the beginning, so that the cache cannot outgrow its limit. A page may lie in any of a few
+slots, which its number determines, and takes the place of the one that was not used for longest.
+
+A lock, which the kernel takes back from a process that dies, orders reads and writes. A slot is
+named only after its page is written, so that a killed process leaves no half of a page. After a
+restart of the machine, which may have lost what was not on the disk yet, the cache begins empty.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.data.indexed import Array
+from megatron_ext.data.permutation import Ints, derived, key_of
+from megatron_ext.errors import DataError
+
+PAGE = 1 << 16
+"""Bytes of a page, a multiple of the size of every type of token."""
+COUNTS = ("requests", "bytes", "failed", "given_up", "short", "waited_us", "not_kept")
+"""Numbers that the processes of a machine count together: requests to the storage and their bytes,
+those that failed, took too long or were answered short, microseconds of waiting, and pages that
+found no space on the disk."""
+_WAYS = 16
+_HEADER = 16
+_RECORD = 3
+"""Words of a record: the object's key, the page's number plus 1 (0: empty), and when it was used.
+"""
+_BYTES_PER_SLOT = PAGE + 8 * _RECORD
+
+
+class BlockCache:
+    """The pages in a folder; each process makes an object of its own.
+
+    Args:
+        folder: a folder of this machine.
+        limit: the most bytes on the disk.
+
+    Raises:
+        DataError: the folder cannot be used, or another run uses it with another limit.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.slots = max(_WAYS, (limit - 8 * _HEADER) // _BYTES_PER_SLOT // _WAYS * _WAYS)
+        self._mutex = threading.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # The locks of fcntl go when any descriptor of the file is closed: there is one, for
+            # ever, and it is a plain number, which nothing closes.
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            with self._locked(fcntl.LOCK_EX):
+                self._open(folder, limit)
+        except OSError as error:
+            raise DataError(
+                f"`--object-storage-cache-path` ({folder}) cannot be used ({error.strerror}); give "
+                "a folder on a disk of this machine with space for `--object-storage-cache-size`."
+            ) from error
+
+    def _open(self, folder: Path, limit: int) -> None:
+        """Open the files, and make them anew if they are of another size, machine or start."""
+        table, pages = folder / "table", folder / "pages"
+        size = 8 * (_HEADER + _RECORD * self.slots)
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        started = boot.read_text() if boot.is_file() else ""
+        mark = key_of("pages 1", PAGE, self.slots, platform.node(), started)
+        # Whoever uses the files holds this lock for its lifetime.
+        self._users = os.open(folder / "users", os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(self._users, fcntl.LOCK_SH)
+        same = table.is_file() and pages.is_file() and table.stat().st_size == size
+        if not same or np.fromfile(table, np.uint64, 1)[0] != mark:
+            try:
+                fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._users)
+                raise DataError(
+                    f"`--object-storage-cache-size` ({limit / 2**30:g} GiB) differs from that of a "
+                    f"run which uses the cache {folder} now; give the same size, or another "
+                    "`--object-storage-cache-path`."
+                ) from None
+            table.unlink(missing_ok=True)
+            pages.unlink(missing_ok=True)
+            with pages.open("wb") as file:
+                file.truncate(self.slots * PAGE)
+            new = np.zeros(size // 8, dtype=np.uint64)
+            new[0] = mark
+            new.tofile(table)
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+        self._pages = os.open(pages, os.O_RDWR)
+        # Pages are written through the file, since a full disk ends a process that writes to a map.
+        self._content = mmap.mmap(self._pages, self.slots * PAGE, access=mmap.ACCESS_READ)
+        self._words = np.memmap(table, np.uint64, "r+", shape=(size // 8,))
+        self._table = self._words[_HEADER:].reshape(self.slots // _WAYS, _WAYS, _RECORD)
+
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        with self._mutex:
+            fcntl.lockf(self._lock, kind)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._lock, fcntl.LOCK_UN)
+
+    @contextmanager
+    def reading(self) -> Iterator[BlockCache]:
+        """Keep every page where it is in this context; nothing may be written in it."""
+        with self._locked(fcntl.LOCK_SH):
+            yield self
+
+    def view(self, dtype: np.dtype[Any]) -> Array:
+        """Return all slots as one array; a page begins at its slot times the entries of a page."""
+        found: Array = np.frombuffer(self._content, dtype)
+        return found
+
+    def find(self, key: int, pages: Ints) -> Ints:
+        """Return the slot of each page ``[n]`` of an object, -1 where it is not here.
+
+        To be called while `reading`.
+        """
+        sets = self._sets(key, pages)
+        records = self._table[sets]
+        wanted = (pages + 1).astype(np.uint64)
+        same = (records[..., 0] == np.uint64(key)) & (records[..., 1] == wanted[:, None])
+        ways = same.argmax(axis=1)
+        found = np.flatnonzero(same.any(axis=1))
+        self._table[sets[found], ways[found], 2] = np.uint64(time.monotonic_ns())
+        slots = np.full(len(pages), -1, dtype=np.int64)
+        slots[found] = sets[found] * _WAYS + ways[found]
+        return slots
+
+    def put(self, key: int, first: int, content: bytes) -> None:
+        """Keep the pages of an object from number ``first`` on; the object's last may be short."""
+        pages = np.arange(first, first + -(-len(content) // PAGE), dtype=np.int64)
+        sets, data = self._sets(key, pages), memoryview(content)
+        with self._locked(fcntl.LOCK_EX):
+            for number, (page, at) in enumerate(zip(pages.tolist(), sets.tolist(), strict=True)):
+                self._put(key, page, at, data[number * PAGE : (number + 1) * PAGE])
+
+    def _put(self, key: int, page: int, at: int, content: memoryview) -> None:
+        records = self._table[at]
+        own = np.flatnonzero((records[:, 0] == key) & (records[:, 1] == page + 1))
+        way = int(own[0] if len(own) else records[:, 2].argmin())
+        records[way] = 0
+        try:
+            written = os.pwrite(self._pages, content, (at * _WAYS + way) * PAGE)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            written = 0
+        if written == len(content):
+            records[way, 0], records[way, 2] = key, time.monotonic_ns()
+            records[way, 1] = page + 1
+        else:
+            self._words[1 + COUNTS.index("not_kept")] += np.uint64(1)
+
+    def _sets(self, key: int, pages: Ints) -> Ints:
+        """Return the group of slots in which each page may lie."""
+        spread = derived(np.full(len(pages), key, dtype=np.uint64), pages)
+        found: Ints = (spread % np.uint64(len(self._table))).astype(np.int64)
+        return found
+
+    def count(self, **counts: int) -> None:
+        """Add to the numbers that the processes of this machine count together."""
+        with self._locked(fcntl.LOCK_EX):
+            for name, value in counts.items():
+                self._words[1 + COUNTS.index(name)] += np.uint64(value)
+
+    def counts(self) -> Mapping[str, int]:
+        """Return what all processes of this machine have counted since the cache was made."""
+        with self.reading():
+            return dict(zip(COUNTS, self._words[1 : 1 + len(COUNTS)].tolist(), strict=True))

@@ -1,0 +1,316 @@
+"""Indexed datasets at addresses of object storage, such as ``s3://bucket/web``.
+
+An index is copied to this machine once, by one process while the others wait. Tokens are fetched in
+ranges, and their pages kept in a `BlockCache`. Where the objects of a run fit into the cache, a
+range is some megabytes long, so that each byte is fetched once by few requests. Otherwise it is a
+page or two, since what surrounds a sample would be gone before it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.lib.stride_tricks import sliding_window_view
+
+from megatron_ext.data.block_cache import PAGE, BlockCache
+from megatron_ext.data.indexed import Array, Index, idx_path, read_index, why_not_writable
+from megatron_ext.data.permutation import Ints, key_of
+from megatron_ext.data.requests import Requests, StoredObject
+from megatron_ext.data.token_spans import TokenSpan, token_bounds
+from megatron_ext.errors import DataError
+
+RANGE = 64
+"""Pages of a request for objects that fit into the cache, and the most of any request."""
+_FITS = 0.8
+"""Share of the cache that objects may fill; near to it, pages compete for the same slots."""
+_RECHECK = 300.0
+"""Seconds after which an object is asked again whether it is still the same."""
+
+
+class _Process:
+    """The parts that a process does not share with those that it forks."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.pid = os.getpid()
+        self.cache = BlockCache(store.folder / "pages", store.limit)
+        self.requests = Requests(self.cache.count)
+        self.coming: dict[tuple[int, int], Future[tuple[int, bytes]]] = {}
+        self.lock = threading.Lock()
+
+
+class ObjectStore:
+    """Reads objects through a cache in a folder of this machine.
+
+    Args:
+        limit: the most bytes of pages in the cache; the copies of indices come on top.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._objects: dict[str, StoredObject] = {}
+        self._checked: dict[str, float] = {}
+        self._process: _Process | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process": None}
+
+    @property
+    def _own(self) -> _Process:
+        if self._process is None or self._process.pid != os.getpid():
+            reason = why_not_writable(self.folder)
+            if reason is not None:
+                raise DataError(
+                    f"`--object-storage-cache-path` ({self.folder}) cannot be written ({reason}); "
+                    "give a folder that can."
+                )
+            self._process = _Process(self)
+        return self._process
+
+    def described(self, address: str) -> StoredObject:
+        """Return an object's size and version, which are asked for once in a run."""
+        if address not in self._objects:
+            requests = self._own.requests
+            self._objects[address] = requests.wait(requests.describe(address))
+            self._checked[address] = time.monotonic()
+        return self._objects[address]
+
+    @property
+    def is_used(self) -> bool:
+        """Tell whether the run has objects here."""
+        return bool(self._objects)
+
+    def counts(self) -> Mapping[str, int]:
+        """Return what the processes of this machine have counted; see `block_cache.COUNTS`."""
+        return self._own.cache.counts()
+
+    def index(self, prefix: str) -> Index:
+        """Return the index of a dataset from its copy on this machine, which is made if needed.
+
+        Raises:
+            DataError: the index does not exist, cannot be read or copied, or is damaged.
+        """
+        source = self.described(f"{prefix}.idx")
+        place = self.folder / "indices" / hashlib.sha256(source.address.encode()).hexdigest()[:16]
+        version = hashlib.sha256(source.version.encode()).hexdigest()[:16]
+        name = PurePosixPath(prefix.partition("?")[0]).name or "data"
+        copy = place / version / name
+        if not idx_path(copy).is_file():
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                with FileLock(place / "lock"):
+                    if not idx_path(copy).is_file():
+                        self._copy_index(source, place, version, name)
+            except OSError as error:
+                raise DataError(
+                    f"{source.address} cannot be copied to {place} ({error.strerror or error}); "
+                    "free some space, or give another `--object-storage-cache-path`."
+                ) from error
+        return read_index(copy)
+
+    def _copy_index(self, source: StoredObject, place: Path, version: str, name: str) -> None:
+        """Copy and check an index, and remove the copies of what it was before."""
+        part = place / "part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        copy, requests, step = part / name, self._own.requests, RANGE * PAGE
+        file = os.open(idx_path(copy), os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+
+            async def fetch(begin: int) -> None:
+                content = await requests.read(source, begin, min(begin + step, source.size))
+                os.pwrite(file, content, begin)
+
+            async def fetch_all() -> None:
+                await asyncio.gather(*map(fetch, range(0, source.size, step)))
+
+            requests.wait(fetch_all())
+            os.fsync(file)
+        finally:
+            os.close(file)
+        try:
+            read_index(copy)
+        except DataError as error:
+            raise DataError(str(error).replace(str(idx_path(copy)), source.address)) from None
+        for other in place.iterdir():
+            if other.is_dir() and other != part:
+                shutil.rmtree(other, ignore_errors=True)
+        os.rename(part, place / version)
+
+    def open_tokens(self, address: str) -> StoredObject:
+        """Return a `.bin` whose ranges can be read."""
+        known, source = address in self._objects, self.described(address)
+        if not known:
+            requests = self._own.requests
+            requests.wait(requests.check_ranges(address))
+        return source
+
+    def expect(self, source: StoredObject, pages: Ints) -> None:
+        """Begin to fetch those of some pages that are not here, and return at once."""
+        with self._own.cache.reading() as cache:
+            missing = pages[cache.find(_key(source), pages) < 0]
+        if len(missing):
+            self._request(source, missing)
+
+    def fetch(self, source: StoredObject, pages: Ints) -> dict[int, bytes]:
+        """Return pages by number from the storage; they are kept in the cache as well.
+
+        Raises:
+            DataError: one cannot be read, or the object has changed.
+        """
+        started, found = time.monotonic(), dict[int, bytes]()
+        for future in self._request(source, pages):
+            first, content = future.result()
+            found |= {
+                first + number: content[number * PAGE : (number + 1) * PAGE]
+                for number in range(-(-len(content) // PAGE))
+            }
+        self._own.cache.count(waited_us=int((time.monotonic() - started) * 1e6))
+        return found
+
+    def reading(self) -> Any:
+        """Return a context in which the pages of the cache stay where they are."""
+        return self._own.cache.reading()
+
+    def _request(self, source: StoredObject, pages: Ints) -> list[Future[tuple[int, bytes]]]:
+        """Ask for pages that nobody in this process has asked for; return all their answers."""
+        own, key, found = self._own, _key(source), []
+        total = sum(each.size for name, each in self._objects.items() if name.endswith(".bin"))
+        unit = RANGE if total <= _FITS * self.limit else 1
+        with own.lock:
+            for first, stop in _ranges(pages, unit, -(-source.size // PAGE)):
+                if all((key, page) in own.coming for page in range(first, stop)):
+                    found += [own.coming[key, page] for page in range(first, stop)]
+                    continue
+                work = self._fetch(own, source, key, first, stop)
+                future = asyncio.run_coroutine_threadsafe(work, own.requests.loop)
+                own.coming |= {(key, page): future for page in range(first, stop)}
+                found.append(future)
+        return list(dict.fromkeys(found))
+
+    async def _fetch(
+        self, own: _Process, source: StoredObject, key: int, first: int, stop: int
+    ) -> tuple[int, bytes]:
+        """Fetch and keep the pages from ``first`` to ``stop`` - 1; return ``first`` and them."""
+        try:
+            if time.monotonic() - self._checked[source.address] > _RECHECK:
+                self._checked[source.address] = time.monotonic()
+                if not source.is_still(await own.requests.describe(source.address)):
+                    self._checked[source.address] = -math.inf
+                    raise DataError(
+                        f"{source.address} has changed since the run began, so that its order "
+                        "cannot go on; put the old file back, or start a new run."
+                    )
+            end = min(stop * PAGE, source.size)
+            content = await own.requests.read(source, first * PAGE, end)
+            await asyncio.to_thread(own.cache.put, key, first, content)
+            return first, content
+        finally:
+            with own.lock:
+                for page in range(first, stop):
+                    own.coming.pop((key, page), None)
+
+
+def _key(source: StoredObject) -> int:
+    return key_of(source.address, source.version)
+
+
+def _ranges(pages: Ints, unit: int, total: int) -> Iterator[tuple[int, int]]:
+    """Yield the first page and the end of each request: whole units, neighbours joined."""
+    units = np.unique(pages // unit)
+    most = max(1, RANGE // unit)
+    for run in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):
+        for at in range(0, len(run), most):
+            part = run[at : at + most]
+            yield int(part[0]) * unit, min((int(part[-1]) + 1) * unit, total)
+
+
+def open_remote_span(prefix: str, first: int, end: int | None, store: ObjectStore) -> RemoteSpan:
+    """Return the tokens of the sequences from ``first`` to ``end`` - 1 (None: to the last).
+
+    Raises:
+        DataError: an object is missing, damaged or of another length than the index says.
+    """
+    index, source = store.index(prefix), store.open_tokens(f"{prefix}.bin")
+    begin, stop = token_bounds(index, first, end, source.address, source.size)
+    return RemoteSpan(prefix, index.dtype, begin, stop - begin, store)
+
+
+class RemoteSpan(TokenSpan):
+    """A span of a dataset at an address, read through the cache of an `ObjectStore`."""
+
+    def __init__(
+        self, name: str, dtype: np.dtype[Any], first: int, tokens: int, store: ObjectStore
+    ) -> None:
+        super().__init__(name, dtype, first, tokens)
+        self._store, self._source = store, store.open_tokens(f"{name}.bin")
+
+    def expect(self, begins: Ints, length: int) -> None:
+        """Begin to fetch ranges that are read soon; those past the end only as far as it."""
+        ends = np.minimum(begins + length, self.tokens)
+        pages, _ = self._pages_of(begins, int((ends - begins).max()))
+        self._store.expect(self._source, pages)
+
+    def read(self, begins: Ints, length: int) -> Array:
+        pages, places = self._pages_of(begins, length)
+        found = np.empty((len(begins), length), dtype=self.dtype)
+        with self._store.reading() as cache:
+            slots = cache.find(_key(self._source), pages)
+            here = (slots >= 0)[places].all(axis=1)
+            content = cache.view(self.dtype)
+            found[here] = self._take(content, slots[places[here]], begins[here], length)
+            if here.all():
+                return found
+            needed = np.unique(places[~here])
+            kept = needed[slots[needed] >= 0]
+            own = np.zeros((len(pages), PAGE // self.dtype.itemsize), dtype=self.dtype)
+            own[kept] = content.reshape(-1, own.shape[1])[slots[kept]]
+        missing = needed[slots[needed] < 0]
+        fetched = self._store.fetch(self._source, pages[missing])
+        for at in missing.tolist():
+            page = np.frombuffer(fetched[int(pages[at])], dtype=self.dtype)
+            own[at, : len(page)] = page
+        found[~here] = self._take(own.reshape(-1), places[~here], begins[~here], length)
+        return found
+
+    def _pages_of(self, begins: Ints, length: int) -> tuple[Ints, Ints]:
+        """Return the pages that ranges touch, ascending, and for each range its places in them.
+
+        The places are ``[m, k]``; k is the most pages of a range, and others repeat their last.
+        """
+        size = self.dtype.itemsize
+        first = (self.first + begins) * size // PAGE
+        last = ((self.first + begins + length) * size - 1) // PAGE
+        most = int((last - first).max()) + 1
+        touched = np.minimum(first[:, None] + np.arange(most), last[:, None])
+        pages, places = np.unique(touched, return_inverse=True)
+        return pages, places.reshape(touched.shape)
+
+    def _take(self, content: Array, slots: Ints, begins: Ints, length: int) -> Array:
+        """Copy ranges out of ``content``, where a page's tokens begin at its slot.
+
+        ``slots`` has the slots ``[m, k]`` of the pages of each range.
+        """
+        per_page = PAGE // self.dtype.itemsize
+        starts = (self.first + begins) % per_page
+        found = np.empty((len(begins), length), dtype=self.dtype)
+        inside = starts + length <= per_page
+        if inside.any():
+            rows = sliding_window_view(content, length)
+            found[inside] = rows[slots[inside, 0] * per_page + starts[inside]]
+        across = ~inside
+        offsets = starts[across, None] + np.arange(length)
+        own = np.take_along_axis(slots[across], offsets // per_page, axis=1)
+        found[across] = content[own * per_page + offsets % per_page]
+        return found

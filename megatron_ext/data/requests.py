@@ -1,0 +1,239 @@
+"""Requests to object storage through fsspec: each has a time limit, and failed ones are repeated.
+
+A request that hangs is given up after a few times the duration that is usual for requests of this
+process, so that one bad connection costs a moment and not the minute of a library's own time-out.
+A limit grows with each attempt, since a storage may be slow from now on. Answers of a wrong length
+are repeated as well.
+
+fsspec is used and not obstore, since credentials and endpoints are then those of ``--save s3://``,
+and since fsspec starts anew in a forked process, as ranks and the workers of loaders are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.asyn import get_loop
+from fsspec.registry import known_implementations
+
+from megatron_ext.errors import DataError, MegatronExtError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds before each further attempt."""
+SHORTEST, LONGEST = 2.0, 60.0
+"""Limits in seconds of a first attempt and of any."""
+_PATIENCE = 8
+"""Limit of a first attempt in usual durations."""
+_CONCURRENT = 10
+"""Requests of a process at a time; as many connections as botocore keeps."""
+_REFUSALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object of the storage as it was when a run began.
+
+    Attributes:
+        version: text that is another one when the object has changed.
+        is_versioned: the storage tells what changes with the content. Otherwise the version is that
+            of one description, and nothing that is kept is used again by another run.
+    """
+
+    address: str
+    size: int
+    version: str
+    is_versioned: bool = True
+
+    def is_still(self, other: StoredObject) -> bool:
+        """Tell whether a later description is one of the same content, as far as is known."""
+        return self.size == other.size and (not self.is_versioned or self.version == other.version)
+
+
+def file_system(address: str, named: str, kind: type[MegatronExtError]) -> tuple[Any, str]:
+    """Return the file system of an address, which belongs to this process, and its path there.
+
+    Args:
+        named: the address with its flag, as the error names it.
+        kind: the error that is raised for a scheme without a package.
+    """
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(address)
+    except ImportError as error:
+        scheme = address.partition("://")[0]
+        package = known_implementations.get(scheme, {"class": scheme})["class"].split(".")[0]
+        package = "aiohttp" if scheme in ("http", "https") else package
+        raise kind(
+            f"{named} needs the package {package}, which is not installed; run `pip install "
+            f"{package}`."
+        ) from error
+    except ValueError as error:
+        raise kind(
+            f"{named} has a scheme that fsspec does not know; use a folder, or a scheme such as "
+            "s3, gs or az."
+        ) from error
+    return found
+
+
+class Requests:
+    """Reads ranges of objects, several at a time; each process has an object of its own.
+
+    Args:
+        count: adds to the counts of `block_cache.COUNTS` by name.
+    """
+
+    def __init__(self, count: Callable[..., None]) -> None:
+        self._count, self._usual = count, 0.0
+        self._places: dict[str, tuple[Any, str]] = {}
+        self._random = random.Random()
+        self._turns = asyncio.Semaphore(_CONCURRENT)
+        self.loop: asyncio.AbstractEventLoop = get_loop()
+
+    def wait(self, work: Awaitable[T]) -> T:
+        """Do work on the thread of requests, and return its result."""
+
+        async def done() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(done(), self.loop).result()
+
+    async def describe(self, address: str) -> StoredObject:
+        """Ask for an object's size and version.
+
+        Raises:
+            DataError: it does not exist, cannot be read, or has no size.
+        """
+
+        async def ask() -> dict[str, Any]:
+            fs, path = await self._place(address)
+            if fs.async_impl:
+                fs.invalidate_cache()
+                return dict(await fs._info(path))
+            return dict(await self.loop.run_in_executor(None, fs.info, path))
+
+        found = await self._tried(address, ask)
+        if found.get("size") is None or found.get("type") == "directory":
+            raise DataError(
+                f"{address} has no size that its server tells, so that its length cannot be "
+                "checked; copy it to a disk or to an object storage."
+            )
+        # ETag, generation, mtime, LastModified, Last-Modified: what a storage has.
+        names = ("etag", "generation", "mtime", "lastmodified", "last-modified", "content-md5")
+        marks = {key.lower(): str(value) for key, value in found.items() if value is not None}
+        known = [f"{name}={marks[name]}" for name in names if name in marks]
+        unknown = f"described={time.time_ns()} by={os.getpid()}"
+        version = " ".join([f"size={found['size']}", *(known or [unknown])])
+        return StoredObject(address, int(found["size"]), version, bool(known))
+
+    async def check_ranges(self, address: str) -> None:
+        """Raise a DataError if the server of an ``http`` address answers with whole files only."""
+        fs, path = await self._place(address)
+        if address.partition("://")[0] not in ("http", "https"):
+            return
+
+        def probe() -> bool:
+            try:
+                with fs.open(path, cache_type="none") as file:
+                    file.seek(1)
+                    file.read(1)
+            except ValueError:
+                return False
+            return True
+
+        async def ask() -> bool:
+            return bool(await asyncio.to_thread(probe))
+
+        if not await self._tried(address, ask):
+            raise DataError(
+                f"The server of {address} does not answer requests for parts of a file; copy the "
+                "pair to a disk, or use a server that knows ranges."
+            )
+
+    async def read(self, source: StoredObject, begin: int, end: int) -> bytes:
+        """Return the bytes of an object from ``begin`` to ``end`` - 1.
+
+        Raises:
+            DataError: no attempt was answered whole.
+        """
+
+        async def ask() -> bytes:
+            fs, path = await self._place(source.address)
+            if fs.async_impl:
+                return bytes(await fs._cat_file(path, start=begin, end=end))
+            call = lambda: bytes(fs.cat_file(path, start=begin, end=end))  # noqa: E731
+            return await self.loop.run_in_executor(None, call)
+
+        async with self._turns:
+            found: bytes = await self._tried(source.address, ask, end - begin)
+            return found
+
+    async def _place(self, address: str) -> tuple[Any, str]:
+        """Return the file system and the path of an address."""
+        if address not in self._places:
+            # Some packages ask for credentials here, on the thread of requests if they were let.
+            found = await asyncio.to_thread(file_system, address, address, DataError)
+            self._places[address] = found
+        return self._places[address]
+
+    async def _tried(
+        self, address: str, ask: Callable[[], Awaitable[Any]], length: int | None = None
+    ) -> Any:
+        """Return the first answer, of ``length`` bytes; raise a DataError after the last attempt.
+
+        What another attempt cannot change is raised at once.
+        """
+        for attempt, pause in enumerate((*PAUSES, None)):
+            limit = max(SHORTEST, _PATIENCE * self._usual) * 2.0**attempt
+            started = time.monotonic()
+            try:
+                found = await asyncio.wait_for(ask(), min(LONGEST, limit))
+            except MegatronExtError:
+                raise
+            except asyncio.TimeoutError:
+                kind, why = "given_up", f"no answer in {time.monotonic() - started:.1f} s"
+            except Exception as error:
+                why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+                _refuse(address, error, why)
+                kind = "failed"
+            else:
+                if length is None or len(found) == length:
+                    self._learn(time.monotonic() - started)
+                    self._count(requests=1, bytes=length or 0)
+                    return found
+                kind, why = "short", f"{len(found)} bytes have arrived instead of {length}"
+            self._count(requests=1, **{kind: 1})
+            if pause is None:
+                raise DataError(
+                    f"{address} cannot be read ({why}, after {len(PAUSES) + 1} attempts); check "
+                    "the network and the storage."
+                )
+            if attempt == 3:
+                logger.warning("%s is not answered (%s); it is asked again", address, why)
+            await asyncio.sleep(pause * (0.5 + self._random.random()))
+        raise AssertionError
+
+    def _learn(self, seconds: float) -> None:
+        self._usual += (seconds - self._usual) * (0.1 if self._usual else 1.0)
+
+
+def _refuse(address: str, error: Exception, why: str) -> None:
+    """Raise a DataError for what another attempt cannot change; return for any other error."""
+    if isinstance(error, FileNotFoundError):
+        raise DataError(
+            f"{address} does not exist; give the address without .bin/.idx, and copy both files."
+        ) from error
+    if isinstance(error, PermissionError) or type(error).__name__ in _REFUSALS:
+        raise DataError(
+            f"{address} may not be read ({why}); give the storage's credentials, as its package "
+            "for fsspec takes them."
+        ) from error
