@@ -35,8 +35,8 @@ SHORTEST, LONGEST = 2.0, 60.0
 """Limits in seconds of a first attempt and of any."""
 _PATIENCE = 8
 """Limit of a first attempt in usual durations."""
-_CONCURRENT = 10
-"""Requests of a process at a time; as many connections as botocore keeps."""
+_CONCURRENT = 16
+"""Requests of a process at a time."""
 _REFUSALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 
 
@@ -60,15 +60,18 @@ class StoredObject:
         return self.size == other.size and (not self.is_versioned or self.version == other.version)
 
 
-def file_system(address: str, named: str, kind: type[MegatronExtError]) -> tuple[Any, str]:
+def file_system(
+    address: str, named: str, kind: type[MegatronExtError], **options: Any
+) -> tuple[Any, str]:
     """Return the file system of an address, which belongs to this process, and its path there.
 
     Args:
         named: the address with its flag, as the error names it.
         kind: the error that is raised for a scheme without a package.
+        options: arguments of the file system, besides those in fsspec's configuration.
     """
     try:
-        found: tuple[Any, str] = fsspec.core.url_to_fs(address)
+        found: tuple[Any, str] = fsspec.core.url_to_fs(address, **options)
     except ImportError as error:
         scheme = address.partition("://")[0]
         package = known_implementations.get(scheme, {"class": scheme})["class"].split(".")[0]
@@ -181,8 +184,7 @@ class Requests:
         """Return the file system and the path of an address."""
         if address not in self._places:
             # Some packages ask for credentials here, on the thread of requests if they were let.
-            found = await asyncio.to_thread(file_system, address, address, DataError)
-            self._places[address] = found
+            self._places[address] = await asyncio.to_thread(_place, address)
         return self._places[address]
 
     async def _tried(
@@ -224,6 +226,17 @@ class Requests:
 
     def _learn(self, seconds: float) -> None:
         self._usual += (seconds - self._usual) * (0.1 if self._usual else 1.0)
+
+
+def _place(address: str) -> tuple[Any, str]:
+    if address.partition("://")[0] not in ("s3", "s3a"):
+        return file_system(address, address, DataError)
+    # What botocore and s3fs repeat by themselves is neither counted nor limited in time.
+    given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    settings = {"retries": {"max_attempts": 0}, "max_pool_connections": _CONCURRENT, **given}
+    fs, path = file_system(address, address, DataError, config_kwargs=settings)
+    fs.retries = 1
+    return fs, path
 
 
 def _refuse(address: str, error: Exception, why: str) -> None:

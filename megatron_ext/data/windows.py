@@ -81,7 +81,8 @@ class Source:
         self.name, self.tokens, self.window = name, tokens, window
         self.windows = tokens // window
         self.group = min(GROUP, self.windows)
-        self.key = key_of(seed, name)
+        # Without its folder, so that data which moves, for example to object storage, stays itself.
+        self.key = key_of(seed, name.rpartition("/")[2])
         self._phases = 0
 
     def begin(self, seq_length: int) -> Phase:

@@ -129,13 +129,14 @@ def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int
     past = history if consumed else None
     window = length if past is None else int(past["window"])
     _check_lengths(planned, window)
-    before: dict[str, int] = {} if past is None else dict(past["tokens"])
-    stages_before = [] if past is None else [Stage.from_dict(x) for x in past["stages"]]
     spans = {
         name: checked_span(split_span(config, name, 0), 0, window)
         for name in dict.fromkeys(name for stage in planned for name in stage.weights)
         if any(stage.weights.get(name) for stage in planned)
     }
+    past = None if past is None else _after_moves(past, spans)
+    before: dict[str, int] = {} if past is None else dict(past["tokens"])
+    stages_before = [] if past is None else [Stage.from_dict(x) for x in past["stages"]]
     for name, span in spans.items():
         if before.setdefault(name, span.tokens) != span.tokens:
             raise DataError(
@@ -155,6 +156,29 @@ def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int
     indices = {source.name: index for index, source in enumerate(order.sources)}
     own = {indices[name]: span for name, span in spans.items()}
     return RunPlan(order, own, end, exhausted)
+
+
+def _after_moves(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Mapping[str, Any]:
+    """Return the history of a run with the new names of sources that lie elsewhere now.
+
+    A source has moved if one of the same file name and length has taken its place.
+    """
+    new = {name: span for name, span in spans.items() if name not in past["tokens"]}
+    moved: dict[str, str] = {}
+    for name, tokens in past["tokens"].items():
+        last = name.rpartition("/")[2]
+        same = [x for x in new if x.rpartition("/")[2] == last and new[x].tokens == tokens]
+        if name not in spans and len(same) == 1 and same[0] not in moved.values():
+            moved[name] = same[0]
+    stages = [
+        {**stage, "weights": {moved.get(n, n): w for n, w in stage["weights"].items()}}
+        for stage in past["stages"]
+    ]
+    return {
+        **past,
+        "tokens": {moved.get(name, name): tokens for name, tokens in past["tokens"].items()},
+        "stages": stages,
+    }
 
 
 def _gone(order: SampleOrder, schedule: Schedule, consumed: int) -> set[str]:

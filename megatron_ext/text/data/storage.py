@@ -41,7 +41,7 @@ def open_tokens(data: DataConfig, prefix: str, first: int, end: int | None) -> T
 
 
 class StorageNotes(Callback):
-    """Tells on the first rank how the requests to object storage went, of all ranks on its machine.
+    """Tells how the requests to object storage went, of all ranks on the reporting rank's machine.
 
     A run without addresses has no notes.
     """
@@ -49,9 +49,9 @@ class StorageNotes(Callback):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         data = run.config.section(DataConfig)
-        self._store = store_of(data) if data.data_order == "direct" else None
-        if self._store is not None and (run.context.rank or not self._store.is_used):
-            self._store = None
+        store = store_of(data)
+        reports = bool(run.reporters.sinks) and store.is_used
+        self._store = store if reports else None
         self._before = dict(self._store.counts()) if self._store is not None else {}
         self._told = time.monotonic()
 
@@ -73,12 +73,11 @@ def note_of(counts: dict[str, int]) -> str:
     """Return a sentence on the requests of a machine; see `block_cache.COUNTS`."""
     bad = counts["failed"] + counts["given_up"] + counts["short"]
     share = bad / max(1, counts["requests"])
-    lost = (
-        f", {counts['not_kept']:,} pages found no space on its disk" if counts["not_kept"] else ""
-    )
+    lost = counts["not_kept"]
+    full = f"; {lost:,} pages found no space on the disk" if lost else ""
     return (
         f"object storage on this machine: {counts['requests']:,} requests, "
         f"{counts['bytes'] / 2**20:,.1f} MiB; {bad:,} repeated ({share:.1%}: {counts['failed']:,} "
         f"failed, {counts['given_up']:,} too slow, {counts['short']:,} cut short); readers waited "
-        f"{counts['waited_us'] / 1e6:,.1f} s{lost}"
+        f"{counts['waited_us'] / 1e6:,.1f} s{full}"
     )
