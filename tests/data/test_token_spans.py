@@ -1,14 +1,18 @@
 """Token spans: mapped and read alike, around the end of a split, and damage told."""
 
+import ctypes
+import mmap
 import os
 import pickle
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_ext.data.indexed_writer import IndexedWriter
-from megatron_ext.data.token_spans import TokenSpan, open_span
+from megatron_ext.data.token_spans import MappedSpan, TokenSpan, open_span
 from megatron_ext.errors import DataError
 
 DTYPES = [np.uint16, np.int32]
@@ -68,6 +72,64 @@ def test_slow_reads_ask_for_their_pages_first_and_read_the_same(
             tokens[3:13].tolist(), tokens[500:510].tolist(),
         ]  # fmt: skip
     assert mapped or [offset for _, offset, _, _ in asked] == [6, 1000]
+
+
+def _resident(content: mmap.mmap) -> np.ndarray:
+    """Return for each page of a map whether it is in memory."""
+    pages = -(-len(content) // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    address = np.frombuffer(content, dtype=np.uint8).ctypes.data
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(content)), found) == 0
+    return np.frombuffer(found, dtype=np.uint8) & 1 == 1
+
+
+def test_the_pages_of_a_batch_and_no_others_are_brought_to_memory_before_it_is_read(
+    tmp_path: Path,
+) -> None:
+    prefix, tokens = tmp_path / "docs", np.zeros(2_000_000, dtype=np.uint16)
+    with IndexedWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        writer.add_document(tokens, [len(tokens)])
+    file = os.open(f"{prefix}.bin", os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+    span = open_span(str(prefix), 0, None)
+    assert isinstance(span, MappedSpan)
+    span._windows(1)
+    assert span._map is not None
+    if _resident(span._map).any():
+        pytest.skip("pages of this file system cannot be dropped from memory, or not be counted")
+    begins = np.array([100, 700_000, 1_400_000])
+    span._ask_for_pages(begins, 5000)
+    size = 2 / mmap.PAGESIZE
+    wanted = {
+        page
+        for begin in begins.tolist()
+        for page in range(int(begin * size), int((begin + 4999) * size) + 1)
+    }
+    end = time.monotonic() + 20
+    while not set(np.flatnonzero(_resident(span._map)).tolist()) >= wanted:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert set(np.flatnonzero(_resident(span._map)).tolist()) == wanted
+
+
+def test_a_large_batch_runs_no_more_python_than_a_small_one(tmp_path: Path) -> None:
+    _write(tmp_path / "docs")
+    span = open_span(str(tmp_path / "docs"), 0, None)
+    span.gather(np.zeros(1, dtype=np.int64), 9)
+    seen = []
+    for count in (4, 4000):
+        calls: list[str] = []
+        begins = np.random.default_rng(0).integers(0, 900, count)
+        sys.setprofile(lambda frame, event, what, calls=calls: calls.append(event))
+        try:
+            span.gather(begins, 9)
+        finally:
+            sys.setprofile(None)
+        seen.append(len(calls))
+    assert seen[0] == seen[1] < 40
 
 
 def test_damaged_files_are_told_in_a_sentence(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def _same_samples(where: str, folder: Path, cache: Path, *more: str) -> dict[str
 def test_ranks_train_as_from_a_disk_also_when_data_moves_and_the_note_tells_the_rate(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks share a cache; one run reads ahead by itself, one has workers and begins on disk."""
+    """Two ranks share a cache; one run reads ahead itself, one has workers and begins on disk."""
     monkeypatch.setattr(FlakyStorage, "failing", 0.2)
     monkeypatch.setattr(storage, "INTERVAL", 0.0)
     words = [*WORDS, "--split", "90,10,0", "--eval-interval", "2"]
@@ -101,9 +101,8 @@ def test_ranks_train_as_from_a_disk_also_when_data_moves_and_the_note_tells_the_
 
     def run(where: str, name: str, *more: str) -> list[float]:
         data = ["--data-path", "0.7", f"{where}/a", "0.3", f"{where}/b", *more]
-        rows = train_steps(
-            [*words, *data, "--object-storage-cache-path", cache], tmp_path / name, 2
-        )
+        data += ["--object-storage-cache-path", cache]
+        rows = train_steps([*words, *data], tmp_path / name, 2)
         return [row["lm loss"] for row in rows]
 
     cache, there = str(tmp_path / "cache"), f"flaky://{folder}"
