@@ -106,7 +106,7 @@ def test_ranks_train_as_from_a_disk_also_when_data_moves_and_the_note_tells_the_
         return [row["lm loss"] for row in rows]
 
     cache, there = str(tmp_path / "cache"), f"flaky://{folder}"
-    wanted = run(str(folder), "disk", "--num-workers", "0")
+    wanted = run(str(folder), "disk", "--num-workers", "0", "--save-interval", "2")
     assert "object storage" not in capfd.readouterr().out
     assert run(there, "there", "--num-workers", "0") == wanted
     notes = re.findall(r"> object storage on this machine: (.*)", capfd.readouterr().out)
@@ -114,10 +114,8 @@ def test_ranks_train_as_from_a_disk_also_when_data_moves_and_the_note_tells_the_
     assert len(notes) == 5
     assert re.match(r"\d+ requests, 0.\d MiB; \d+ repeated \(.*\); readers waited", notes[-1])
 
-    cache, begun = str(tmp_path / "another"), ["--num-workers", "1", "--exit-interval", "2"]
-    run(str(folder), "moved", *begun)
-    load = ["--load", str(tmp_path / "moved"), "--num-workers", "1"]
-    assert run(there, "moved", *load) == wanted
+    cache, load = str(tmp_path / "another"), ["--load", str(tmp_path / "disk"), "--ckpt-step", "2"]
+    assert run(there, "moved", *load, "--num-workers", "1") == wanted[2:]
     assert "the mixture changes" not in capfd.readouterr().out
 
 
@@ -229,7 +227,7 @@ def test_samples_from_s3_are_those_of_the_disk_though_requests_fail_and_hang(
         fs.put_file(str(path), f"data/{path.name}")
     cache = tmp_path / "cache"
     counts = _same_samples("s3://data", folder, cache, "--object-storage-cache-size", "0.001")
-    assert bucket.asked > 210 and counts["requests"] == bucket.asked + 4
+    assert bucket.asked > 210 and counts["requests"] >= bucket.asked + 4
     assert counts["failed"] == bucket.met["failed"] >= 10
     # A busy machine may be slow where the server is not.
     assert counts["given_up"] >= bucket.met["given_up"] >= 1 and counts["short"] == 0
