@@ -18,6 +18,7 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
+from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data.inspect import (
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     for name in args.prefix:
-        prefix = name[:-4] if name.endswith((".bin", ".idx")) else name
+        prefix = plain_prefix(name[:-4] if name.endswith((".bin", ".idx")) else name)
         try:
             found = inspect_dataset(
                 prefix, tokenizer, samples=args.samples, seed=args.seed, scan=not args.no_scan

@@ -125,6 +125,7 @@ class ObjectStore:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         copy, requests, step = part / name, self._own.requests, RANGE * PAGE
+        requests.wait(requests.check_ranges(source.address))
         file = os.open(idx_path(copy), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
 

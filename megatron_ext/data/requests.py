@@ -6,7 +6,8 @@ A limit grows with each attempt, since a storage may be slow from now on. Answer
 are repeated as well.
 
 fsspec is used and not obstore, since credentials and endpoints are then those of ``--save s3://``,
-and since fsspec starts anew in a forked process, as ranks and the workers of loaders are.
+and since fsspec starts anew in a forked process, as ranks and the workers of loaders are. A client
+of obstore 0.12.1 that the parent has used hangs there.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ from megatron_ext.data.token_spans import TokenSpan, open_span
 from megatron_ext.errors import DataError
 from tests.data.flaky_storage import FlakyStorage
 
+# Python 3.12 warns of forks while the thread of requests, which is idle then, exists.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
 AMPLE, SCARCE = 1 << 26, 1 << 21
 """Limits of a cache that the documents fit into, and of one that they do not."""
 
