@@ -72,6 +72,9 @@ def test_a_process_that_is_killed_leaves_whole_pages_and_no_lock(tmp_path: Path)
             while True:
                 for page in range(64):
                     own.put(3, page, _content(page))
+        end = time.monotonic() + 60
+        while not _found(cache, 3, list(range(64))) and time.monotonic() < end:
+            time.sleep(0.01)
         time.sleep(delay)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -235,7 +235,7 @@ def test_samples_from_s3_are_those_of_the_disk_though_requests_fail_and_hang(
     # A busy machine may be slow where the server is not.
     assert counts["given_up"] >= bucket.met["given_up"] >= 1 and counts["short"] == 0
     assert sum(path.stat().st_size for path in (cache / "pages").iterdir()) <= 2**30 * 0.001
-    with pytest.raises(DataError, match=r"s3://data/gone.idx does not exist"):
+    with pytest.raises(DataError, match=r"s3://data/gone/a.idx does not exist"):
         _dataset("s3://data/gone", "--object-storage-cache-path", str(tmp_path))
 
 
