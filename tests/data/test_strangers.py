@@ -109,7 +109,8 @@ def test_a_marker_of_a_part_names_files_of_its_folder(tmp_path: Path) -> None:
     secret.write_bytes(b"1234")
     folder = tmp_path / "parts"
     folder.mkdir()
-    done = PartMarker("p000000.1", lines=1, documents=1, tokens=1, rejected=0, sizes={})
+    counts = {"lines": 1, "documents": 1, "tokens": 1, "rejected": 0}
+    done = PartMarker("p000000.1", **counts, sizes={}, host="a", seconds=1.0, ended=2.0)
     marker_path(folder, 0).write_text(json.dumps(dataclasses.asdict(done)))
     assert read_marker(folder, 0) == done
     for changed in ({"stem": "../secret"}, {"sizes": {"../secret.bin": 4}}):

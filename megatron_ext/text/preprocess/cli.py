@@ -16,7 +16,13 @@ from megatron_ext.text.preprocess.options import (
     add_tokenizer_flags,
     tokenizer_config,
 )
-from megatron_ext.text.preprocess.run import Report, preprocess, run_or_explain
+from megatron_ext.text.preprocess.run import (
+    Report,
+    plan_for_slurm,
+    preprocess,
+    run_or_explain,
+)
+from megatron_ext.text.preprocess.texts import TextEncoding
 
 _WORKERS_HINT = "use `--workers` with the number of CPU cores"
 _NOT_HERE = {
@@ -37,17 +43,23 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message[:1].upper()}{message[1:]}; see --help.")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, status: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of the tool, or with ``status`` one that asks for no input."""
     parser = _Parser(
         prog="preprocess_data.py",
-        description="Turn jsonl into Megatron's .bin/.idx datasets.",
+        description="Turn texts into Megatron's .bin/.idx datasets.",
         allow_abbrev=False,
     )
     files = parser.add_argument_group("input and output")
-    what = "jsonl or parquet files or globs, plain, gzip or zstd; - reads standard input"
-    files.add_argument("--input", nargs="+", required=True, metavar="FILE", help=what)
+    what = (
+        "files or globs: jsonl, plain or packed with gzip or zstd, parquet, Arrow; a folder is a "
+        "Hugging Face dataset saved to disk, or has one text in each file; - reads standard input"
+    )
+    files.add_argument("--input", nargs="+", required=not status, metavar="FILE", help=what)
     what = "outputs are PREFIX_KEY_document.bin and .idx"
     files.add_argument("--output-prefix", required=True, help=what)
+    what = "print how far the run at --output-prefix is, from its files alone, and end"
+    files.add_argument("--status", action="store_true", help=what)
     add_flags(parser, "documents and workers", flags_of("preprocess", PreprocessOptions))
     add_flags(parser, "conversations (outputs are PREFIX_sft_document and _mask)", _sft_flags())
     add_tokenizer_flags(parser)
@@ -69,12 +81,7 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     Raise a ConfigError that names every unknown or unsupported flag.
     """
     parser = _parser()
-    # A flag may have underscores for dashes: `--json_keys` is `--json-keys`.
-    dashed = [
-        name.replace("_", "-") + equals + value if name.startswith("--") else name + equals + value
-        for name, equals, value in (arg.partition("=") for arg in argv)
-    ]
-    args, unknown = parser.parse_known_args(dashed)
+    args, unknown = parser.parse_known_args(_dashed(argv))
     values = vars(args)
     foreign = (*_NOT_HERE, *_NO_EFFECT)
     given = [flag for flag in foreign if values[flag[2:].replace("-", "_")] is not None]
@@ -113,12 +120,33 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     return PreprocessOptions(**chosen), notes
 
 
-def _run(argv: Sequence[str]) -> Report:
-    from megatron_ext.text.sft.preprocess import SftPreprocessOptions, preprocess_sft
+def _dashed(argv: Sequence[str]) -> list[str]:
+    """Return arguments with dashes for underscores in flags: `--json_keys` is `--json-keys`."""
+    return [
+        name.replace("_", "-") + equals + value if name.startswith("--") else name + equals + value
+        for name, equals, value in (arg.partition("=") for arg in argv)
+    ]
+
+
+def _run(argv: Sequence[str]) -> Report | None:
+    if "--status" in argv:
+        from megatron_ext.text.preprocess.status import show_status
+
+        show_status(_parser(status=True).parse_known_args(_dashed(argv))[0].output_prefix)
+        return None
+    from megatron_ext.text.sft.preprocess import (
+        SftPreprocessOptions,
+        conversation_encoding,
+        preprocess_sft,
+    )
 
     options, notes = parse_options(argv)
     for note in notes:
         say_to_stderr(note)
+    sft = isinstance(options, SftPreprocessOptions)
+    if options.slurm_script is not None:
+        plan_for_slurm(options, conversation_encoding if sft else TextEncoding)
+        return None
     if isinstance(options, SftPreprocessOptions):
         return preprocess_sft(options)
     return preprocess(options)

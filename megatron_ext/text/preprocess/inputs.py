@@ -1,45 +1,47 @@
-"""Input files: finds them by patterns, cuts them into parts, and unpacks them.
+"""Input files: finds them by patterns, cuts them into parts, and reads parts as lines of JSON.
 
-gzip, zstd and parquet files are unpacked to lines of JSON; each row of a parquet file is one line.
+Each row of a parquet or Arrow file is one line, and so is each text of a folder of texts.
 """
 
 import glob
-import gzip
 import hashlib
 import os
-import select
-import shutil
-import stat
 import time
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import orjson
+from megatron_ext.errors import DataError
+from megatron_ext.text.preprocess import folders
+from megatron_ext.text.preprocess.packed import (
+    BLOCK_BYTES,
+    copy_stream,
+    is_stream,
+    packing_of,
+    unpacked,
+)
+from megatron_ext.text.preprocess.tables import group_sizes, is_table, rows_of
 
-from megatron_ext.errors import ConfigError, DataError
-
-BLOCK_BYTES = 4 << 20
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
-_OTHER_MAGIC = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
-_ROWS = 1024
 _LARGEST_PART = 256_000_000
 _PARTS_PER_WORKER = 4
 _END_BYTES = 1 << 16
-_SECONDS_FOR_A_WRITER = 10.0
+_UNITS = {"plain": "bytes", "texts": "bytes of the list of its files"}
 
 
 @dataclass(frozen=True)
 class Part:
     """A piece of one input, which one worker encodes into one set of part files.
 
-    A part is a whole packed file, or the lines between bytes ``start`` and ``end`` of a plain file.
-    ``path`` is the file to read, such as the copy of a stream; ``source`` is shown to the user.
+    Attributes:
+        path: the file to read, such as the copy of a stream or the list of a folder's texts.
+        source: the input as the user named it.
+        start, end: bytes of a plain file or of a list of texts, both at line ends; groups of a
+            table; the whole size of a packed file.
+        packing: what the file is, as `packing_of` tells.
+        num_bytes: the part's share of the input, for figures of progress.
+        columns: the columns of a table that are read, or the key of texts; None reads all.
     """
 
     path: str
@@ -47,27 +49,51 @@ class Part:
     start: int
     end: int
     packing: str
+    num_bytes: int
+    columns: Sequence[str] | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.start
+    def __str__(self) -> str:
+        """Return what part of which input this is, for messages."""
+        unit = _UNITS.get(self.packing, "groups" if is_table(self.packing) else "bytes")
+        return f"{self.source}, {unit} {self.start} to {self.end}"
+
+    def is_there(self) -> bool:
+        """Tell whether the file to read still exists, in full size if its bytes are known."""
+        if self.packing in _UNITS:
+            return os.path.getsize(self.path) >= self.end
+        return os.path.exists(self.path)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input to cut: the file to read, the name to show, and what the file is."""
+
+    path: str
+    shown: str
+    packing: str
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files that paths and globs name; the files of one glob are sorted.
+    """Return the files and folders of texts that paths and globs name, those of a glob sorted.
 
-    Raise a DataError for a pattern without files, an unreadable file or a stream named twice.
+    A glob names folders only if it ends in a slash. Raise a DataError for a pattern without files,
+    an unreadable file or a stream named twice.
     """
     files: list[str] = []
     for pattern in patterns:
         if pattern == "-":
             return ["-"]
-        found = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else []
-        found = [pattern] if os.path.exists(pattern) else found
-        found = [path for path in found if not os.path.isdir(path)]
+        found = [pattern] if os.path.exists(pattern) else []
+        if not found and glob.has_magic(pattern):
+            found = sorted(glob.glob(pattern, recursive=True))
+            if not pattern.endswith("/"):
+                found = [path for path in found if not os.path.isdir(path)]
         if not found:
-            raise DataError(f"`--input` ({pattern}) matches no file; give jsonl files or a glob.")
-        files.extend(found)
+            raise DataError(
+                f"`--input` ({pattern}) matches no file; give files, a glob or a folder."
+            )
+        for path in found:
+            files += folders.files_of(path.rstrip("/") or "/") if os.path.isdir(path) else [path]
     streams: dict[tuple[int, int], str] = {}
     for path in files:
         if not os.access(path, os.R_OK):
@@ -81,19 +107,16 @@ def expand(patterns: Sequence[str]) -> list[str]:
     return files
 
 
-def is_stream(path: str) -> bool:
-    """Tell whether a file can be read only once: a pipe, a device or a socket."""
-    return path == "-" or not stat.S_ISREG(os.stat(path).st_mode)
-
-
 def identity_of(path: str) -> list[Any]:
-    """Return values that differ if the file at a path was changed; those of a stream always differ.
+    """Return values that differ if an input was changed; those of a stream always differ.
 
     Size and modification time may survive a change (`rsync -t`, `touch -r`). Inode, change time
     (ctime) and a digest of both ends of the content are therefore included.
     """
     if is_stream(path):
         return [os.path.abspath(path), os.getpid(), time.time_ns()]
+    if os.path.isdir(path):
+        return [os.path.abspath(path), folders.identity_of_texts(path)]
     with open(path, "rb") as stream:
         found = os.fstat(stream.fileno())
         digest = hashlib.sha256(stream.read(_END_BYTES))
@@ -104,88 +127,93 @@ def identity_of(path: str) -> list[Any]:
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
-    """Return the inputs to copy or unpack: streams, and packed files if workers outnumber files."""
+    """Return the inputs to copy or unpack: streams, and packed files if workers outnumber files.
+
+    A table of several groups is cut between them instead.
+    """
     streams = [path for path in files if is_stream(path)]
-    packed = [path for path in files if path not in streams and packing_of(path) != "plain"]
-    return [*streams, *packed] if len(files) < workers else streams
+    if len(files) >= workers:
+        return streams
+    packed = [path for path in files if path not in streams and _is_one_piece(path)]
+    return [*streams, *packed]
 
 
-def spool(source: str, target: Path) -> None:
+def _is_one_piece(path: str) -> bool:
+    packing = packing_of(path)
+    if is_table(packing):
+        return len(group_sizes(path, packing, None)) == 1
+    return packing in ("gzip", "zstd")
+
+
+def spool(source: str, target: Path, columns: Sequence[str] | None) -> None:
     """Copy a stream, or unpack a file, to ``target``; raise a DataError for a damaged source."""
     temporary = target.with_suffix(".unpacking")
     with open(temporary, "wb") as out:
         if is_stream(source):
-            _copy_stream(source, out)
+            copy_stream(source, out)
         else:
-            for piece, _ in unpacked(source, packing_of(source)):
+            for piece, _ in _pieces(_whole(source, columns)):
                 out.write(piece)
     os.replace(temporary, target)
 
 
-def _copy_stream(source: str, out: BinaryIO) -> None:
-    """Copy a stream to its end; standard input, which may be a socket, is read by descriptor 0."""
-    standard = source == "-"
-    with suppress(OSError):
-        standard = standard or os.path.samestat(os.stat(source), os.fstat(0))
-    try:
-        # A pipe without a name, such as a shell's `<(command)`, never makes its reader wait.
-        is_fifo = not standard and stat.S_ISFIFO(os.stat(source).st_mode)
-        wait = is_fifo and os.path.exists(os.path.realpath(source))
-        number = 0 if standard else os.open(source, os.O_RDONLY | (os.O_NONBLOCK if wait else 0))
-        stream = os.fdopen(number, "rb", closefd=not standard)
-    except OSError as error:
-        raise DataError(
-            f"`--input` ({source}) cannot be read ({error.strerror}); give a file or a pipe."
-        ) from None
-    with stream:
-        if wait:
-            out.write(_await_writer(source, number))
-        shutil.copyfileobj(stream, out, BLOCK_BYTES)
-
-
-def _await_writer(source: str, descriptor: int) -> bytes:
-    """Wait until a program has opened a FIFO for writing; return the 0 or 1 bytes read meanwhile.
-
-    Raise a DataError if no program has opened it after `_SECONDS_FOR_A_WRITER`.
-    """
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    first = b""
-    if not poll.poll(_SECONDS_FOR_A_WRITER * 1000):
-        with suppress(BlockingIOError):  # a writer that has nothing to say yet
-            first = os.read(descriptor, 1)
-            if not first:
-                raise DataError(
-                    f"`--input` ({source}) is a FIFO that no program has opened for writing within "
-                    f"{_SECONDS_FOR_A_WRITER:g} seconds; start the one that writes into it first."
-                )
-    os.set_blocking(descriptor, True)
-    return first
+def _whole(path: str, columns: Sequence[str] | None) -> Part:
+    """Return a file that is no folder as one part."""
+    size, packing = os.path.getsize(path), packing_of(path)
+    end = len(group_sizes(path, packing, columns)) if is_table(packing) else size
+    return Part(path, path, 0, end, packing, size, columns)
 
 
 def cut(
-    files: Sequence[tuple[str, str]],
+    sources: Sequence[Source],
     workers: int,
     part_megabytes: float | None,
     smallest: int = 4_000_000,
+    columns: Sequence[str] | None = None,
 ) -> list[Part]:
-    """Cut plain files at line ends into parts; a packed file is one part.
+    """Cut plain files at line ends, tables between groups, lists of texts; packed ones stay whole.
 
-    ``files`` are (path, name to show). Without ``part_megabytes``, each worker gets about four
-    parts, of at least ``smallest`` bytes.
+    Without ``part_megabytes``, each worker gets about four parts, of at least ``smallest`` bytes.
     """
-    sizes = [os.path.getsize(path) for path, _ in files]
+    total = sum(map(_size, sources))
     if part_megabytes is None:
-        part_bytes = sum(sizes) // (workers * _PARTS_PER_WORKER)
+        part_bytes = total // (workers * _PARTS_PER_WORKER)
         part_bytes = min(max(part_bytes, smallest), _LARGEST_PART)
     else:
         part_bytes = max(1, int(part_megabytes * 1_000_000))
-    parts: list[Part] = []
-    for (path, source), size in zip(files, sizes, strict=True):
-        packing = packing_of(path)
-        edges = _line_edges(path, size, part_bytes) if packing == "plain" else [0, size]
-        parts += [Part(path, source, *span, packing) for span in pairwise(edges)]
-    return parts
+    return [
+        Part(source.path, source.shown, start, end, source.packing, size, columns)
+        for source in sources
+        for start, end, size in _spans(source, part_bytes, columns)
+    ]
+
+
+def _size(source: Source) -> int:
+    if source.packing == "texts":
+        return sum(size for _, _, size in folders.list_spans(source.path, 1))
+    return os.path.getsize(source.path)
+
+
+def _spans(
+    source: Source, part_bytes: int, columns: Sequence[str] | None
+) -> Iterator[tuple[int, int, int]]:
+    """Yield start, end and share of the input's bytes of each part; `Part` tells their units."""
+    if source.packing == "texts":
+        yield from folders.list_spans(source.path, part_bytes)
+    elif source.packing == "plain":
+        size = os.path.getsize(source.path)
+        for start, end in pairwise(_line_edges(source.path, size, part_bytes)):
+            yield start, end, end - start
+    elif is_table(source.packing):
+        start = size = 0
+        sizes = group_sizes(source.path, source.packing, columns)
+        for end, more in enumerate(sizes, 1):
+            size += more
+            if size >= part_bytes or end == len(sizes):
+                yield start, end, size
+                start, size = end, 0
+    else:
+        yield 0, os.path.getsize(source.path), os.path.getsize(source.path)
 
 
 def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
@@ -207,8 +235,7 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
     """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file."""
     rest: list[bytes] = []
     seen = 0
-    pieces = _plain(part) if part.packing == "plain" else unpacked(part.path, part.packing)
-    for piece, read in pieces:
+    for piece, read in _pieces(part):
         seen += read
         at = piece.rfind(b"\n") + 1
         if at == 0:
@@ -220,10 +247,42 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
         yield b"".join(rest), seen
 
 
+def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
+    """Yield (some bytes of the lines of a part, input bytes read)."""
+    if part.packing == "plain":
+        yield from _plain(part)
+    elif part.packing == "texts":
+        paths = folders.listed(part.path, part.start, part.end)
+        yield from folders.text_lines(paths, folders.key_of_texts(part.source, part.columns))
+    elif is_table(part.packing):
+        given = 0
+        rows = rows_of(part.path, part.packing, part.start, part.end, part.columns)
+        for lines, share in rows:
+            read = int(part.num_bytes * share) - given
+            given += read
+            yield lines, read
+    else:
+        yield from unpacked(part.path, part.packing)
+
+
+def place_of(part: Part, line: int, before: int | None = None) -> tuple[str, int]:
+    """Return file and line (from 1) of a part's line with the number ``line`` (from 0).
+
+    ``before`` is the number of lines in the parts of the same input before this one; they are
+    counted if it is None.
+    """
+    if part.packing == "texts":
+        return folders.listed(part.path, part.start, part.end)[line], 1
+    if before is None:
+        ahead = replace(part, start=0, end=part.start)
+        before = sum(block.count(b"\n") for block, _ in blocks(ahead)) if part.start else 0
+    return part.source, before + line + 1
+
+
 def _plain(part: Part) -> Iterator[tuple[bytes, int]]:
     with open(part.path, "rb", buffering=0) as stream:
         stream.seek(part.start)
-        left = part.num_bytes
+        left = part.end - part.start
         while left > 0:
             piece = stream.read(min(BLOCK_BYTES, left))
             if not piece:
@@ -233,112 +292,3 @@ def _plain(part: Part) -> Iterator[tuple[bytes, int]]:
                 )
             left -= len(piece)
             yield piece, len(piece)
-
-
-def packing_of(path: str) -> str:
-    """Return gzip, zstd, parquet or plain for a file; raise a DataError for bzip2, xz and zip."""
-    with open(path, "rb") as stream:
-        head = stream.read(4)
-    for magic, name in _OTHER_MAGIC.items():
-        if head.startswith(magic):
-            raise DataError(
-                f"`--input` ({path}) is a {name} file; give jsonl, plain or packed with gzip or "
-                "zstd, or parquet."
-            )
-    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "plain")
-
-
-def unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (unpacked bytes, number of packed bytes read for them)."""
-    if packing == "parquet":
-        yield from _json_lines(path)
-        return
-    before = 0
-    with open(path, "rb") as raw:
-        whole = partial(gzip.GzipFile(fileobj=raw).read, BLOCK_BYTES)
-        stream = iter(whole, b"") if packing == "gzip" else _zstd(raw, path)
-        try:
-            for piece in stream:
-                now = raw.tell()
-                yield piece, now - before
-                before = now
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(
-                f"{path} is not a whole {packing} file ({error}); copy it again."
-            ) from None
-
-
-def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(
-            f"`--input` ({path}) is packed with zstd, which needs the zstandard package; install "
-            "it, or unpack the file."
-        ) from None
-    fresh, window = True, None
-    pending, size = [], 0
-    while piece := raw.read(1 << 16):
-        while piece:
-            if window is None or window.eof:
-                window = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                out = window.decompress(piece)
-            except zstandard.ZstdError as error:
-                raise EOFError(str(error)) from None
-            fresh, piece = window.eof, window.unused_data if window.eof else b""
-            pending.append(out)
-            size += len(out)
-            if size >= BLOCK_BYTES:
-                yield b"".join(pending)
-                pending, size = [], 0
-    if not fresh:
-        raise EOFError("it ends inside a frame")
-    if pending:
-        yield b"".join(pending)
-
-
-def _json_lines(path: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (JSON lines of some parquet rows, estimated number of file bytes read for them)."""
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f"{path} is a parquet file, which needs the package pyarrow, which is not installed; "
-            "run `pip install pyarrow`."
-        ) from None
-    size, given = os.path.getsize(path), 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            total, rows = file.metadata.num_rows, 0
-            for batch in file.iter_batches(batch_size=_ROWS):
-                rows += batch.num_rows
-                lines = b"".join(map(_line, batch.to_pylist()))
-                read = size * rows // total - given
-                given += read
-                yield lines, read
-    except (arrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise DataError(f"{path} is not a whole parquet file ({reason}); copy it again.") from None
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    """Return a row as a line of JSON, without null fields in structs; a bytes value becomes null.
-
-    In parquet every struct has the keys of all rows, and missing ones are null.
-    """
-    plain = {column: _without_nulls(value) for column, value in row.items()}
-    return orjson.dumps(plain, default=_otherwise, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
-def _otherwise(value: Any) -> str | None:
-    return None if isinstance(value, bytes) else str(value)

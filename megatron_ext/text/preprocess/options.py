@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from megatron_ext.config.flags import (
     COUNT,
     FACTOR,
+    LONG_COUNT,
     PROCESSES,
     Flag,
     check_ranges,
@@ -43,7 +45,12 @@ class PreprocessOptions:
         "sentence before it",
     )
     lang: str = flag("english", f"language of the sentence rules, one of {', '.join(LANGUAGES)}")
-    workers: int = flag(1, "worker processes", bounds=PROCESSES, advice=_ADVICE)
+    workers: int = flag(
+        1,
+        "worker processes; with --executor ray, tasks at a time",
+        bounds=PROCESSES,
+        advice=_ADVICE,
+    )
     partitions: int = flag(
         1,
         "datasets PREFIX_0, PREFIX_1, ... that lines are dealt to round-robin, besides the whole "
@@ -79,6 +86,31 @@ class PreprocessOptions:
         bounds=FACTOR,
         advice=_ADVICE,
     )
+    shard_tokens: int | None = flag(
+        None,
+        "instead of one dataset write shards PREFIX_00000, PREFIX_00001, ... of at most so many "
+        "tokens of the first key, cut between documents",
+        bounds=LONG_COUNT,
+        advice=_ADVICE,
+    )
+    executor: Literal["local", "slurm", "ray"] = flag(
+        "local",
+        "encode the parts of the input in processes of this machine, in a job array of Slurm, or "
+        "in tasks of a Ray cluster; the files are the same",
+        choices=("local", "slurm", "ray"),
+    )
+    slurm_tasks: int = flag(
+        1,
+        "tasks of the job array of --executor slurm, each with --workers processes",
+        bounds=PROCESSES,
+        advice=_ADVICE,
+    )
+    slurm_args: str = flag(
+        "", 'options of sbatch for the job array, as in --slurm-args="--partition=cpu --time=2:00"'
+    )
+    slurm_script: str | None = flag(
+        None, "write the job script of --executor slurm to this file, and submit nothing"
+    )
     smallest_part: ClassVar[int] = 4_000_000
 
     def __post_init__(self) -> None:
@@ -104,6 +136,26 @@ class PreprocessOptions:
             )
         if self.keep_newlines and not self.split_sentences:
             wrong.append("`--keep-newlines` has an effect only with `--split-sentences`; add it.")
+        return wrong + self._wrong_executor()
+
+    def _wrong_executor(self) -> list[str]:
+        wrong = []
+        if self.executor != "slurm":
+            wrong = [
+                f"`--{name.replace('_', '-')}` has an effect only with `--executor slurm`; add it, "
+                "or leave this out."
+                for name in ("slurm_tasks", "slurm_args", "slurm_script")
+                if getattr(self, name) != getattr(PreprocessOptions, name)
+            ]
+        try:
+            shlex.split(self.slurm_args)
+        except ValueError as error:
+            wrong.append(
+                f"`--slurm-args` ({self.slurm_args}) cannot be read ({error}); quote it as a shell "
+                "does."
+            )
+        if self.shard_tokens is not None and self.partitions > 1:
+            wrong.append("`--shard-tokens` does not go with `--partitions`; give one of them.")
         return wrong
 
     def _wrong_keys(self) -> list[str]:
@@ -122,7 +174,7 @@ class PreprocessOptions:
             f"{key} ({prefix}); rename the key, or leave `--partitions` out."
             for key in self.json_keys
             for p in partitions
-            if (prefix := self.dataset_prefix(key, p)) in merged
+            if (prefix := self.dataset_prefix(key, str(p))) in merged
         ]
 
     @property
@@ -134,9 +186,19 @@ class PreprocessOptions:
         """Return the number of output streams: ``partitions``, or 1 if these are contiguous."""
         return 1 if self.keep_sequential_samples else self.partitions
 
-    def dataset_prefix(self, key: str, partition: int | None = None) -> str:
-        """Return the prefix of the dataset of a key, for one partition or (None) for all lines."""
-        part = "" if partition is None else f"_{partition}"
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """Return the columns of a table that are read, or the key of a folder's texts."""
+        return self.json_keys
+
+    @property
+    def all_workers(self) -> int:
+        """Return the number of worker processes on all machines."""
+        return self.workers * self.slurm_tasks
+
+    def dataset_prefix(self, key: str, piece: str | None = None) -> str:
+        """Return the prefix of the dataset of a key, for one partition or shard, or all lines."""
+        part = "" if piece is None else f"_{piece}"
         return f"{self.output_prefix}{part}_{key}_{self.level}"
 
 

@@ -8,41 +8,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.preprocess import inputs
-from megatron_ext.text.preprocess.encode import (
-    BadLine,
-    TextEncoder,
-    choose_engine,
-    parse_line,
-    sentence_splitter,
-)
-from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.datasets import publish_datasets, publish_rejected
+from megatron_ext.text.preprocess.folders import key_of_texts, write_list
+from megatron_ext.text.preprocess.inputs import Part, Source
+from megatron_ext.text.preprocess.jobs import Build, Encoding, Job, Say
 from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.preprocess.packed import is_stream, packing_of
 from megatron_ext.text.preprocess.parts import (
     PartMarker,
     WorkDirectory,
-    publish_datasets,
-    publish_rejected,
     read_marker,
+    replace_file,
+    unfinished,
 )
-from megatron_ext.text.preprocess.workers import Job, encode_parts
-from megatron_ext.text.tokenizers import build_tokenizer
-from megatron_ext.text.tokenizers.base import NO_TOKEN
+from megatron_ext.text.preprocess.texts import TextEncoding
+from megatron_ext.text.preprocess.workers import encode_parts
 from megatron_ext.text.tokenizers.fast import InexactEngine
-
-_SAMPLE_PLACES = 24
-_SAMPLE_BYTES = 8192
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a run; `tokens` sums all keys, `prefixes` has one dataset for each key."""
+    """The outcome of a run.
+
+    ``tokens`` sums all keys; ``prefixes`` names the datasets that together have all lines, and
+    ``shown`` the same in bash's short form for numbered shards.
+    """
 
     prefixes: Sequence[str]
+    shown: Sequence[str]
     documents: int
     tokens: int
     input_bytes: int
@@ -56,114 +51,144 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
     """Tokenize the input into one dataset for each key.
 
     Raises:
-        ConfigError, DataError: bad options or input; finished parts are kept for the next run.
+        ConfigError, DataError, MachineFault: bad options or input, or workers that die; finished
+            parts are kept for the next run.
     """
     start = time.monotonic()
-    # Every worker is a process of its own; threads inside the libraries would only compete.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = build_tokenizer(options.tokenizer)
-    if options.append_eod and tokenizer.eod == NO_TOKEN:
-        raise ConfigError(
-            f"`--append-eod` needs an end-of-document token, but {tokenizer.kind} "
-            f"({tokenizer.path}) names none; set eos_token in it, or leave the flag out."
-        )
-    identity = {
-        "keys": list(options.json_keys),
-        "append_eod": options.append_eod,
-        "streams": options.streams,
-        "split": [options.split_sentences, options.keep_newlines, options.lang],
-        "tokenizer": dict(tokenizer.unique_identifiers),
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-    }
-    with planned(options, identity, say) as (folder, parts, done):
-        resumed = len(done)
-        fast, line = choose_engine(tokenizer, _samples(parts, options.json_keys), options.engine)
-        say(line)
-        splitter = None
-        if options.split_sentences:
-            splitter = sentence_splitter(options.lang, keep_newlines=options.keep_newlines)
-        encoder = TextEncoder(
-            tokenizer, fast, options.json_keys, options.streams, splitter, options.append_eod
-        )
-        dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
-        job = Job(options, folder, parts, dtypes, encoder)
-        try:
-            run_parts(job, done)
-        except InexactEngine as error:
-            say(f"Starting over with {tokenizer.kind}'s own library: {error}.")
-            for path in folder.glob("p[0-9]*.*"):
-                path.unlink()
-            done, resumed = {}, 0
-            job = replace(job, encoder=replace(encoder, fast=None))
-            run_parts(job, done)
+    with encoded(options, TextEncoding, say) as (job, done, resumed):
         return publish_job(job, done, resumed, start)
+
+
+@contextmanager
+def encoded(
+    options: PreprocessOptions, build: Build, say: Say, encoding: Encoding | None = None
+) -> Iterator[tuple[Job, dict[int, PartMarker], int]]:
+    """Encode all parts of the input; yield the job, the markers, and how many parts were resumed.
+
+    The work directory is there in the body, and removed after it. ``encoding`` is what ``build``
+    makes of the options, where the caller has it already.
+    """
+    # Every worker is a process of its own; threads inside the libraries would only compete.
+    with _without_threads():
+        encoding = encoding or build(options)
+        with planned(options, encoding.identity, say) as (work, parts, done):
+            job, resumed = _job(options, work, parts, build, encoding, say), len(done)
+            try:
+                run_parts(job, done, say)
+            except InexactEngine as error:
+                kind = options.tokenizer.tokenizer_type
+                say(f"Starting over with {kind}'s own library: {error}.")
+                for path in work.folder.glob("p[0-9]*.*"):
+                    path.unlink()
+                done, resumed = {}, 0
+                job = replace(job, encoder=encoding.encoder(fast=False), fast=False)
+                run_parts(job, done, say)
+            yield job, done, resumed
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _job(
+    options: PreprocessOptions,
+    work: WorkDirectory,
+    parts: Sequence[Part],
+    build: Build,
+    encoding: Encoding,
+    say: Say,
+) -> Job:
+    fast = encoding.choose_engine(parts, say)
+    encoder = encoding.encoder(fast=fast)
+    return Job(options, work.folder, parts, encoding, encoder, build, fast)
+
+
+def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_stderr) -> None:
+    """Cut the input, and write the script of a job array that encodes it; submit nothing."""
+    from megatron_ext.text.preprocess.slurm import write_script
+
+    encoding = build(options)
+    with planned(options, encoding.identity, say) as (work, parts, _):
+        if not work.resumable:
+            raise ConfigError(
+                "`--slurm-script` needs inputs that can be read again, but one is a stream; write "
+                "it to a file first, or leave the flag out."
+            )
+        job = _job(options, work, parts, build, encoding, say)
+        todo = unfinished(work.folder, range(len(parts)))
+        write_script(job, todo, Path(options.slurm_script or ""), say)
+        work.keep = True
 
 
 @contextmanager
 def planned(
     options: PreprocessOptions, identity: dict[str, Any], say: Say
-) -> Iterator[tuple[Path, list[Part], dict[int, PartMarker]]]:
+) -> Iterator[tuple[WorkDirectory, list[Part], dict[int, PartMarker]]]:
     """Lock the work directory; yield it, the parts of the input, and markers of finished parts.
 
     The parts of an interrupted run with the same input and settings (``identity``) are resumed;
     otherwise the input is cut anew.
     """
     files = inputs.expand(options.inputs)
-    resumable = not any(map(inputs.is_stream, files))
+    resumable = not any(map(is_stream, files))
     with WorkDirectory(options.output_prefix, resumable=resumable) as work:
         identities = [inputs.identity_of(path) for path in files]
         fingerprint = {"inputs": identities, "on_bad_line": options.on_bad_line, **identity}
         parts = work.resumed_parts(fingerprint)
         if parts is not None:
+            replace_file(work.folder / "started", str(time.time()))
             done = work.finished(len(parts))
             if done:
                 say(f"Resuming: {len(done)} of {len(parts)} parts are finished already.")
-            yield work.folder, parts, done
+            yield work, parts, done
             return
         work.clear()
-        named = [(path, path) for path in files]
-        for i, source in enumerate(inputs.needs_spool(files, options.workers)):
-            shown = "standard input" if source == "-" else source
-            verb = "Copying" if inputs.is_stream(source) else "Unpacking"
-            say(f"{verb} {shown} into {work.folder}, to share it among {options.workers} workers.")
-            target = work.folder / f"unpacked{i}.jsonl"
-            inputs.spool(source, target)
-            named = [(str(target), shown) if path == source else (path, s) for path, s in named]
-        parts = inputs.cut(named, options.workers, options.part_megabytes, options.smallest_part)
+        replace_file(work.folder / "started", str(time.time()))
+        sources = _sources(options, files, work.folder, say)
+        size, smallest = options.part_megabytes, options.smallest_part
+        parts = inputs.cut(sources, options.all_workers, size, smallest, options.columns)
         work.begin(fingerprint, parts)
-        yield work.folder, parts, {}
+        yield work, parts, {}
 
 
-def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
-    """Return texts from places all over the input; skip bad lines, which the run reports later."""
-    chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
-    lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
-    if not lines and parts:  # documents longer than the samples: one of them will do
-        lines = next(inputs.blocks(parts[0]), (b"", 0))[0].split(b"\n")[:1]
-    texts: list[str] = []
-    for line in lines:
-        try:
-            texts.extend(text for key in parse_line(line, keys) for text in key)
-        except BadLine:
-            continue
-    return texts
+def _sources(
+    options: PreprocessOptions, files: Sequence[str], folder: Path, say: Say
+) -> list[Source]:
+    """Return what is to be cut: files, copies of streams and of packed files, lists of texts."""
+    workers = options.all_workers
+    copied = inputs.needs_spool(files, workers)
+    sources = []
+    for i, path in enumerate(files):
+        shown = "standard input" if path == "-" else path
+        target = folder / f"unpacked{i}.jsonl"
+        if path in copied:
+            verb = "Copying" if is_stream(path) else "Unpacking"
+            say(f"{verb} {shown} into {folder}, to share it among {workers} workers.")
+            inputs.spool(path, target, options.columns)
+            sources.append(Source(str(target), shown, packing_of(str(target))))
+        elif packing_of(path) == "texts":
+            key_of_texts(path, options.columns)
+            write_list(path, target)
+            sources.append(Source(str(target), shown, "texts"))
+        else:
+            sources.append(Source(path, shown, packing_of(path)))
+    return sources
 
 
-def _lines_at(part: Part, place: int) -> list[bytes]:
-    """Return whole lines from one place of a part, or from its beginning if it is packed."""
-    if part.packing != "plain":
-        return next(inputs.blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
-    within = part.num_bytes * (place * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES
-    with open(part.path, "rb") as stream:
-        stream.seek(part.start + within)
-        return stream.read(_SAMPLE_BYTES).split(b"\n")[1 if within else 0 : -1]
-
-
-def run_parts(job: Job, done: dict[int, PartMarker]) -> None:
-    """Encode the unfinished parts in worker processes and add their markers to `done`."""
+def run_parts(job: Job, done: dict[int, PartMarker], say: Say) -> None:
+    """Encode the unfinished parts where ``executor`` says, and add their markers to `done`."""
     todo = [i for i in range(len(job.parts)) if i not in done]
-    encode_parts(job, todo)
+    if todo:
+        _executor(job.options.executor)(job, todo, say)
     for i in todo:
         marker = read_marker(job.folder, i)
         if marker is None:
@@ -174,11 +199,25 @@ def run_parts(job: Job, done: dict[int, PartMarker]) -> None:
         done[i] = marker
 
 
+def _executor(name: str) -> Callable[[Job, list[int], Say], None]:
+    if name == "slurm":
+        from megatron_ext.text.preprocess import slurm
+
+        return slurm.encode_by_slurm
+    if name == "ray":
+        from megatron_ext.text.preprocess import ray_tasks
+
+        return ray_tasks.encode_by_ray
+    return encode_parts
+
+
 def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: float) -> Report:
     """Publish datasets and refused lines of a job; return a report, timed from ``start``."""
     markers = [done[i] for i in range(len(job.parts))]
+    prefixes = publish_datasets(job.options, job.folder, markers, job.encoding.dtypes)
     return Report(
-        prefixes=publish_datasets(job.options, job.folder, markers, job.dtypes),
+        prefixes=prefixes,
+        shown=_short(job.options, prefixes),
         documents=sum(marker.documents for marker in markers),
         tokens=sum(marker.tokens for marker in markers),
         input_bytes=sum(part.num_bytes for part in job.parts),
@@ -189,8 +228,19 @@ def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: f
     )
 
 
-def run_or_explain(run: Callable[[], Report], say: Say = say_to_stderr) -> int:
-    """Call ``run`` and print its report or its errors, one per line; return the exit code."""
+def _short(options: PreprocessOptions, prefixes: Sequence[str]) -> Sequence[str]:
+    shards = len(prefixes) // len(options.json_keys)
+    if options.shard_tokens is None or shards == 1:
+        return prefixes
+    numbers = f"{{00000..{shards - 1:05}}}"
+    return [options.dataset_prefix(key, numbers) for key in options.json_keys]
+
+
+def run_or_explain(run: Callable[[], Report | None], say: Say = say_to_stderr) -> int:
+    """Call ``run`` and print its report, if any, or its errors, one per line.
+
+    Return the exit code.
+    """
     try:
         report = run()
     except MegatronExtError as error:
@@ -200,11 +250,15 @@ def run_or_explain(run: Callable[[], Report], say: Say = say_to_stderr) -> int:
     except KeyboardInterrupt:
         say("Interrupted; finished parts are kept, so run the same command again to go on.")
         return 130
+    if report is None:
+        return 0
     rate = report.input_bytes / report.seconds / 1e6
     say(
         f"{report.documents} documents, {report.tokens} tokens, {report.input_bytes / 1e6:.1f} MB "
-        f"in {report.seconds:.1f} s ({rate:.1f} MB/s) -> {', '.join(report.prefixes)}"
+        f"in {report.seconds:.1f} s ({rate:.1f} MB/s) -> {', '.join(report.shown)}"
     )
+    if report.shown != report.prefixes:
+        say(f"Train on the shards with `--data-path {report.shown[0]}`; bash writes them out.")
     if report.rejected_path is not None:
         say(f"{report.rejected} bad lines are in {report.rejected_path}, each with its reason.")
     return 0

@@ -1,7 +1,7 @@
-"""The worker pool of a run: forked processes that encode its parts, and its progress.
+"""The worker pool of a run: forked processes that encode its parts.
 
 Workers inherit shared objects when they are forked; only the numbers of parts are pickled. The
-first failure, including the death of a worker, ends the run at once.
+first error ends the run at once. The death of a worker ends its pool, and another pool goes on.
 """
 
 import gc
@@ -9,46 +9,32 @@ import mmap
 import multiprocessing
 import os
 import signal
-import sys
-import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
-from megatron_ext.errors import DataError, MegatronExtError, end_with_parent
-from megatron_ext.text.preprocess.encode import BlockEncoder
-from megatron_ext.text.preprocess.inputs import Part, blocks
-from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.parts import PartWriter
+from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
+from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.jobs import (
+    ATTEMPTS,
+    Job,
+    Say,
+    StopAtLine,
+    bad_line,
+    encode_part,
+)
+from megatron_ext.text.preprocess.parts import unfinished
+from megatron_ext.text.preprocess.progress import Progress
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_IN_LOG = 5.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """The objects that all workers share; `dtypes` has one entry for each key."""
-
-    options: PreprocessOptions
-    folder: Path
-    parts: Sequence[Part]
-    dtypes: Sequence[Any]
-    encoder: BlockEncoder
-
-
-class StopAtLine(Exception):
-    """Raised with (line number in the part, reason) at a bad line that ends the run."""
 
 
 class _Board:
@@ -58,6 +44,15 @@ class _Board:
         shared = mmap.mmap(-1, 24 * max(num_parts, 1))
         rows: npt.NDArray[np.int64] = np.frombuffer(shared, np.int64).reshape(-1, 3)
         self.bytes, self.documents, self.process_ids = rows.T
+
+    def advance(self, number: int, read: int, documents: int) -> None:
+        """Add bytes and documents to a part; only the worker that encodes it may call this."""
+        self.bytes[number] += read
+        self.documents[number] += documents
+
+    def clear(self, numbers: Sequence[int]) -> None:
+        """Set parts back to what they were before a worker began them."""
+        self.bytes[numbers] = self.documents[numbers] = self.process_ids[numbers] = 0
 
 
 _shared: tuple[Job, _Board]
@@ -78,78 +73,80 @@ def _encode_part(number: int) -> None:
     job, board = _shared
     board.process_ids[number] = os.getpid()
     try:
-        _run_part(job, number, board)
+        encode_part(job, number, partial(board.advance, number))
     except (StopAtLine, InexactEngine, MegatronExtError):
         raise
     except OSError as error:
         why = f"A worker could not write or read: {error}; free space and rerun."
-        raise DataError(why) from None
+        raise MachineFault(why) from None
     except Exception:
         raise RuntimeError(f"A worker failed:\n{traceback.format_exc()}") from None
     board.process_ids[number] = 0
 
 
-def _run_part(job: Job, number: int, board: _Board) -> None:
-    writer = PartWriter(job.folder, number, job.options.streams, job.dtypes)
-    line, quarantines = 0, job.options.on_bad_line == "quarantine"
-    try:
-        for block, read in blocks(job.parts[number]):
-            lines = block.split(b"\n")
-            if not lines[-1]:
-                lines.pop()
-            refuse = partial(_refuse, writer if quarantines else None, lines, line)
-            documents = job.encoder.encode(lines, line, refuse, writer.write)
-            line += len(lines)
-            writer.count(len(lines), documents)
-            board.bytes[number] += read
-            board.documents[number] += documents
-    except BaseException:
-        writer.abandon()
-        raise
-    writer.finish()
+class _WorkerDied(Exception):
+    """Raised with (number of the part, sentence) when a worker process ends before its part."""
 
 
-def _refuse(
-    writer: PartWriter | None, lines: Sequence[bytes], first: int, line: int, reason: str
-) -> None:
-    if writer is None:
-        raise StopAtLine(line, reason)
-    writer.reject(line, reason, lines[line - first])
+def encode_parts(job: Job, todo: Sequence[int], say: Say) -> None:
+    """Encode the parts with the numbers ``todo`` in worker processes of this machine.
 
+    A part whose worker dies is encoded again after the others, alone, so that it has the whole
+    memory; ``ATTEMPTS`` times in all.
 
-def encode_parts(job: Job, todo: Sequence[int]) -> None:
-    """Encode the parts with the numbers ``todo`` in worker processes.
-
-    Raise a DataError for a bad line, a damaged file or the death of a worker, and an InexactEngine
-    if the fast engine gives other ids than the tokenizer.
+    Raises:
+        DataError: a bad line, or a damaged file.
+        MachineFault: workers died at the same part, or a disk failed.
+        InexactEngine: the fast engine gives other ids than the tokenizer.
     """
-    if not todo:
-        return
     board = _Board(len(job.parts))
-    progress = _Progress(job.parts, todo, job.options.log_interval)
-    fork, count = multiprocessing.get_context("fork"), min(job.options.workers, len(todo))
+    progress = Progress(job.parts, todo, job.options.log_interval)
+    batches, deaths = [list(todo)], Counter[int]()
+    try:
+        while batches:
+            batch = batches.pop(0)
+            try:
+                _encode_batch(job, batch, board, progress)
+            except _WorkerDied as died:
+                number, how = died.args
+                deaths[number] += 1
+                if deaths[number] == ATTEMPTS:
+                    raise MachineFault(
+                        f"{how}; if memory ran out use fewer --workers; finished parts are kept, "
+                        "so run the same command again."
+                    ) from None
+                say(f"{how}; it is encoded again, alone (attempt {deaths[number] + 1}).")
+                rest = unfinished(job.folder, (other for other in batch if other != number))
+                batches = [*([rest] if rest else []), *batches, [number]]
+                board.clear([number, *rest])
+    finally:
+        progress.close()
+
+
+def _encode_batch(job: Job, batch: Sequence[int], board: _Board, progress: Progress) -> None:
+    """Encode some parts in a pool of workers; the first failure ends the pool."""
+    fork, count = multiprocessing.get_context("fork"), min(job.options.workers, len(batch))
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(count, fork, _start_worker, (job, board, os.getpid()))
     processes: list[BaseProcess] = []
     gc.freeze()
     try:
-        futures = {pool.submit(_encode_part, number): number for number in todo}
+        futures = {pool.submit(_encode_part, number): number for number in batch}
         processes = [child for child in multiprocessing.active_children() if child not in others]
         left = set(futures)
         while left:
             finished, left = wait(left, _SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
-            progress.show(board)
+            progress.show(int(board.bytes.sum()), int(board.documents.sum()))
             for future in finished:
                 _check(future, job.parts[futures[future]])
     except BrokenProcessPool:
         pool.shutdown()
-        raise _death(processes, job.parts, board) from None
+        raise _death(processes, job.parts, batch, board) from None
     finally:
         for process in processes:
             process.kill()
         pool.shutdown(cancel_futures=True)
         gc.unfreeze()
-        progress.close()
 
 
 def _check(future: Future[None], part: Part) -> None:
@@ -157,60 +154,17 @@ def _check(future: Future[None], part: Part) -> None:
     try:
         future.result()
     except StopAtLine as stop:
-        line, reason = stop.args
-        ahead = replace(part, start=0, end=part.start)
-        before = sum(block.count(b"\n") for block, _ in blocks(ahead)) if part.start else 0
-        raise DataError(
-            f"{part.source} line {before + line + 1} {reason}; mend the line, or set "
-            "bad lines aside with `--on-bad-line quarantine` of tools/preprocess_data.py."
-        ) from None
+        raise bad_line(stop, part) from None
 
 
-def _death(processes: Sequence[BaseProcess], parts: Sequence[Part], board: _Board) -> DataError:
+def _death(
+    processes: Sequence[BaseProcess], parts: Sequence[Part], batch: Sequence[int], board: _Board
+) -> _WorkerDied:
     """Return an error about the worker that died; the pool ended the other ones by SIGTERM."""
     codes = [process.exitcode for process in processes]
     worker = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGTERM)), 0)
     code = codes[worker]
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended ({code})"
-    part = parts[int(np.argmax(board.process_ids == processes[worker].pid))]
-    return DataError(
-        f"Worker {worker} {how} in {part.source}, bytes {part.start} to {part.end}; if memory "
-        "ran out use fewer --workers; finished parts are kept, so run the same command again."
-    )
-
-
-class _Progress:
-    """The progress of a run: a tqdm bar on a terminal, otherwise a line every few seconds."""
-
-    def __init__(self, parts: Sequence[Part], todo: Sequence[int], log_interval: int) -> None:
-        self._total = sum(part.num_bytes for part in parts)
-        self._earlier = self._total - sum(parts[number].num_bytes for number in todo)
-        self._log_interval, self._logged = log_interval, 0
-        self._start = self._shown = time.monotonic()
-        size = {"total": self._total, "initial": self._earlier, "unit": "B", "unit_scale": True}
-        self._bar: Any = tqdm(**size, file=sys.stderr, leave=False, disable=None)
-
-    def show(self, board: _Board) -> None:
-        done, documents = int(board.bytes.sum()), int(board.documents.sum())
-        if not self._bar.disable:
-            self._bar.set_postfix_str(f"{documents} documents", refresh=False)
-            self._bar.update(self._earlier + done - self._bar.n)
-            return
-        now = time.monotonic()
-        due = now - self._shown >= _SECONDS_IN_LOG
-        if due and documents - self._logged >= self._log_interval:
-            self._shown, self._logged = now, documents
-            print(self.line(done, documents, now - self._start), file=sys.stderr, flush=True)
-
-    def line(self, done: int, documents: int, seconds: float) -> str:
-        """Return the log line for ``done`` bytes and ``documents`` after ``seconds``."""
-        share = min(1.0, (self._earlier + done) / max(self._total, 1))
-        left = round(max(0.0, (self._total - self._earlier - done) * seconds / max(done, 1)))
-        clock = f"{left // 60}:{left % 60:02}" if left < 3600 else tqdm.format_interval(left)
-        return (
-            f"{share:4.0%}  {documents} documents  {documents / seconds:.0f} documents/s  "
-            f"{done / seconds / 1e6:.1f} MB/s  ETA {clock}"
-        )
-
-    def close(self) -> None:
-        self._bar.close()
+    running = (number for number in batch if board.process_ids[number] == processes[worker].pid)
+    number = next(running, batch[0])
+    return _WorkerDied(number, f"Worker {worker} {how} in {parts[number]}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -20,10 +20,10 @@ from megatron_ext.text.config import SftConfig
 from megatron_ext.text.data.config import is_number
 from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write, read_object
 from megatron_ext.text.preprocess.inputs import Part, identity_of
+from megatron_ext.text.preprocess.jobs import Say
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartMarker
-from megatron_ext.text.preprocess.run import Report, Say, planned, publish_job, run_parts
-from megatron_ext.text.preprocess.workers import Job
+from megatron_ext.text.preprocess.run import Report, encoded, publish_job
 from megatron_ext.text.sft.chat import Chat, build_chat, key_of
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
@@ -36,6 +36,7 @@ _WITHOUT_MEANING = {
     "keep_newlines": "the chat template writes the text",
     "partitions": "all conversations go into one store",
     "keep_sequential_samples": "all conversations go into one store",
+    "shard_tokens": "all conversations go into one store",
     "engine": "the chat template and its special tokens need transformers",
 }
 
@@ -100,33 +101,60 @@ class SftPreprocessOptions(PreprocessOptions):
                 wrong.append(f"`{flag}` does not go with `--sft`: {reason}; leave it out.")
         return [*wrong, *self.sft.row_errors()]
 
-    def dataset_prefix(self, key: str, partition: int | None = None) -> str:
+    @property
+    def columns(self) -> None:
+        """Return None: the columns of conversations are found in each row."""
+        return None
+
+    def dataset_prefix(self, key: str, piece: str | None = None) -> str:
         """Return the prefix of a store's dataset; ``key`` is "document" (token ids) or "mask"."""
         return f"{self.output_prefix}_sft_{key}"
 
 
+class ConversationEncoding:
+    """The `Encoding` of conversations: two documents for each line, token ids and mask."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self.identity: dict[str, Any] = {"sft": chat.identity}
+        self.dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
+
+    def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
+        """Return False: the chat template and its special tokens need transformers."""
+        return False
+
+    def encoder(self, *, fast: bool) -> ConversationEncoder:
+        return ConversationEncoder(self._chat)
+
+
+def conversation_encoding(options: PreprocessOptions) -> ConversationEncoding:
+    """Return the encoding of the conversations that the options describe."""
+    assert isinstance(options, SftPreprocessOptions)
+    tokenizer = build_tokenizer(options.tokenizer)
+    return ConversationEncoding(build_chat(tokenizer, options.tokenizer, options.sft))
+
+
 def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> Report:
     """Tokenize the conversations of the input files into a store; return a report."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    chat = build_chat(build_tokenizer(options.tokenizer), options.tokenizer, options.sft)
-    return write_store(options, chat, say)
+    return write_store(options, None, say)
 
 
-def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
-    """Tokenize conversations into a store with the tokenizer of ``chat``; return a report."""
+def write_store(options: SftPreprocessOptions, chat: Chat | None, say: Say) -> Report:
+    """Tokenize conversations into a store; return a report.
+
+    ``chat`` is the tokenizer with its template, where the caller has it already.
+    """
     start = time.monotonic()
-    with planned(options, {"sft": chat.identity}, say) as (folder, parts, done):
-        resumed = len(done)
-        dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
-        job = Job(options, folder, parts, dtypes, ConversationEncoder(chat))
-        run_parts(job, done)
+    encoding = None if chat is None else ConversationEncoding(chat)
+    with encoded(options, conversation_encoding, say, encoding) as (job, done, resumed):
         if not any(marker.documents for marker in done.values()):
             raise DataError(
                 f"{' '.join(options.inputs)} holds no conversation; give files that do."
             )
         about_path(options.output_prefix).unlink(missing_ok=True)
         report = publish_job(job, done, resumed, start)
-        write_about(options.output_prefix, chat.identity, _conversations_of(parts, done))
+        identity = job.encoding.identity["sft"]
+        write_about(options.output_prefix, identity, _conversations_of(job.parts, done))
     return dataclasses.replace(report, tokens=report.tokens // len(KEYS))
 
 
@@ -218,9 +246,6 @@ def _tokenize(name: str, prefix: Path, chat: Chat, say: Say) -> None:
         workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
         sft=chat.sft,
     )
-    # Every worker is a process of its own; threads inside the library would only compete.
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         write_store(options, chat, say)
     except MegatronExtError as error:
@@ -228,7 +253,3 @@ def _tokenize(name: str, prefix: Path, chat: Chat, say: Say) -> None:
             for sentence in error.messages:
                 say(f"error: {sentence}")
         raise
-    finally:
-        os.environ.pop("TOKENIZERS_PARALLELISM")
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before

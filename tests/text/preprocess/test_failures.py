@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.data import indexed_writer
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.preprocess import encode as texts
 from megatron_ext.text.preprocess import workers as worker_module
@@ -101,9 +101,9 @@ def fail(with_: Exception | None) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("failure", "error", "sentence"),
     [
-        (None, DataError, r"Worker \d was killed by signal 9 in .*in.jsonl, bytes \d+ to"),
+        (None, MachineFault, r"Worker \d was killed by signal 9 in .*in.jsonl, bytes \d+ to"),
         (KeyError("a"), RuntimeError, r"(?s)A worker failed:.*KeyError: 'a'"),
-        (FULL, DataError, r"A worker could not write or read: \[Errno 28\] No space"),
+        (FULL, MachineFault, r"A worker could not write or read: \[Errno 28\] No space"),
     ],
 )
 def test_the_failure_of_a_worker_ends_the_run(
@@ -119,7 +119,7 @@ def test_the_failure_of_a_worker_ends_the_run(
 
 
 def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch, folder: Path, path: Path) -> None:
-    real = worker_module._run_part
+    real = worker_module.encode_part
 
     def some(job: Any, number: int, *rest: Any) -> None:
         if number >= parts:
@@ -127,8 +127,8 @@ def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch, folder: Path, path: 
         real(job, number, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module, "_run_part", some)
-        with pytest.raises(DataError, match="pulled the plug"):
+        patch.setattr(worker_module, "encode_part", some)
+        with pytest.raises(MachineFault, match="pulled the plug"):
             run(folder, path, workers=1)
 
 

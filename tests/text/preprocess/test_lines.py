@@ -10,15 +10,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError
-from megatron_ext.text.preprocess import inputs
+from megatron_ext.text.preprocess import inputs, packed
 from megatron_ext.text.preprocess.encode import (
     LANGUAGES,
     BadLine,
     parse_line,
     sentence_splitter,
 )
-from megatron_ext.text.preprocess.inputs import Part, blocks, cut, expand, needs_spool, spool
-from megatron_ext.text.preprocess.workers import _Board, _Progress
+from megatron_ext.text.preprocess.inputs import (
+    Part,
+    Source,
+    blocks,
+    cut,
+    expand,
+    needs_spool,
+    spool,
+)
+from megatron_ext.text.preprocess.packed import packing_of
+from megatron_ext.text.preprocess.progress import Progress
 
 
 @pytest.mark.parametrize(
@@ -59,9 +68,9 @@ def test_good_lines() -> None:
 def test_parts_cover_the_file_and_end_at_line_ends(tmp_path: Path, data: bytes, size: int) -> None:
     path = tmp_path / "f"
     path.write_bytes(data)
-    if inputs._OTHER_MAGIC.keys() & {data[:3], data[:4]} or inputs.packing_of(str(path)) != "plain":
+    if packed._OTHER_MAGIC.keys() & {data[:3], data[:4]} or packing_of(str(path)) != "plain":
         return
-    parts = cut([(str(path), "f")], 2, size / 1e6)
+    parts = cut([Source(str(path), "f", "plain")], 2, size / 1e6)
     pieces = [b"".join(block for block, _ in blocks(part)) for part in parts]
     assert b"".join(pieces) == data
     assert all(piece.endswith(b"\n") for piece in pieces[:-1])
@@ -72,7 +81,8 @@ def test_blocks_hold_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 10)
     path = tmp_path / "f"
     path.write_bytes(b"short\n" + b"long" * 20 + b"\nlast line without end")
-    found = [block for block, _ in blocks(Part(str(path), "f", 0, path.stat().st_size, "plain"))]
+    size = path.stat().st_size
+    found = [block for block, _ in blocks(Part(str(path), "f", 0, size, "plain", size))]
     assert b"".join(found) == path.read_bytes()
     assert all(block.endswith(b"\n") for block in found[:-1])
 
@@ -83,12 +93,12 @@ def test_packed_files_in_several_members(tmp_path: Path, packing: str) -> None:
     pack = gzip.compress if packing == "gzip" else zstandard.ZstdCompressor().compress
     path = tmp_path / "f"
     path.write_bytes(pack(text[:1_000_000]) + pack(text[1_000_000:]))
-    (part,) = cut([(str(path), "f")], 4, None)
+    (part,) = cut([Source(str(path), "f", packing_of(str(path)))], 4, None)
     assert part.packing == packing
     found = list(blocks(part))
     assert b"".join(block for block, _ in found) == text
     assert sum(read for _, read in found) <= path.stat().st_size
-    spool(str(path), tmp_path / "plain")
+    spool(str(path), tmp_path / "plain", None)
     assert (tmp_path / "plain").read_bytes() == text
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(DataError, match=rf"f is not a whole {packing} file \(.*\); copy it again"):
@@ -101,7 +111,7 @@ def test_damaged_packed_file(tmp_path: Path) -> None:
     packed[-2] ^= 255
     path.write_bytes(packed)
     with pytest.raises(DataError, match=r"f is not a whole zstd file"):
-        list(blocks(Part(str(path), "f", 0, 9, "zstd")))
+        list(blocks(Part(str(path), "f", 0, 9, "zstd", 9)))
 
 
 def test_inputs_are_expanded_and_lone_packed_ones_shared(tmp_path: Path) -> None:
@@ -110,7 +120,7 @@ def test_inputs_are_expanded_and_lone_packed_ones_shared(tmp_path: Path) -> None
     assert expand([f"{tmp_path}/?.jsonl"]) == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
     assert expand([f"{tmp_path}/odd[1].jsonl"]) == [f"{tmp_path}/odd[1].jsonl"]
     assert expand(["-"]) == ["-"]
-    with pytest.raises(DataError, match=r"`--input` \(.*none\*\) matches no file; give jsonl"):
+    with pytest.raises(DataError, match=r"`--input` \(.*none\*\) matches no file; give files"):
         expand([f"{tmp_path}/none*"])
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x"))
     path = str(tmp_path / "a.gz")
@@ -126,7 +136,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         with pytest.raises(
             DataError, match=rf"`--input` \(.*f\) is a {name}.* file; give jsonl, p"
         ):
-            inputs.packing_of(str(tmp_path / "f"))
+            packing_of(str(tmp_path / "f"))
 
 
 @pytest.mark.parametrize(
@@ -166,11 +176,11 @@ class Terminal(io.StringIO):
         return True
 
 
-PARTS = [Part("in.jsonl", "in.jsonl", 0, 3_000_000, "plain")] * 2
+PARTS = [Part("in.jsonl", "in.jsonl", 0, 3_000_000, "plain", 3_000_000)] * 2
 
 
 def test_the_line_of_a_log_counts_from_where_the_run_went_on() -> None:
-    progress = _Progress(PARTS, [1], 1000)
+    progress = Progress(PARTS, [1], 1000)
     line = progress.line(1_000_000, 500, 2.0)
     assert line == " 67%  500 documents  250 documents/s  0.5 MB/s  ETA 0:04"
     assert progress.line(500, 5, 1.0).endswith("ETA 1:39:59")
@@ -183,13 +193,12 @@ def test_a_log_gets_a_line_at_times_and_a_terminal_a_bar(monkeypatch: pytest.Mon
     for out in (log, terminal):
         monkeypatch.setattr("sys.stderr", out)
         now[0] = 0.0
-        board = _Board(2)
-        progress = _Progress(PARTS, [0, 1], log_interval=10)
+        read = documents = 0
+        progress = Progress(PARTS, [0, 1], log_interval=10)
         for _ in range(40):
             now[0] += 0.25
-            board.bytes[0] += 1000
-            board.documents[1] += 2
-            progress.show(board)
+            read, documents = read + 1000, documents + 2
+            progress.show(read, documents)
         progress.close()
     # Ten documents take 1.25 s, and in these 10 s a line comes every 5 at most.
     assert len(log.getvalue().splitlines()) == 2

@@ -17,7 +17,7 @@ import zstandard
 from megatron_ext.data.indexed import check_indexed_dataset
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.preprocess import inputs
+from megatron_ext.text.preprocess import packed
 from megatron_ext.text.preprocess.encode import sentence_splitter
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.tokenizers.fast import FastEncoder
@@ -36,7 +36,7 @@ from tests.text.tiny import read_pair
 
 @pytest.fixture
 def fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(inputs, "_SECONDS_FOR_A_WRITER", 0.2)
+    monkeypatch.setattr(packed, "_SECONDS_FOR_A_WRITER", 0.2)
     os.mkfifo(tmp_path / "fifo")
     return tmp_path / "fifo"
 

@@ -20,7 +20,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig, TokenizerConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.preprocess.cli import main
-from megatron_ext.text.preprocess.inputs import unpacked
+from megatron_ext.text.preprocess.inputs import Part, blocks
 from megatron_ext.text.sft.chat import Chat, build_chat
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
@@ -77,7 +77,8 @@ def test_tools_of_a_parquet_file_have_no_keys_of_other_rows(tmp_path: Path) -> N
         {"messages": [{"role": "user", "content": "y", "args": {"b": [2]}}], "tools": "[]"},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "f.parquet")
-    pieces = list(unpacked(str(tmp_path / "f.parquet"), "parquet"))
+    path = str(tmp_path / "f.parquet")
+    pieces = list(blocks(Part(path, path, 0, 1, "parquet", os.path.getsize(path))))
     lines = b"".join(piece for piece, _ in pieces).splitlines()
     assert [json.loads(line) for line in lines] == rows
     assert sum(read for _, read in pieces) == (tmp_path / "f.parquet").stat().st_size

@@ -1,0 +1,235 @@
+"""Joins the files of encoded parts to datasets: the whole one, partitions or shards.
+
+Tokens are joined by kernel copies, with cumulative sums as indices.
+"""
+
+import glob
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.data.indexed_writer import append_file, publish, write_index
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.preprocess.inputs import Part, place_of
+from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.preprocess.parts import PartMarker, read_rejected
+
+_MOST_SHARDS = 99_999
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Documents [start, end) in one output stream of a part; None for both means all documents."""
+
+    done: PartMarker
+    stream: int
+    start: int | None = None
+    end: int | None = None
+
+
+def _partitions(
+    options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker]
+) -> list[list[Segment]]:
+    """Return the segments of each partition, in order.
+
+    Line n of the whole input goes to partition n % partitions; or, with
+    ``keep_sequential_samples``, each partition has ceil(lines / partitions) consecutive lines.
+    """
+    count = options.partitions
+    if count == 1:
+        return [[Segment(done, 0) for done in markers]]
+    before = [0, *accumulate(done.lines for done in markers)]
+    size = max(1, math.ceil(before[-1] / count))
+    partitions = []
+    for p in range(count):
+        segments = []
+        for done, first in zip(markers, before, strict=False):
+            if options.keep_sequential_samples:
+                segments += _clip(folder, done, p * size - first, (p + 1) * size - first)
+            else:
+                segments.append(Segment(done, (p - first) % count))
+        partitions.append(segments)
+    return partitions
+
+
+def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
+    """Return a list with the segment of a part's lines [first, last); empty if it has none."""
+    first, last = max(first, 0), min(last, done.lines)
+    if first >= last:
+        return []
+    if (first, last) == (0, done.lines):
+        return [Segment(done, 0)]
+    bad = np.asarray([record["line"] for record in read_rejected(folder, done)], np.int64)
+    start, end = (line - int((bad < line).sum()) for line in (first, last))
+    return [Segment(done, 0, start, end)]
+
+
+class Dataset:
+    """A `.bin/.idx` pair to write from segments of one key, first under temporary names."""
+
+    def __init__(
+        self, folder: Path, prefix: str, key: int, segments: Sequence[Segment], dtype: Any
+    ) -> None:
+        self._folder, self._key, self._segments, self._dtype = folder, key, segments, dtype
+        final = [Path(f"{prefix}.{kind}") for kind in ("bin", "idx")]
+        self.renames = [(Path(f"{path}.joining"), path) for path in final]
+
+    def write(self) -> None:
+        """Write both files under their temporary names."""
+        tokens, index = (temporary for temporary, _ in self.renames)
+        with open(tokens, "wb") as out:
+            for segment in self._segments:
+                start, end = self._span(segment, "bin")
+                append_file(out, self._file(segment, "bin"), start, end)
+            os.fsync(out.fileno())
+        write_index(index, self._dtype, lambda: self._array("len"), lambda: self._array("doc"))
+
+    def _file(self, segment: Segment, kind: str) -> Path:
+        return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
+
+    def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
+        """Return start and end of a segment in its file; an end of None means the end of the file.
+
+        Both count entries in files of the kinds "doc" and "len", and bytes in those of "bin".
+        """
+        start, end = segment.start, segment.end
+        if start is None or end is None:
+            return 0, None
+        # Documents count sequences, and sequences count tokens.
+        for counted in {"doc": (), "len": ("doc",), "bin": ("doc", "len")}[kind]:
+            counts = np.fromfile(self._file(segment, counted), "<i4")
+            ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+            start, end = int(ends[start]), int(ends[end])
+        width = self._dtype.itemsize if kind == "bin" else 1
+        return start * width, end * width
+
+    def _array(self, kind: str) -> Iterator[Any]:
+        for segment in self._segments:
+            start, end = self._span(segment, kind)
+            count = -1 if end is None else end - start
+            yield np.fromfile(self._file(segment, kind), "<i4", count, offset=4 * start)
+
+
+def _shards(
+    options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker]
+) -> list[list[Segment]]:
+    """Return the segments of each shard: the documents in order, cut where a shard is full.
+
+    A shard has at most ``shard_tokens`` tokens of the first key, or one document that has more.
+    The cuts depend on the documents alone, not on the parts in which they were encoded.
+    """
+    limit = options.shard_tokens or 0
+    shards: list[list[Segment]] = [[]]
+    filled = 0
+    for done in markers:
+        ends, start = _token_ends(folder, done), 0
+        while start < len(ends) - 1:
+            last = int(np.searchsorted(ends, ends[start] + limit - filled, side="right")) - 1
+            if last <= start and filled:
+                shards.append([])
+                filled = 0
+                continue
+            last = max(last, start + 1)
+            shards[-1].append(Segment(done, 0, start, last))
+            filled += int(ends[last] - ends[start])
+            start = last
+        if len(shards) > _MOST_SHARDS:
+            tokens = sum(marker.tokens for marker in markers)
+            raise ConfigError(
+                f"`--shard-tokens` ({limit}) makes more than {_MOST_SHARDS} shards of {tokens} "
+                f"tokens; give at least {-(-2 * tokens // _MOST_SHARDS)}."
+            )
+    return shards
+
+
+def _token_ends(folder: Path, done: PartMarker) -> npt.NDArray[np.int64]:
+    """Return the number of tokens of the first key before each document of a part, and of all."""
+    counted: npt.NDArray[np.int64] | None = None
+    for kind in ("len", "doc"):
+        counts = np.fromfile(folder / f"{done.stem}.k0.s0.{kind}", "<i4")
+        ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        counted = ends if counted is None else counted[ends]
+    assert counted is not None
+    return counted
+
+
+def publish_datasets(
+    options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker], dtypes: Sequence[Any]
+) -> list[str]:
+    """Write and rename all datasets; return the prefixes of those that together have all lines."""
+    sharded = options.shard_tokens is not None
+    pieces = (_shards if sharded else _partitions)(options, folder, markers)
+    whole = [segment for piece in pieces for segment in piece]
+    datasets: list[Dataset] = []
+    prefixes = []
+    for i, (key, dtype) in enumerate(zip(options.json_keys, dtypes, strict=True)):
+        if sharded or len(pieces) > 1:
+            names = [f"{n:05}" if sharded else str(n) for n in range(len(pieces))]
+            parts = [options.dataset_prefix(key, name) for name in names]
+            datasets += [
+                Dataset(folder, prefix, i, piece, dtype)
+                for prefix, piece in zip(parts, pieces, strict=True)
+            ]
+            prefixes += parts if sharded else []
+        if not sharded:
+            prefixes.append(options.dataset_prefix(key))
+            datasets.append(Dataset(folder, prefixes[-1], i, whole, dtype))
+    renames = [pair for dataset in datasets for pair in dataset.renames]
+    try:
+        for dataset in datasets:
+            dataset.write()
+        publish(renames)
+    finally:
+        for temporary, _ in renames:
+            temporary.unlink(missing_ok=True)
+    if sharded:
+        _remove_other_shards(options, len(pieces))
+    return prefixes
+
+
+def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
+    """Remove shards with numbers from ``count`` on, which an earlier run has left."""
+    for key in options.json_keys:
+        before, after = options.dataset_prefix(key, "*").rsplit("*", 1)
+        for kind in ("idx", "bin"):
+            for name in glob.glob(f"{glob.escape(before)}[0-9]*{glob.escape(after)}.{kind}"):
+                number = name[len(before) :].partition("_")[0]
+                if len(number) >= 5 and number.isdigit() and int(number) >= count:
+                    os.unlink(name)
+
+
+def publish_rejected(
+    options: PreprocessOptions, folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker]
+) -> Path | None:
+    """Write `PREFIX.rejected.jsonl`: file, line (from 1), reason and text of each refused line.
+
+    Return its path, or None without such lines; an older file is then removed.
+    """
+    path = Path(f"{options.output_prefix}.rejected.jsonl")
+    if not any(marker.rejected for marker in markers):
+        path.unlink(missing_ok=True)
+        return None
+    temporary = Path(f"{path}.joining")
+    before = 0
+    try:
+        with open(temporary, "w", encoding="utf-8") as out:
+            for part, marker in zip(parts, markers, strict=True):
+                if part.start == 0:  # a new file, maybe the same one again
+                    before = 0
+                for record in read_rejected(folder, marker):
+                    file, line = place_of(part, record["line"], before)
+                    fields = {"file": file, **record, "line": line}
+                    out.write(json.dumps(fields, ensure_ascii=False) + "\n")
+                before += marker.lines
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,155 @@
+"""Folders as inputs: texts, one document in each file, and Hugging Face datasets saved to disk.
+
+The texts of a folder are all files below it, in the order of their paths; hidden files, hidden
+folders and links to folders are left out. Their names are written to a list in the work directory,
+which is cut into parts.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import orjson
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.preprocess.packed import BLOCK_BYTES
+
+_NO_TEXTS = frozenset(
+    ".arrow .bz2 .feather .gz .jsonl .parquet .tar .tgz .warc .xz .zip .zst".split()
+)
+"""Endings of files that hold many documents, or none."""
+
+
+def files_of(folder: str) -> list[str]:
+    """Return the Arrow files of a dataset that `save_to_disk` wrote; for texts, the folder itself.
+
+    Raise a DataError for a folder that is neither.
+    """
+    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        example = os.path.join(folder, names[0] if names else "train")
+        raise DataError(
+            f"`--input` ({folder}) holds several datasets ({', '.join(names)}); give the folder of "
+            f"one or more, such as {example}."
+        )
+    state = os.path.join(folder, "state.json")
+    if os.path.isfile(state):
+        return _saved_files(folder, state)
+    first = next(texts_below(folder), None)
+    if first is None:
+        raise DataError(f"`--input` ({folder}) is a folder without a file; give files or a glob.")
+    for path, _ in texts_below(folder):
+        ending = os.path.splitext(path)[1].lower()
+        if ending in _NO_TEXTS:
+            raise DataError(
+                f"`--input` ({folder}) is read as a folder of texts, one document in each file, "
+                f"but {path} is none; name such files by a glob, as in {folder}/**/*{ending}, and "
+                "take the texts out of archives first."
+            )
+    return [folder]
+
+
+def _saved_files(folder: str, state: str) -> list[str]:
+    try:
+        with open(state, "rb") as stream:
+            names = [str(entry["filename"]) for entry in json.load(stream)["_data_files"]]
+        if any(os.path.basename(name) != name for name in names):
+            raise ValueError("a file lies outside of the folder")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{state} does not list the files of a Hugging Face dataset ({error!r}); save the "
+            "dataset again, or give its Arrow files."
+        ) from None
+    return [os.path.join(folder, name) for name in names]
+
+
+def texts_below(folder: str) -> Iterator[tuple[str, int]]:
+    """Yield path and size of each file below a folder, sorted; hidden ones are left out."""
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from texts_below(entry.path)
+        elif entry.is_file():
+            yield entry.path, entry.stat().st_size
+
+
+def identity_of_texts(folder: str) -> str:
+    """Return a digest of the names, sizes and times of all files below a folder."""
+    digest = hashlib.sha256()
+    for path, size in texts_below(folder):
+        about = os.stat(path)
+        values = [path, size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+        digest.update(json.dumps(values).encode())
+    return digest.hexdigest()
+
+
+def write_list(folder: str, target: Path) -> None:
+    """Write path and size of each text of a folder to ``target``, one JSON list in each line."""
+    temporary = target.with_suffix(".listing")
+    with open(temporary, "wb") as out:
+        for path, size in texts_below(folder):
+            out.write(json.dumps([path, size]).encode() + b"\n")
+    os.replace(temporary, target)
+
+
+def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a list at lines; yield first and last byte of each piece, and the size of its texts."""
+    start = at = size = 0
+    with open(path, "rb") as stream:
+        for line in stream:
+            at += len(line)
+            size += json.loads(line)[1]
+            if size >= part_bytes:
+                yield start, at, size
+                start, size = at, 0
+    if at > start:
+        yield start, at, size
+
+
+def listed(path: str, start: int, end: int) -> list[str]:
+    """Return the paths of the texts in bytes [start, end) of a list."""
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        return [json.loads(line)[0] for line in stream.read(end - start).splitlines()]
+
+
+def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
+    """Yield (lines of JSON with the text of some files under ``key``, size of these files).
+
+    A file that is not UTF-8 is yielded as it is, without line ends, and refused as such a line.
+    """
+    lines, size = list[bytes](), 0
+    for path in paths:
+        try:
+            with open(path, "rb") as stream:
+                content = stream.read()
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read ({error.strerror}); leave the input alone during the run "
+                "and start again."
+            ) from None
+        try:
+            lines.append(orjson.dumps({key: content.decode("utf-8")}))
+        except UnicodeDecodeError:
+            lines.append(content.replace(b"\n", b" "))
+        size += len(content)
+        if size >= BLOCK_BYTES:
+            yield b"\n".join([*lines, b""]), size
+            lines, size = [], 0
+    if lines:
+        yield b"\n".join([*lines, b""]), size
+
+
+def key_of_texts(folder: str, keys: Sequence[str] | None) -> str:
+    """Return the one key of the texts of a folder; raise a ConfigError unless there is one."""
+    if keys is None or len(keys) != 1:
+        given = "`--sft`" if keys is None else f"`--json-keys` ({' '.join(keys)})"
+        raise ConfigError(
+            f"`--input` ({folder}) is a folder of texts, which have no keys, so it does not go "
+            f"with {given}; give files with rows."
+        )
+    return keys[0]

@@ -1,0 +1,113 @@
+"""The job of a run: its parts, how their lines are encoded, and the encoding of one part.
+
+Local workers, tasks of Slurm and tasks of Ray encode parts by the same function. A part depends on
+nothing but its lines and the options, so it does not matter where it is encoded, or how often.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_ext.errors import DataError
+from megatron_ext.text.preprocess.encode import BlockEncoder
+from megatron_ext.text.preprocess.inputs import Part, blocks, place_of
+from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.preprocess.parts import PartWriter
+
+ATTEMPTS = 3
+"""How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
+
+Say = Callable[[str], None]
+
+
+class Encoding(Protocol):
+    """What turns lines into documents, made from the options alone."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return values that differ if the same lines give other tokens."""
+        ...
+
+    @property
+    def dtypes(self) -> Sequence[Any]:
+        """Return the dtype of each key's dataset."""
+        ...
+
+    def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
+        """Return whether the fast engine is exact on samples of the parts; say which is used."""
+        ...
+
+    def encoder(self, *, fast: bool) -> BlockEncoder:
+        """Return the encoder of lines.
+
+        Raise an InexactEngine if the fast engine is asked for and cannot be used.
+        """
+        ...
+
+
+Build = Callable[[PreprocessOptions], Encoding]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The objects that all workers share.
+
+    Another process makes the same encoder from ``options`` by ``build`` and ``fast``.
+    """
+
+    options: PreprocessOptions
+    folder: Path
+    parts: Sequence[Part]
+    encoding: Encoding
+    encoder: BlockEncoder
+    build: Build
+    fast: bool
+
+
+class StopAtLine(Exception):
+    """Raised with (line number in the part, reason) at a bad line that ends the run."""
+
+
+Advance = Callable[[int, int], None]
+"""A function called with the input bytes and the documents of each block that was encoded."""
+
+
+def encode_part(job: Job, number: int, advance: Advance) -> None:
+    """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run."""
+    writer = PartWriter(job.folder, number, job.options.streams, job.encoding.dtypes)
+    line, quarantines = 0, job.options.on_bad_line == "quarantine"
+    try:
+        for block, read in blocks(job.parts[number]):
+            lines = block.split(b"\n")
+            if not lines[-1]:
+                lines.pop()
+            refuse = partial(_refuse, writer if quarantines else None, lines, line)
+            documents = job.encoder.encode(lines, line, refuse, writer.write)
+            line += len(lines)
+            writer.count(len(lines), documents)
+            advance(read, documents)
+    except BaseException:
+        writer.abandon()
+        raise
+    writer.finish()
+
+
+def _refuse(
+    writer: PartWriter | None, lines: Sequence[bytes], first: int, line: int, reason: str
+) -> None:
+    if writer is None:
+        raise StopAtLine(line, reason)
+    writer.reject(line, reason, lines[line - first])
+
+
+def bad_line(stop: StopAtLine, part: Part) -> DataError:
+    """Return the error for the user about a line that ended the run."""
+    number, reason = stop.args
+    file, line = place_of(part, number)
+    place = file if part.packing == "texts" else f"{file} line {line}"
+    return DataError(
+        f"{place} {reason}; mend the line, or set bad lines aside with `--on-bad-line quarantine` "
+        "of tools/preprocess_data.py."
+    )

@@ -1,0 +1,139 @@
+"""Packed files and streams: recognizes them, unpacks gzip and zstd, and copies streams to files."""
+
+import gzip
+import os
+import select
+import shutil
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import BinaryIO
+
+from megatron_ext.errors import ConfigError, DataError
+
+BLOCK_BYTES = 4 << 20
+_MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "parquet",
+    b"ARRO": "arrow file",
+    b"\xff\xff\xff\xff": "arrow stream",
+}
+_OTHER_MAGIC = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
+_SECONDS_FOR_A_WRITER = 10.0
+
+
+def packing_of(path: str) -> str:
+    """Return what a file is: gzip, zstd, parquet, "arrow file", "arrow stream" or plain.
+
+    A folder is "texts", one document in each file. Raise a DataError for bzip2, xz and zip.
+    """
+    if os.path.isdir(path):
+        return "texts"
+    with open(path, "rb") as stream:
+        head = stream.read(4)
+    for magic, name in _OTHER_MAGIC.items():
+        if head.startswith(magic):
+            raise DataError(
+                f"`--input` ({path}) is a {name} file; give jsonl, plain or packed with gzip or "
+                "zstd, parquet or Arrow."
+            )
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "plain")
+
+
+def is_stream(path: str) -> bool:
+    """Tell whether an input can be read only once: a pipe, a device or a socket."""
+    if path == "-":
+        return True
+    mode = os.stat(path).st_mode
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def copy_stream(source: str, out: BinaryIO) -> None:
+    """Copy a stream to its end; standard input, which may be a socket, is read by descriptor 0."""
+    standard = source == "-"
+    with suppress(OSError):
+        standard = standard or os.path.samestat(os.stat(source), os.fstat(0))
+    try:
+        # A pipe without a name, such as a shell's `<(command)`, never makes its reader wait.
+        is_fifo = not standard and stat.S_ISFIFO(os.stat(source).st_mode)
+        wait = is_fifo and os.path.exists(os.path.realpath(source))
+        number = 0 if standard else os.open(source, os.O_RDONLY | (os.O_NONBLOCK if wait else 0))
+        stream = os.fdopen(number, "rb", closefd=not standard)
+    except OSError as error:
+        raise DataError(
+            f"`--input` ({source}) cannot be read ({error.strerror}); give a file or a pipe."
+        ) from None
+    with stream:
+        if wait:
+            out.write(_await_writer(source, number))
+        shutil.copyfileobj(stream, out, BLOCK_BYTES)
+
+
+def _await_writer(source: str, descriptor: int) -> bytes:
+    """Wait until a program has opened a FIFO for writing; return the 0 or 1 bytes read meanwhile.
+
+    Raise a DataError if no program has opened it after `_SECONDS_FOR_A_WRITER`.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    first = b""
+    if not poll.poll(_SECONDS_FOR_A_WRITER * 1000):
+        with suppress(BlockingIOError):  # a writer that has nothing to say yet
+            first = os.read(descriptor, 1)
+            if not first:
+                raise DataError(
+                    f"`--input` ({source}) is a FIFO that no program has opened for writing within "
+                    f"{_SECONDS_FOR_A_WRITER:g} seconds; start the one that writes into it first."
+                )
+    os.set_blocking(descriptor, True)
+    return first
+
+
+def unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
+    """Yield (unpacked bytes, number of packed bytes read for them) of a gzip or zstd file."""
+    before = 0
+    with open(path, "rb") as raw:
+        whole = partial(gzip.GzipFile(fileobj=raw).read, BLOCK_BYTES)
+        stream = iter(whole, b"") if packing == "gzip" else _zstd(raw, path)
+        try:
+            for piece in stream:
+                now = raw.tell()
+                yield piece, now - before
+                before = now
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(
+                f"{path} is not a whole {packing} file ({error}); copy it again."
+            ) from None
+
+
+def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(
+            f"`--input` ({path}) is packed with zstd, which needs the zstandard package; install "
+            "it, or unpack the file."
+        ) from None
+    fresh, window = True, None
+    pending, size = [], 0
+    while piece := raw.read(1 << 16):
+        while piece:
+            if window is None or window.eof:
+                window = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            try:
+                out = window.decompress(piece)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
+            fresh, piece = window.eof, window.unused_data if window.eof else b""
+            pending.append(out)
+            size += len(out)
+            if size >= BLOCK_BYTES:
+                yield b"".join(pending)
+                pending, size = [], 0
+    if not fresh:
+        raise EOFError("it ends inside a frame")
+    if pending:
+        yield b"".join(pending)

@@ -1,0 +1,187 @@
+"""Tells how far a run is from the files in its work directory, without running anything."""
+
+import glob
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from megatron_ext.data.indexed import check_indexed_dataset
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.parts import PartMarker, read_marker, read_plan
+
+_MOST_ROWS = 20
+_SECONDS_OF_SILENCE = 60.0
+"""A part whose files have not changed for so long is not taken for one that is being encoded."""
+
+
+def show_status(prefix: str, console: Console | None = None) -> None:
+    """Print what is finished of the run at an output prefix, or the datasets that it has written.
+
+    Raises:
+        ConfigError: there is neither a run nor a dataset.
+        DataError: the plan of the run is damaged.
+    """
+    console = console or Console()
+    folder = Path(f"{prefix}.parts")
+    try:
+        parts = read_plan(folder)[1]
+    except FileNotFoundError:
+        _show_datasets(prefix, console)
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder}/plan.json cannot be read ({error!r}); run the command again to start anew."
+        ) from None
+    markers = [read_marker(folder, number) for number in range(len(parts))]
+    console.print(_table(prefix, parts, markers))
+    for line in _lines(folder, parts, markers):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    parts: Sequence[Part]
+    markers: Sequence[PartMarker | None]
+
+    @property
+    def finished(self) -> bool:
+        return all(self.markers)
+
+    def cells(self) -> list[str]:
+        done = [marker for marker in self.markers if marker]
+        read = sum(
+            p.num_bytes for p, marker in zip(self.parts, self.markers, strict=True) if marker
+        )
+        seconds = sum(marker.seconds for marker in done)
+        return [
+            self.name,
+            f"{len(done)}/{len(self.parts)}",
+            f"{read / 1e6:.1f}/{sum(part.num_bytes for part in self.parts) / 1e6:.1f}",
+            str(sum(marker.documents for marker in done)),
+            str(sum(marker.tokens for marker in done)),
+            str(sum(marker.rejected for marker in done)),
+            f"{read / seconds / 1e6:.1f}" if seconds else "n/a",
+        ]
+
+
+def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | None]) -> Table:
+    """Return a table with a row for each input, unfinished ones first where there are many."""
+    pairs = list(zip(parts, markers, strict=True))
+    rows = [
+        _Row(name, *zip(*group, strict=True))
+        for name, group in groupby(pairs, lambda pair: pair[0].source)
+    ]
+    if len(rows) > _MOST_ROWS:
+        rows.sort(key=lambda row: row.finished)
+        rest = rows[_MOST_ROWS:]
+        other = _Row(
+            f"{len(rest)} other inputs",
+            [part for row in rest for part in row.parts],
+            [marker for row in rest for marker in row.markers],
+        )
+        rows = [*rows[:_MOST_ROWS], other]
+    table = Table("input", title=f"{prefix}: parts of the input that are encoded")
+    for name in ("parts", "MB", "documents", "tokens", "rejected lines", "MB/s of a worker"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row.cells())
+    if len(rows) > 1:
+        table.add_section()
+        table.add_row(*_Row("all", parts, markers).cells())
+    return table
+
+
+def _lines(
+    folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker | None]
+) -> Iterable[str]:
+    """Yield sentences on what is running, how fast, until when, and what has failed."""
+    now, started = time.time(), _started(folder)
+    recent = {i: m for i, m in enumerate(markers) if m and m.ended >= started}
+    last = max((marker.ended for marker in recent.values()), default=started)
+    begun, held = _begun(folder, markers, now), _is_held(folder)
+    state = "running" if held or begun else "not running; the same command goes on with it"
+    ago = f"the last part was finished {now - last:.0f} s ago" if recent else "no part yet"
+    yield f"The run is {state}; {begun} parts are being encoded, {ago} of this start."
+    seconds = (now if held or begun else last) - started
+    read = sum(parts[i].num_bytes for i in recent)
+    left = sum(part.num_bytes for part, marker in zip(parts, markers, strict=True) if not marker)
+    if read and seconds > 0:
+        tokens = sum(marker.tokens for marker in recent.values())
+        each = statistics.median(marker.seconds for marker in recent.values())
+        hosts = len({marker.host for marker in recent.values()})
+        yield (
+            f"Since this start: {read / seconds / 1e6:.1f} MB/s, {tokens / seconds:.0f} tokens/s, "
+            f"{hosts} machines, {each:.1f} s for a part; ETA "
+            f"{tqdm.format_interval(left * seconds / read)}."
+        )
+    for path in sorted(folder.glob("failed.*.json")):
+        for message in json.loads(path.read_bytes())["messages"]:
+            yield f"A task has failed: {message}"
+
+
+def _started(folder: Path) -> float:
+    try:
+        return float((folder / "started").read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> int:
+    """Return how many parts without a marker have files that were written to lately."""
+    names = {
+        path.name[1:7]
+        for path in folder.glob("p*.k0.s0.bin")
+        if now - path.stat().st_mtime < _SECONDS_OF_SILENCE
+    }
+    numbers = {int(name) for name in names if name.isdigit()}
+    return sum(number < len(markers) and markers[number] is None for number in numbers)
+
+
+def _is_held(folder: Path) -> bool:
+    """Tell whether a process holds the lock of the work directory."""
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def _show_datasets(prefix: str, console: Console) -> None:
+    before = Path(prefix).name + "_"
+    names = re.compile(re.escape(before) + r".+_(document|sentence|mask)\.idx")
+    found = [
+        name
+        for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))
+        if names.fullmatch(Path(name).name)
+    ]
+    if not found:
+        raise ConfigError(
+            f"`--output-prefix` ({prefix}) has neither a run in {prefix}.parts nor datasets; give "
+            "the prefix of the run."
+        )
+    table = Table("dataset", title=f"{prefix}: finished")
+    for name in ("documents", "tokens"):
+        table.add_column(name, justify="right")
+    for name in found:
+        info = check_indexed_dataset(name.removesuffix(".idx"))
+        table.add_row(name.removesuffix(".idx"), str(info.num_documents), str(info.num_tokens))
+    console.print(table)
+    rejected = Path(f"{prefix}.rejected.jsonl")
+    count = 0
+    if rejected.exists():
+        with open(rejected, "rb") as stream:
+            count = sum(1 for _ in stream)
+    where = f"; they are in {rejected}" if count else ""
+    console.print(f"Rejected lines: {count}{where}.", soft_wrap=True, markup=False, highlight=False)

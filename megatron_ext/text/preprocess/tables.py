@@ -1,0 +1,148 @@
+"""Parquet and Arrow files as lines of JSON, one for each row.
+
+A parquet file is read by row groups, an Arrow file by record batches; both are called groups here.
+A column is read only if it is asked for. Arrow files are those of `pyarrow.ipc` and of Hugging
+Face's `save_to_disk`, in the file format or the stream format, and are mapped into memory.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import orjson
+
+from megatron_ext.errors import ConfigError, DataError
+
+_ROWS = 1024
+_LENGTH_OF_REASON = 160
+
+
+def is_table(packing: str) -> bool:
+    """Tell whether a packing is one that this module reads."""
+    return packing == "parquet" or packing.startswith("arrow")
+
+
+@contextmanager
+def _readable(path: str, packing: str) -> Iterator[None]:
+    """Turn errors of pyarrow into a DataError, and its absence into a ConfigError."""
+    kind = packing.split()[0].replace("arrow", "Arrow")
+    try:
+        import pyarrow
+    except ImportError:
+        raise ConfigError(
+            f"`--input` ({path}) is a file of the kind {kind}, which needs the package pyarrow, "
+            "which is not installed; run `pip install pyarrow`."
+        ) from None
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:_LENGTH_OF_REASON]
+        raise DataError(f"{path} is not a whole {kind} file ({reason}); copy it again.") from None
+
+
+def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[int]:
+    """Return the bytes of each group of a table; they add up to about the file's size.
+
+    Raise a ConfigError unless the table has all ``columns``.
+    """
+    with _readable(path, packing):
+        if packing == "parquet":
+            from pyarrow import parquet
+
+            with parquet.ParquetFile(path) as file:
+                about = file.metadata
+                _check_columns(path, file.schema_arrow.names, columns)
+                groups = [about.row_group(i) for i in range(about.num_row_groups)]
+            weights = [
+                sum(group.column(c).total_compressed_size for c in range(group.num_columns))
+                for group in groups
+            ]
+        else:
+            with _batches(path, packing) as (names, batches):
+                _check_columns(path, names, columns)
+                weights = [batch.num_rows for batch in batches]
+        size, total = os.path.getsize(path), max(1, sum(weights))
+    return [size * weight // total for weight in weights]
+
+
+def _check_columns(path: str, names: Sequence[str], columns: Sequence[str] | None) -> None:
+    missing = [column for column in columns or () if column not in names]
+    if missing:
+        raise ConfigError(
+            f"`--json-keys` ({' '.join(missing)}) names no column of {path}, whose columns are "
+            f"{', '.join(names)}; give those that hold texts."
+        )
+
+
+@contextmanager
+def _batches(path: str, packing: str) -> Iterator[tuple[Sequence[str], Iterator[Any]]]:
+    """Open an Arrow file; yield the names of its columns, and its record batches in order."""
+    import pyarrow
+
+    with pyarrow.memory_map(path) as source:
+        if packing == "arrow stream":
+            with pyarrow.ipc.open_stream(source) as reader:
+                yield reader.schema.names, iter(reader)
+        else:
+            with pyarrow.ipc.open_file(source) as reader:
+                numbers = range(reader.num_record_batches)
+                yield reader.schema.names, map(reader.get_batch, numbers)
+
+
+def rows_of(
+    path: str, packing: str, start: int, end: int, columns: Sequence[str] | None
+) -> Iterator[tuple[bytes, float]]:
+    """Yield (lines of JSON, share of the work done so far) of the groups [start, end) of a table.
+
+    Without ``columns`` the lines have all of them.
+    """
+    chosen = None if columns is None else list(columns)
+    with _readable(path, packing):
+        if packing == "parquet":
+            yield from _parquet_rows(path, range(start, end), chosen)
+            return
+        with _batches(path, packing) as (_, batches):
+            for number, batch in enumerate(islice(batches, start, end)):
+                batch = batch if chosen is None else batch.select(chosen)
+                for first in range(0, batch.num_rows, _ROWS):
+                    within = min(1.0, (first + _ROWS) / batch.num_rows)
+                    yield _lines(batch.slice(first, _ROWS)), (number + within) / (end - start)
+
+
+def _parquet_rows(
+    path: str, groups: range, columns: list[str] | None
+) -> Iterator[tuple[bytes, float]]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        total, done = sum(file.metadata.row_group(i).num_rows for i in groups), 0
+        for batch in file.iter_batches(_ROWS, groups, columns):
+            done += batch.num_rows
+            yield _lines(batch), done / total
+
+
+def _lines(batch: Any) -> bytes:
+    return b"".join(map(_line, batch.to_pylist()))
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """Return a row as a line of JSON, without null fields in structs; a bytes value becomes null.
+
+    In parquet every struct has the keys of all rows, and missing ones are null.
+    """
+    plain = {column: _without_nulls(value) for column, value in row.items()}
+    return orjson.dumps(plain, default=_otherwise, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _otherwise(value: Any) -> str | None:
+    return None if isinstance(value, bytes) else str(value)

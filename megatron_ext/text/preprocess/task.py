@@ -1,0 +1,100 @@
+"""The program of a task of Slurm: encodes some parts of a run, or finishes the run.
+
+    python -m megatron_ext.text.preprocess.task FOLDER [PARTS]
+
+FOLDER is the work directory of a run that tools/preprocess_data.py has cut into parts, and PARTS
+their numbers, such as 0-3,7. Without PARTS the missing ones are encoded, and the datasets joined.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import (
+    ConfigError,
+    DataError,
+    MegatronExtError,
+    run_program,
+    say_to_stderr,
+)
+from megatron_ext.text.config import SftConfig, TokenizerConfig
+from megatron_ext.text.preprocess.jobs import Build, Job
+from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.preprocess.parts import read_plan, replace_file, unfinished
+from megatron_ext.text.preprocess.run import Report, preprocess, run_or_explain
+from megatron_ext.text.preprocess.slurm import numbers_of
+from megatron_ext.text.preprocess.texts import TextEncoding
+from megatron_ext.text.preprocess.workers import encode_parts
+from megatron_ext.text.sft.preprocess import (
+    SftPreprocessOptions,
+    conversation_encoding,
+    preprocess_sft,
+)
+from megatron_ext.text.tokenizers.fast import InexactEngine
+
+
+def options_of(saved: dict[str, Any]) -> PreprocessOptions:
+    """Return the options that the coordinating process has saved, for processes of one machine."""
+    values = {**saved["options"], "tokenizer": TokenizerConfig(**saved["options"]["tokenizer"])}
+    if saved["kind"] == SftPreprocessOptions.__name__:
+        values["sft"] = SftConfig(**values["sft"])
+        return _local(SftPreprocessOptions(**values))
+    return _local(PreprocessOptions(**values))
+
+
+def _local(options: PreprocessOptions) -> PreprocessOptions:
+    return replace(options, executor="local", slurm_tasks=1, slurm_args="", slurm_script=None)
+
+
+def finish(options: PreprocessOptions) -> int:
+    """Encode what is missing and join the datasets; return the exit code."""
+    run: Callable[[], Report] = lambda: preprocess(options)  # noqa: E731
+    if isinstance(options, SftPreprocessOptions):
+        run = lambda: preprocess_sft(options)  # noqa: E731
+    return run_or_explain(run)
+
+
+def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
+    """Encode the parts with these numbers, but for those that are finished."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    options, parts = options_of(saved), read_plan(folder)[1]
+    sft = isinstance(options, SftPreprocessOptions)
+    build: Build = conversation_encoding if sft else TextEncoding
+    encoding = build(options)
+    encoder = encoding.encoder(fast=saved["fast"])
+    job = Job(options, folder, parts, encoding, encoder, build, saved["fast"])
+    encode_parts(job, unfinished(folder, numbers), say_to_stderr)
+
+
+def main(argv: list[str]) -> int:
+    """Run one task; return 0, or 1 after an error, which the coordinating process is told."""
+    if not 1 <= len(argv) <= 2:
+        say_to_stderr(__doc__ or "")
+        return 2
+    folder = Path(argv[0])
+    saved = json.loads((folder / "job.json").read_bytes())
+    os.chdir(saved["cwd"])
+    if len(argv) == 1:
+        return finish(options_of(saved))
+    try:
+        encode(folder, saved, numbers_of(argv[1]))
+        return 0
+    except InexactEngine as error:
+        messages, kind = [str(error)], "inexact"
+    except MegatronExtError as error:
+        messages = list(error.messages)
+        kind = "refused" if isinstance(error, (ConfigError, DataError)) else "fault"
+    for message in messages:
+        say_to_stderr(f"error: {message}")
+    if kind != "fault":  # another attempt would end the same way
+        failed = {"kind": kind, "messages": messages}
+        replace_file(folder / f"failed.{secrets.token_hex(6)}.json", json.dumps(failed))
+    return 1
+
+
+if __name__ == "__main__":
+    run_program(main)

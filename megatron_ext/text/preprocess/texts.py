@@ -1,0 +1,97 @@
+"""How texts are encoded: the tokenizer and its engine, checked on samples of the input."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.preprocess.encode import (
+    BadLine,
+    TextEncoder,
+    choose_engine,
+    parse_line,
+    sentence_splitter,
+)
+from megatron_ext.text.preprocess.inputs import Part, blocks
+from megatron_ext.text.preprocess.jobs import Say
+from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers.base import NO_TOKEN
+from megatron_ext.text.tokenizers.fast import FastEncoder
+
+_SAMPLE_PLACES = 24
+_SAMPLE_BYTES = 8192
+
+
+class TextEncoding:
+    """The `Encoding` of texts: one document for each line and key.
+
+    Raise a ConfigError if documents should end with a token that the tokenizer lacks.
+    """
+
+    def __init__(self, options: PreprocessOptions) -> None:
+        tokenizer = build_tokenizer(options.tokenizer)
+        if options.append_eod and tokenizer.eod == NO_TOKEN:
+            raise ConfigError(
+                f"`--append-eod` needs an end-of-document token, but {tokenizer.kind} "
+                f"({tokenizer.path}) names none; set eos_token in it, or leave the flag out."
+            )
+        self._options, self._tokenizer = options, tokenizer
+        self._fast: FastEncoder | None = None
+        self.dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
+        self.identity: dict[str, Any] = {
+            "keys": list(options.json_keys),
+            "append_eod": options.append_eod,
+            "streams": options.streams,
+            "split": [options.split_sentences, options.keep_newlines, options.lang],
+            "tokenizer": dict(tokenizer.unique_identifiers),
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        }
+
+    def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
+        """Return whether gigatoken is exact on texts from all over the input; say what is used."""
+        samples = _samples(parts, self._options.json_keys)
+        self._fast, line = choose_engine(self._tokenizer, samples, self._options.engine)
+        say(line)
+        return self._fast is not None
+
+    def encoder(self, *, fast: bool) -> TextEncoder:
+        options, splitter = self._options, None
+        if options.split_sentences:
+            splitter = sentence_splitter(options.lang, keep_newlines=options.keep_newlines)
+        if fast and self._fast is None:
+            self._fast = FastEncoder(self._tokenizer)
+        return TextEncoder(
+            self._tokenizer,
+            self._fast if fast else None,
+            options.json_keys,
+            options.streams,
+            splitter,
+            options.append_eod,
+        )
+
+
+def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
+    """Return texts from places all over the input; skip bad lines, which the run reports later."""
+    chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
+    lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
+    if not lines and parts:  # documents longer than the samples: one of them will do
+        lines = next(blocks(parts[0]), (b"", 0))[0].split(b"\n")[:1]
+    texts: list[str] = []
+    for line in lines:
+        try:
+            texts.extend(text for key in parse_line(line, keys) for text in key)
+        except BadLine:
+            continue
+    return texts
+
+
+def _lines_at(part: Part, place: int) -> list[bytes]:
+    """Return whole lines from one place of a part, or from its beginning if it is packed."""
+    if part.packing != "plain":
+        return next(blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
+    within = part.num_bytes * (place * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES
+    with open(part.path, "rb") as stream:
+        stream.seek(part.start + within)
+        return stream.read(_SAMPLE_BYTES).split(b"\n")[1 if within else 0 : -1]
