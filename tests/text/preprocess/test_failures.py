@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from megatron_ext.data import indexed_writer
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.preprocess import encode as texts
+from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess import workers as worker_module
 from megatron_ext.text.preprocess.parts import WorkDirectory
 from tests.text import tiny
@@ -116,6 +118,36 @@ def test_the_failure_of_a_worker_ends_the_run(
         run(tmp_path, path)
     assert time.monotonic() - start < 10
     assert [name for name in left_in(tmp_path) if not name.endswith(".parts")] == []
+
+
+def test_a_part_whose_worker_is_killed_is_encoded_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second attempt is made when all other parts are done, so that nothing runs beside it."""
+    documents = tiny.corpus(160)
+    documents[1]["text"] = "MARK"
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+    real, markers = texts.TextEncoder.encode, tmp_path / "markers"
+
+    def encode(self: Any, lines: Any, *rest: Any) -> int:
+        if any(b"MARK" in line for line in lines):
+            found = len(list((tmp_path / "out.parts").glob("p*.json")))
+            with markers.open("a") as out:
+                out.write(f"{found} ")
+            if len(markers.read_text().split()) < 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, lines, *rest)
+
+    monkeypatch.setattr(texts.TextEncoder, "encode", encode)
+    _, said = run(tmp_path, path)
+    check_pair(tmp_path, texts_of(documents))
+    others = len(inputs.cut([inputs.Source(str(path), "", "plain")], 2, 0.01)) - 1
+    assert others > 3
+    assert [int(found) for found in markers.read_text().split()[1:]] == [others] * 2
+    again = (
+        r"Worker \d was killed by signal 9 in .*in.jsonl, bytes 0 to \d+; it is encoded again, al"
+    )
+    assert [bool(re.match(again, line)) for line in said] == [False, True, True]
 
 
 def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch, folder: Path, path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Tasks of Ray, on a real cluster of two workers, write the bytes of one machine."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigError, DataError, MachineFault
+from tests.text import tiny
+from tests.text.preprocess.faults import deaths, plant_deaths
+from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_killed_worker_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    documents = tiny.corpus(160)
+    documents[100]["text"] = "MARK"
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+    plant_deaths(tmp_path, monkeypatch, "MARK", times=1, parent=False)
+    report, said = run(tmp_path, path, executor="ray", workers=2)
+    assert deaths(tmp_path) == 1
+    assert report.documents == 160
+    assert said[1] == "No Ray cluster runs here; starting one of 2 CPUs on this machine."
+    check_pair(tmp_path, texts_of(documents))
+    assert left_in(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+
+
+@needs_ray
+@pytest.mark.slow
+def test_errors_of_tasks_are_those_of_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    documents = tiny.corpus(60)
+    path = tiny.write_jsonl(tmp_path / "bad.jsonl", [*documents, {"txt": "x"}])
+    documents[1]["text"] = "MARK"
+    plant_deaths(tmp_path, monkeypatch, "MARK", times=9, parent=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        with pytest.raises(DataError, match=r"bad.jsonl line 61 has no key 'text'; mend the line"):
+            run(tmp_path, path, executor="ray")
+        path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+        died = r"A Ray process died in each of 3 attempts at .*in.jsonl, bytes 0 to "
+        with pytest.raises(MachineFault, match=died):
+            run(tmp_path, path, executor="ray")
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
+    assert deaths(tmp_path) == 3
+    assert run(tmp_path, path)[0].documents == 60
+    check_pair(tmp_path, texts_of(documents))
+
+
+@needs_ray
+@pytest.mark.slow
+def test_an_address_without_a_cluster_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    with pytest.raises(ConfigError, match=r"`RAY_ADDRESS` \(127.0.0.1:1\) leads to no Ray cluster"):
+        run(tmp_path, path, executor="ray")
+
+
+def test_without_ray_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    with pytest.raises(
+        ConfigError, match="`--executor ray` needs the package ray, which is not in"
+    ):
+        run(tmp_path, path, executor="ray")

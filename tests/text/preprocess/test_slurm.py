@@ -1,0 +1,152 @@
+"""Preprocessing in a job array of Slurm writes the bytes of one machine, over deaths and errors."""
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import ConfigError, DataError, MachineFault
+from megatron_ext.text.preprocess.cli import main
+from megatron_ext.text.preprocess.slurm import numbers_of, ranges
+from tests.text import tiny
+from tests.text.preprocess.faults import deaths, plant_deaths
+from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
+from tests.text.preprocess.slurm import Slurm
+from tests.text.sft import tiny as chats
+from tests.text.tiny import read_pair
+
+SLURM = {"executor": "slurm", "slurm_tasks": 3, "slurm_args": "--partition=cpu --time=2:00:00"}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    return Slurm(tmp_path, monkeypatch)
+
+
+def marked(folder: Path, count: int, at: int) -> tuple[Path, list[dict[str, Any]]]:
+    """Write a corpus with the word MARK in the document ``at``."""
+    documents = tiny.corpus(count)
+    documents[at]["text"] = f"MARK {documents[at]['text']}"
+    return tiny.write_jsonl(folder / "in.jsonl", documents), documents
+
+
+def test_a_lost_task_is_run_again_alone(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, documents = marked(tmp_path, 160, 159)
+    plant_deaths(tmp_path, monkeypatch, "MARK", times=1, parent=True)
+    report, said = run(tmp_path, path, workers=1, **SLURM)
+    assert deaths(tmp_path) == 1
+    check_pair(tmp_path, texts_of(documents))
+    assert (report.documents, report.resumed_parts) == (160, 0)
+    first, second = slurm.submitted()
+    # The third task has died in its last part, and has left markers of the ones before.
+    *others, last = first.removeprefix("--parsable --array=0-2 ").split()
+    assert len(others) == 2 and "-" in last
+    lost = numbers_of(last)[-1]
+    assert second == f"--parsable --array=0-0 {lost}"
+    assert any("Slurm task 100_2 ended OUT_OF_MEMORY, log " in line for line in said)
+    assert f"Parts {lost} are encoded again (attempt 2)." in said
+    assert slurm.cancelled() == []
+    assert left_in(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+
+
+def test_a_part_that_always_dies_ends_the_run_and_others_are_kept(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, documents = marked(tmp_path, 60, 1)
+    plant_deaths(tmp_path, monkeypatch, "MARK", times=9, parent=True)
+    with pytest.raises(
+        MachineFault, match=r"Parts 0 of .*out were not encoded in 3 attempts \(Slu"
+    ):
+        run(tmp_path, path, workers=1, **{**SLURM, "slurm_tasks": 1})
+    assert deaths(tmp_path) == 3
+    assert len(list((tmp_path / "out.parts").glob("slurm_*.log"))) > 3
+    monkeypatch.delenv("PYTHONPATH")
+    assert run(tmp_path, path)[0].resumed_parts > 0
+    check_pair(tmp_path, texts_of(documents))
+
+
+def test_a_bad_line_ends_the_array(slurm: Slurm, tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", [*tiny.corpus(100), {"txt": "x"}])
+    with pytest.raises(DataError, match=r"in.jsonl line 101 has no key 'text'; mend the line"):
+        run(tmp_path, path, **SLURM)
+    assert len(slurm.submitted()) == 1
+    report, _ = run(tmp_path, path, on_bad_line="quarantine", **SLURM)
+    assert (report.documents, report.rejected) == (100, 1)
+    check_pair(tmp_path, texts_of(tiny.corpus(100)))
+
+
+def test_a_cancelled_job_is_not_submitted_again(slurm: Slurm, tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(20_000))
+
+    def cancel() -> None:
+        while not list((tmp_path / "out.parts").glob("p*.bin")):
+            time.sleep(0.02)
+        subprocess.run(["scancel", "100"], check=True)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    how = {**SLURM, "engine": "native", "part_megabytes": 1.0}
+    with pytest.raises(DataError, match="Slurm job 100 was cancelled; finished parts are kept, so"):
+        run(tmp_path, path, workers=1, **how)
+    thread.join()
+    assert len(slurm.submitted()) == 1
+
+
+def test_a_script_submits_the_array_and_the_job_that_joins(
+    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = chats.save(tmp_path / "tokenizer")
+    path = chats.write_jsonl(tmp_path / "in.jsonl", chats.chats(40))
+    words = ["--sft", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    words += ["--input", str(path), "--part-megabytes", "0.002"]
+    script = tmp_path / "job.sh"
+    array = ["--executor", "slurm", "--slurm-tasks", "2", "--slurm-script", str(script)]
+    assert main([*words, *array, "--output-prefix", str(tmp_path / "out")]) == 0
+    assert f"parts in 2 tasks; `bash {script}` submits it." in capsys.readouterr().err
+    assert slurm.submitted() == []
+    subprocess.run(["bash", str(script)], check=True, capture_output=True)
+    until = time.monotonic() + 60
+    while list(tmp_path.glob("out.parts")) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert main([*words, "--output-prefix", str(tmp_path / "plain")]) == 0
+    for key in ("document", "mask"):
+        assert read_pair(tmp_path / f"out_sft_{key}") == read_pair(tmp_path / f"plain_sft_{key}")
+    assert slurm.submitted()[1].startswith("--dependency=afterany:100 --output=")
+
+
+def test_without_slurm_or_where_it_refuses_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    with pytest.raises(
+        ConfigError, match="`--executor slurm` needs the program sbatch, which this"
+    ):
+        run(tmp_path, path, **SLURM)
+    slurm = Slurm(tmp_path, monkeypatch)
+    (slurm.folder / "refuse").touch()
+    refused = (
+        r"sbatch refused the job array \(sbatch: error: invalid partition .* change `--slurm-a"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        run(tmp_path, path, **SLURM)
+    with pytest.raises(ConfigError, match="`--slurm-script` needs inputs that can be read again"):
+        words = ["--input", "/dev/null", "--output-prefix", str(tmp_path / "o"), "--executor=slurm"]
+        words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--slurm-script", "s"]
+        _raise(words)
+
+
+def _raise(words: list[str]) -> None:
+    from megatron_ext.text.preprocess.cli import _run
+
+    _run(words)
+
+
+def test_numbers_of_parts_are_written_short() -> None:
+    for numbers, text in (([0], "0"), ([0, 1, 2, 7, 9, 10], "0-2,7,9-10"), ([5, 6], "5-6")):
+        assert ranges(numbers) == text
+        assert numbers_of(text) == numbers

@@ -1,0 +1,96 @@
+"""The status of a run is told from its files, while it runs, after a stop and after its end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_ext.data.indexed import check_indexed_dataset
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.preprocess import status
+from megatron_ext.text.preprocess.cli import main
+from tests.text import tiny
+from tests.text.preprocess.runs import run
+
+
+def shown(folder: Path) -> str:
+    console = Console(width=200, record=True, quiet=False, file=open(os.devnull, "w"))
+    status.show_status(str(folder / "out"), console)
+    return console.export_text()
+
+
+def cells(text: str, name: str) -> list[str]:
+    """Return the cells of the row that starts with ``name``."""
+    (row,) = [line for line in text.splitlines() if f"│ {name}" in line]
+    return [cell.strip() for cell in row.strip("│").split("│")]
+
+
+def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
+    documents = tiny.corpus(12_000)
+    documents[5]["text"] = 7
+    tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+    words = [sys.executable, str(tiny.ROOT / "tools" / "preprocess_data.py"), "--workers", "2"]
+    words += ["--input", "in.jsonl", "--output-prefix", str(tmp_path / "out"), "--engine=native"]
+    words += ["--part-megabytes", "0.2", "--on-bad-line", "quarantine"]
+    words += ["--tokenizer-type", "SentencePieceTokenizer"]
+    words += ["--tokenizer-model", str(tiny.sentencepiece_model())]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        while not (tmp_path / "out.parts" / "p000000.json").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        text = shown(tmp_path)
+    name, parts, size, documents_, tokens, rejected, rate = cells(text, "in.jsonl")
+    done, total = map(int, parts.split("/"))
+    assert 0 < done < total
+    assert 0 < float(size.split("/")[0]) < float(size.split("/")[1])
+    assert int(documents_) > 100 * done and int(tokens) > int(documents_)
+    assert (rejected, name) == ("1", "in.jsonl") and float(rate) > 0
+    assert re.search(r"The run is running; \d parts are being encoded, the last part was fin", text)
+    assert re.search(
+        r"Since this start: [\d.]+ MB/s, \d+ tokens/s, 1 machines, .* ETA 00:\d\d\.", text
+    )
+    assert process.returncode == 0
+    text = shown(tmp_path)
+    info = check_indexed_dataset(tmp_path / "out_text_document")
+    found = cells(text, f"{tmp_path}/out_text_document")
+    assert found[1:] == [str(info.num_documents), str(info.num_tokens)] == ["11999", found[2]]
+    assert f"Rejected lines: 1; they are in {tmp_path}/out.rejected.jsonl." in text
+
+
+def test_a_stopped_run_and_its_failed_tasks_are_told(tmp_path: Path) -> None:
+    for number in range(30):
+        tiny.write_jsonl(tmp_path / f"{number:02}.jsonl", tiny.corpus(3))
+    tiny.write_jsonl(tmp_path / "99.jsonl", [{"txt": "x"}])
+    with pytest.raises(DataError):
+        run(tmp_path, f"{tmp_path}/*.jsonl", workers=1)
+    failed = {"kind": "refused", "messages": ["99.jsonl line 1 has no key 'text'"]}
+    (tmp_path / "out.parts" / "failed.0.json").write_text(json.dumps(failed))
+    text = shown(tmp_path)
+    assert cells(text, f"{tmp_path}/99.jsonl")[1] == "0/1"
+    assert cells(text, "11 other inputs")[1] == "11/11"
+    assert cells(text, "all")[1:4] == ["30/31", *cells(text, "all")[2:3], "90"]
+    assert "The run is not running; the same command goes on with it; 0 parts are being" in text
+    assert "A task has failed: 99.jsonl line 1 has no key 'text'" in text
+    assert run(tmp_path, f"{tmp_path}/[0-8]*.jsonl")[0].documents == 90
+
+
+def test_the_command_needs_only_the_prefix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--output-prefix", str(tmp_path / "none"), "--status"]) == 2
+    assert "none.parts nor datasets; give the prefix of the run." in capsys.readouterr().err
+    run(tmp_path, tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(9)))
+    assert main(["--status", "--output_prefix", str(tmp_path / "out")]) == 0
+    assert "finished" in capsys.readouterr().out
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts" / "plan.json").write_text("{}")
+    with pytest.raises(DataError, match="plan.json cannot be read"):
+        status.show_status(str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="has neither a run in "):
+        status.show_status(str(tmp_path / "elsewhere"))
