@@ -14,7 +14,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tests.combinations.execute import Ended, execute, judge_all, work_directory
 from tests.combinations.options import SECTIONS
 
-FORMS = ("plain", "gzip", "zstd", "several", "glob", "stdin", "parquet", "no last newline")
+FORMS = (
+    "plain", "gzip", "zstd", "several", "glob", "stdin", "parquet", "arrow", "no last newline"
+)  # fmt: skip
 USUAL = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {data}/sentencepiece.model"
 
 
@@ -75,15 +77,20 @@ def given(source: Path, form: str, folder: Path) -> list[str]:
             part = rows[number * len(rows) // 3 : (number + 1) * len(rows) // 3]
             (folder / f"part_{number}.jsonl").write_bytes(b"".join(part))
         return ["part_*.jsonl"] if form == "glob" else [f"part_{i}.jsonl" for i in range(3)]
-    if form == "parquet":
+    if form in ("parquet", "arrow"):
         import json
 
         import pyarrow
         import pyarrow.parquet
 
         table = pyarrow.Table.from_pylist([json.loads(row) for row in rows])
-        pyarrow.parquet.write_table(table, folder / "in.parquet")
-        return ["in.parquet"]
+        size = max(1, len(rows) // 5)
+        if form == "parquet":
+            pyarrow.parquet.write_table(table, folder / "in.parquet", row_group_size=size)
+            return ["in.parquet"]
+        with pyarrow.ipc.new_stream(str(folder / "in.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=size)
+        return ["in.arrow"]
     name = "input" if form == "stdin" else "in.jsonl"
     (folder / name).write_bytes(text.rstrip(b"\n") if form == "no last newline" else text)
     return ["-"] if form == "stdin" else [name]

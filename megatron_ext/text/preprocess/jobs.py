@@ -4,7 +4,7 @@ Local workers, tasks of Slurm and tasks of Ray encode parts by the same function
 nothing but its lines and the options, so it does not matter where it is encoded, or how often.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess.encode import BlockEncoder
 from megatron_ext.text.preprocess.inputs import Part, blocks, place_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.parts import PartWriter
+from megatron_ext.text.preprocess.parts import PartWriter, read_marker
 
 ATTEMPTS = 3
 """How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
@@ -52,18 +52,24 @@ Build = Callable[[PreprocessOptions], Encoding]
 
 @dataclass(frozen=True)
 class Job:
-    """The objects that all workers share.
+    """The objects that all workers share; ``key`` is the key of the plan in ``folder``.
 
     Another process makes the same encoder from ``options`` by ``build`` and ``fast``.
     """
 
     options: PreprocessOptions
     folder: Path
+    key: str
     parts: Sequence[Part]
     encoding: Encoding
     encoder: BlockEncoder
     build: Build
     fast: bool
+
+
+def unfinished(job: Job, numbers: Iterable[int]) -> list[int]:
+    """Return the numbers of those parts that have no marker."""
+    return [number for number in numbers if read_marker(job.folder, job.key, number) is None]
 
 
 class StopAtLine(Exception):
@@ -76,7 +82,8 @@ Advance = Callable[[int, int], None]
 
 def encode_part(job: Job, number: int, advance: Advance) -> None:
     """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run."""
-    writer = PartWriter(job.folder, number, job.options.streams, job.encoding.dtypes)
+    streams, dtypes = job.options.streams, job.encoding.dtypes
+    writer = PartWriter(job.folder, job.key, number, streams, dtypes)
     line, quarantines = 0, job.options.on_bad_line == "quarantine"
     try:
         for block, read in blocks(job.parts[number]):

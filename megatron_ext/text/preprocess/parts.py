@@ -13,7 +13,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -34,11 +34,13 @@ _SECONDS_FOR_DYING_WORKERS = 1.0
 class PartMarker:
     """The marker of a finished part: numbers of lines read, documents, tokens and refused lines.
 
-    The names of the part's files begin with ``stem``; ``sizes`` in bytes detect later damage.
-    ``host`` encoded the part in ``seconds``, until the Unix time ``ended``.
+    The names of the part's files begin with ``stem``; ``sizes`` in bytes detect later damage. The
+    part is one of the plan with this ``key``; ``host`` encoded it in ``seconds``, until the Unix
+    time ``ended``.
     """
 
     stem: str
+    key: str
     lines: int
     documents: int
     tokens: int
@@ -50,10 +52,15 @@ class PartMarker:
 
 
 class PartWriter:
-    """A writer of the files of one part, with a dtype for each key; `finish` writes the marker."""
+    """A writer of the files of one part, with a dtype for each dataset; `finish` marks the part.
 
-    def __init__(self, folder: Path, number: int, streams: int, dtypes: Sequence[Any]) -> None:
-        self._folder, self._number, self._dtypes = folder, number, dtypes
+    ``key`` is the key of the plan.
+    """
+
+    def __init__(
+        self, folder: Path, key: str, number: int, streams: int, dtypes: Sequence[Any]
+    ) -> None:
+        self._folder, self._key, self._number, self._dtypes = folder, key, number, dtypes
         self._stem = f"p{number:06}.{secrets.token_hex(6)}"
         self._begun = time.monotonic()
         self._files: dict[str, BinaryIO] = {}
@@ -92,6 +99,7 @@ class PartWriter:
             sizes[name] = os.path.getsize(self._folder / name)
         done = PartMarker(
             stem=self._stem,
+            key=self._key,
             sizes=sizes,
             host=socket.gethostname(),
             seconds=time.monotonic() - self._begun,
@@ -111,8 +119,8 @@ def marker_path(folder: Path, number: int) -> Path:
     return folder / f"p{number:06}.json"
 
 
-def read_marker(folder: Path, number: int) -> PartMarker | None:
-    """Return the marker of a part if all its files exist in full size, else None."""
+def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
+    """Return the marker of a part of the plan with this key; None without one, or if files lack."""
     try:
         done = PartMarker(**json.loads(marker_path(folder, number).read_bytes()))
         if any(Path(name).name != name for name in (done.stem, *done.sizes)):
@@ -120,12 +128,7 @@ def read_marker(folder: Path, number: int) -> PartMarker | None:
         whole = all(os.path.getsize(folder / name) == size for name, size in done.sizes.items())
     except (OSError, ValueError, TypeError):
         return None
-    return done if whole else None
-
-
-def unfinished(folder: Path, numbers: Iterable[int]) -> list[int]:
-    """Return the numbers of the parts that have no marker."""
-    return [number for number in numbers if not marker_path(folder, number).exists()]
+    return done if whole and done.key == key else None
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -143,6 +146,19 @@ def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The parts of a run, and the fingerprint of its input and settings.
+
+    The random ``key`` tells its markers from those of a former plan, whose workers may still run on
+    other machines.
+    """
+
+    key: str
+    fingerprint: dict[str, Any]
+    parts: list[Part]
+
+
 class WorkDirectory:
     """The folder `<prefix>.parts/`, locked by one run at a time.
 
@@ -157,6 +173,7 @@ class WorkDirectory:
     def __init__(self, output_prefix: str, *, resumable: bool = True) -> None:
         self.resumable = resumable
         self.keep = False
+        self._plan = Plan("", {}, [])
         self.folder = Path(f"{output_prefix}.parts")
         self._lock = FileLock(self.folder / "lock")
         try:
@@ -202,16 +219,30 @@ class WorkDirectory:
     def resumed_parts(self, fingerprint: dict[str, Any]) -> list[Part] | None:
         """Return the parts of an earlier run with the same fingerprint, else None."""
         try:
-            found, parts = read_plan(self.folder)
-            same = found == _plain(fingerprint)
-            return parts if same and all(part.is_there() for part in parts) else None
+            plan = read_plan(self.folder)
+            same = plan.fingerprint == _plain(fingerprint)
+            if not same or not all(part.is_there() for part in plan.parts):
+                return None
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        self._plan = plan
+        return plan.parts
+
+    @property
+    def key(self) -> str:
+        """Return the key of the plan, which markers of its parts have too."""
+        return self._plan.key
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
         """Record a new run's parts, and the fingerprint by which a later run may resume them."""
-        plan = {"fingerprint": _plain(fingerprint), "parts": [asdict(part) for part in parts]}
-        replace_file(self.folder / "plan.json", json.dumps(plan))
+        self._plan = Plan(secrets.token_hex(6), _plain(fingerprint), parts)
+        replace_file(self.folder / "plan.json", json.dumps(asdict(self._plan)))
+
+    def restart(self) -> None:
+        """Remove all encoded parts, and disown those that workers elsewhere still finish."""
+        for path in self.folder.glob("p[0-9]*.*"):
+            path.unlink()
+        self.begin(self._plan.fingerprint, self._plan.parts)
 
     def clear(self) -> None:
         for path in self.folder.iterdir():
@@ -220,7 +251,9 @@ class WorkDirectory:
 
     def finished(self, count: int) -> dict[int, PartMarker]:
         """Return the markers of finished parts by number; remove the files of unfinished ones."""
-        done = {i: marker for i in range(count) if (marker := read_marker(self.folder, i))}
+        done = {
+            i: marker for i in range(count) if (marker := read_marker(self.folder, self.key, i))
+        }
         stems = tuple(f"{marker.stem}." for marker in done.values())
         for path in self.folder.glob("p[0-9]*.*"):
             if path.suffix != ".json" and not path.name.startswith(stems):
@@ -228,13 +261,13 @@ class WorkDirectory:
         return done
 
 
-def read_plan(folder: Path) -> tuple[Any, list[Part]]:
-    """Return fingerprint and parts of the run in a work directory.
+def read_plan(folder: Path) -> Plan:
+    """Return the plan of the run in a work directory.
 
-    Raise an OSError, ValueError, KeyError or TypeError if they are missing or damaged.
+    Raise an OSError, ValueError, KeyError or TypeError if it is missing or damaged.
     """
     plan = json.loads((folder / "plan.json").read_bytes())
-    return plan["fingerprint"], [Part(**part) for part in plan["parts"]]
+    return Plan(plan["key"], plan["fingerprint"], [Part(**part) for part in plan["parts"]])
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:

@@ -5,7 +5,6 @@ for all tasks of a run that it gets.
 """
 
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ class _Setting:
 
     options: PreprocessOptions
     folder: Path
+    key: str
     parts: Sequence[Part]
     build: Build
     fast: bool
@@ -43,7 +43,7 @@ class _Setting:
 
 
 _jobs: dict[str, Job] = {}
-"""The job that this process of Ray's works on, by the key of the run."""
+"""The job that this process of Ray's works on, by the key of its plan."""
 
 
 def _encode(key: str, setting: list[Any], number: int) -> None:
@@ -58,8 +58,9 @@ def _encode(key: str, setting: list[Any], number: int) -> None:
         encoder = encoding.encoder(fast=given.fast)
         _jobs.clear()
         _jobs[key] = Job(
-            given.options, given.folder, given.parts, encoding, encoder, given.build, given.fast
-        )
+            given.options, given.folder, given.key, given.parts, encoding, encoder, given.build,
+            given.fast,
+        )  # fmt: skip
     encode_part(_jobs[key], number, lambda _read, _documents: None)
 
 
@@ -79,19 +80,21 @@ def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
     progress = Progress(job.parts, todo, job.options.log_interval)
     running: dict[Any, int] = {}
     try:
-        setting = _Setting(job.options, job.folder, job.parts, job.build, job.fast, os.getcwd())
-        key, shared = secrets.token_hex(6), [ray.put(setting)]
+        setting = _Setting(
+            job.options, job.folder, job.key, job.parts, job.build, job.fast, os.getcwd()
+        )
+        shared = [ray.put(setting)]
         task = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=[OSError])(_encode)
         waiting, done, documents = list(reversed(todo)), 0, 0
         while waiting or running:
             while waiting and len(running) < job.options.workers:
                 number = waiting.pop()
-                running[task.remote(key, shared, number)] = number
+                running[task.remote(job.key, shared, number)] = number
             finished, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
             for reference in finished:
                 number = running.pop(reference)
                 _check(ray, reference, job.parts[number])
-                marker = read_marker(job.folder, number)
+                marker = read_marker(job.folder, job.key, number)
                 done += job.parts[number].num_bytes
                 documents += marker.documents if marker else 0
             progress.show(done, documents)

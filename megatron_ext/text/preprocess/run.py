@@ -13,7 +13,7 @@ from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess.datasets import publish_datasets, publish_rejected
 from megatron_ext.text.preprocess.folders import key_of_texts, write_list
 from megatron_ext.text.preprocess.inputs import Part, Source
-from megatron_ext.text.preprocess.jobs import Build, Encoding, Job, Say
+from megatron_ext.text.preprocess.jobs import Build, Encoding, Job, Say, unfinished
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.packed import is_stream, packing_of
 from megatron_ext.text.preprocess.parts import (
@@ -21,7 +21,6 @@ from megatron_ext.text.preprocess.parts import (
     WorkDirectory,
     read_marker,
     replace_file,
-    unfinished,
 )
 from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.preprocess.workers import encode_parts
@@ -78,10 +77,10 @@ def encoded(
             except InexactEngine as error:
                 kind = options.tokenizer.tokenizer_type
                 say(f"Starting over with {kind}'s own library: {error}.")
-                for path in work.folder.glob("p[0-9]*.*"):
-                    path.unlink()
+                work.restart()
                 done, resumed = {}, 0
-                job = replace(job, encoder=encoding.encoder(fast=False), fast=False)
+                encoder = encoding.encoder(fast=False)
+                job = replace(job, key=work.key, encoder=encoder, fast=False)
                 run_parts(job, done, say)
             yield job, done, resumed
 
@@ -109,7 +108,7 @@ def _job(
 ) -> Job:
     fast = encoding.choose_engine(parts, say)
     encoder = encoding.encoder(fast=fast)
-    return Job(options, work.folder, parts, encoding, encoder, build, fast)
+    return Job(options, work.folder, work.key, parts, encoding, encoder, build, fast)
 
 
 def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_stderr) -> None:
@@ -124,7 +123,7 @@ def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_s
                 "it to a file first, or leave the flag out."
             )
         job = _job(options, work, parts, build, encoding, say)
-        todo = unfinished(work.folder, range(len(parts)))
+        todo = unfinished(job, range(len(parts)))
         write_script(job, todo, Path(options.slurm_script or ""), say)
         work.keep = True
 
@@ -190,7 +189,7 @@ def run_parts(job: Job, done: dict[int, PartMarker], say: Say) -> None:
     if todo:
         _executor(job.options.executor)(job, todo, say)
     for i in todo:
-        marker = read_marker(job.folder, i)
+        marker = read_marker(job.folder, job.key, i)
         if marker is None:
             raise DataError(
                 f"Part {i} in {job.folder} was damaged before it was joined; check the disk and "

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.text.preprocess.jobs import ATTEMPTS, Job, Say
-from megatron_ext.text.preprocess.parts import PartMarker, read_marker, replace_file, unfinished
+from megatron_ext.text.preprocess.parts import PartMarker, read_marker, replace_file
 from megatron_ext.text.preprocess.progress import Progress
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
@@ -120,8 +120,7 @@ def encode_by_slurm(job: Job, todo: Sequence[int], say: Say) -> None:
                 f"`--executor slurm` needs the program {program}, which this machine lacks; run it "
                 "where jobs are submitted, or leave `--executor` out."
             )
-    for path in job.folder.glob("failed.*.json"):
-        path.unlink()
+    _forget_former_run(job.folder)
     script = job.folder / "slurm.sh"
     write_script(job, todo, script, lambda _: None)
     watch = _Watch(job, todo)
@@ -131,11 +130,10 @@ def encode_by_slurm(job: Job, todo: Sequence[int], say: Say) -> None:
             array = _Array(job.folder, script, tasks)
             say(f"Slurm job {array.number}: {len(tasks)} tasks encode {len(todo)} parts.")
             with array:
-                array.wait(watch, say)
-            left = unfinished(job.folder, todo)
+                left = array.wait(watch, say)
             if not left:
                 return
-            faults = array.faults(watch)
+            faults = array.faults(left)
             for fault in faults[:3]:
                 say(f"{fault}.")
             if attempt < ATTEMPTS:
@@ -148,6 +146,15 @@ def encode_by_slurm(job: Job, todo: Sequence[int], say: Say) -> None:
         f"attempts ({faults[0]}); finished parts are kept, so mend this and run the same command "
         "again."
     )
+
+
+def _forget_former_run(folder: Path) -> None:
+    """Cancel the job of a coordinating process that was killed, and remove the errors of tasks."""
+    if (folder / "slurm_job").exists():
+        _call("scancel", (folder / "slurm_job").read_text())
+        (folder / "slurm_job").unlink()
+    for path in folder.glob("failed.*.json"):
+        path.unlink()
 
 
 class _Watch:
@@ -167,7 +174,7 @@ class _Watch:
             raise DataError(failed["messages"])
         for number in self._todo:
             if number not in self._done:
-                marker = read_marker(self._job.folder, number)
+                marker = read_marker(self._job.folder, self._job.key, number)
                 if marker is not None:
                     self._done[number] = marker
         done = sum(self._job.parts[number].num_bytes for number in self._done)
@@ -187,6 +194,7 @@ class _Array:
                 f"sbatch refused the job array ({_said(done)}); change `--slurm-args`."
             )
         self.number = done.stdout.strip().partition(";")[0]
+        replace_file(folder / "slurm_job", self.number)
 
     def __enter__(self) -> "_Array":
         return self
@@ -194,14 +202,16 @@ class _Array:
     def __exit__(self, *_: object) -> None:
         if not self._ended:
             _call("scancel", self.number)
+        (self._folder / "slurm_job").unlink(missing_ok=True)
 
-    def wait(self, watch: _Watch, say: Say) -> None:
-        """Wait until no task is left in the queue."""
+    def wait(self, watch: _Watch, say: Say) -> list[int]:
+        """Wait until no task is left in the queue; return the unfinished parts."""
         pause, shown = 0.5, ""
         while True:
-            left = watch.look()
+            watch.look()
             states = self._queued()
             if states is None:
+                left = watch.look()
                 break
             kinds = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
             if " ".join(sorted(states)) != shown:
@@ -214,7 +224,7 @@ class _Array:
         while left and self._may_be_late(left) and time.monotonic() < until:
             time.sleep(0.5)
             left = watch.look()
-        watch.look()
+        return left
 
     def _queued(self) -> Counter[str] | None:
         """Return the numbers of tasks in each state; None if none is left."""
@@ -250,13 +260,13 @@ class _Array:
                 found[int(index)] = state.split()[0]
         return found
 
-    def faults(self, watch: _Watch) -> list[str]:
-        """Return a sentence for each task with unfinished parts.
+    def faults(self, left: Iterable[int]) -> list[str]:
+        """Return a sentence for each task with parts that are left unfinished.
 
         Raise a DataError if one of them was cancelled.
         """
         states, sentences = self._states(), []
-        for i in self._tasks_of(watch.look()):
+        for i in self._tasks_of(left):
             state = states.get(i, "without a marker for each part")
             log = self._folder / f"slurm_{self.number}_{i}.log"
             sentences.append(f"Slurm task {self.number}_{i} ended {state}, log {log}")

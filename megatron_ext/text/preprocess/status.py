@@ -35,7 +35,7 @@ def show_status(prefix: str, console: Console | None = None) -> None:
     console = console or Console()
     folder = Path(f"{prefix}.parts")
     try:
-        parts = read_plan(folder)[1]
+        plan = read_plan(folder)
     except FileNotFoundError:
         _show_datasets(prefix, console)
         return
@@ -43,7 +43,8 @@ def show_status(prefix: str, console: Console | None = None) -> None:
         raise DataError(
             f"{folder}/plan.json cannot be read ({error!r}); run the command again to start anew."
         ) from None
-    markers = [read_marker(folder, number) for number in range(len(parts))]
+    parts = plan.parts
+    markers = [read_marker(folder, plan.key, number) for number in range(len(parts))]
     console.print(_table(prefix, parts, markers))
     for line in _lines(folder, parts, markers):
         console.print(line, soft_wrap=True, markup=False, highlight=False)

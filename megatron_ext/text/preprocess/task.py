@@ -22,9 +22,9 @@ from megatron_ext.errors import (
     say_to_stderr,
 )
 from megatron_ext.text.config import SftConfig, TokenizerConfig
-from megatron_ext.text.preprocess.jobs import Build, Job
+from megatron_ext.text.preprocess.jobs import Build, Job, unfinished
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.parts import read_plan, replace_file, unfinished
+from megatron_ext.text.preprocess.parts import read_plan, replace_file
 from megatron_ext.text.preprocess.run import Report, preprocess, run_or_explain
 from megatron_ext.text.preprocess.slurm import numbers_of
 from megatron_ext.text.preprocess.texts import TextEncoding
@@ -61,13 +61,13 @@ def finish(options: PreprocessOptions) -> int:
 def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
     """Encode the parts with these numbers, but for those that are finished."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    options, parts = options_of(saved), read_plan(folder)[1]
+    options, plan = options_of(saved), read_plan(folder)
     sft = isinstance(options, SftPreprocessOptions)
     build: Build = conversation_encoding if sft else TextEncoding
     encoding = build(options)
     encoder = encoding.encoder(fast=saved["fast"])
-    job = Job(options, folder, parts, encoding, encoder, build, saved["fast"])
-    encode_parts(job, unfinished(folder, numbers), say_to_stderr)
+    job = Job(options, folder, plan.key, plan.parts, encoding, encoder, build, saved["fast"])
+    encode_parts(job, unfinished(job, numbers), say_to_stderr)
 
 
 def main(argv: list[str]) -> int:

@@ -29,8 +29,8 @@ from megatron_ext.text.preprocess.jobs import (
     StopAtLine,
     bad_line,
     encode_part,
+    unfinished,
 )
-from megatron_ext.text.preprocess.parts import unfinished
 from megatron_ext.text.preprocess.progress import Progress
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
@@ -116,7 +116,7 @@ def encode_parts(job: Job, todo: Sequence[int], say: Say) -> None:
                         "so run the same command again."
                     ) from None
                 say(f"{how}; it is encoded again, alone (attempt {deaths[number] + 1}).")
-                rest = unfinished(job.folder, (other for other in batch if other != number))
+                rest = unfinished(job, (other for other in batch if other != number))
                 batches = [*([rest] if rest else []), *batches, [number]]
                 board.clear([number, *rest])
     finally:

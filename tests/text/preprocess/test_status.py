@@ -1,7 +1,7 @@
 """The status of a run is told from its files, while it runs, after a stop and after its end."""
 
+import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,9 +20,9 @@ from tests.text.preprocess.runs import run
 
 
 def shown(folder: Path) -> str:
-    console = Console(width=200, record=True, quiet=False, file=open(os.devnull, "w"))
-    status.show_status(str(folder / "out"), console)
-    return console.export_text()
+    out = io.StringIO()
+    status.show_status(str(folder / "out"), Console(width=200, file=out))
+    return out.getvalue()
 
 
 def cells(text: str, name: str) -> list[str]:
