@@ -12,6 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
@@ -37,7 +38,10 @@ def show_status(prefix: str, console: Console | None = None) -> None:
     try:
         plan = read_plan(folder)
     except FileNotFoundError:
-        _show_datasets(prefix, console)
+        if folder.is_dir():
+            console.print(f"The run in {escape(str(folder))} has not cut its input into parts yet.")
+        else:
+            _show_datasets(prefix, console)
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -67,7 +71,7 @@ class _Row:
         )
         seconds = sum(marker.seconds for marker in done)
         return [
-            self.name,
+            escape(self.name),
             f"{len(done)}/{len(self.parts)}",
             f"{read / 1e6:.1f}/{sum(part.num_bytes for part in self.parts) / 1e6:.1f}",
             str(sum(marker.documents for marker in done)),
@@ -93,7 +97,7 @@ def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | No
             [marker for row in rest for marker in row.markers],
         )
         rows = [*rows[:_MOST_ROWS], other]
-    table = Table("input", title=f"{prefix}: parts of the input that are encoded")
+    table = Table("input", title=f"{escape(prefix)}: parts of the input that are encoded")
     for name in ("parts", "MB", "documents", "tokens", "rejected lines", "MB/s of a worker"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -113,7 +117,9 @@ def _lines(
     last = max((marker.ended for marker in recent.values()), default=started)
     begun, held = _begun(folder, markers, now), _is_held(folder)
     state = "running" if held or begun else "not running; the same command goes on with it"
-    ago = f"the last part was finished {now - last:.0f} s ago" if recent else "no part yet"
+    ago = (
+        f"the last part was finished {max(0.0, now - last):.0f} s ago" if recent else "no part yet"
+    )
     yield f"The run is {state}; {begun} parts are being encoded, {ago} of this start."
     seconds = (now if held or begun else last) - started
     read = sum(parts[i].num_bytes for i in recent)
@@ -172,12 +178,14 @@ def _show_datasets(prefix: str, console: Console) -> None:
             f"`--output-prefix` ({prefix}) has neither a run in {prefix}.parts nor datasets; give "
             "the prefix of the run."
         )
-    table = Table("dataset", title=f"{prefix}: finished")
+    table = Table("dataset", title=f"{escape(prefix)}: finished")
     for name in ("documents", "tokens"):
         table.add_column(name, justify="right")
     for name in found:
         info = check_indexed_dataset(name.removesuffix(".idx"))
-        table.add_row(name.removesuffix(".idx"), str(info.num_documents), str(info.num_tokens))
+        table.add_row(
+            escape(name.removesuffix(".idx")), str(info.num_documents), str(info.num_tokens)
+        )
     console.print(table)
     rejected = Path(f"{prefix}.rejected.jsonl")
     count = 0
