@@ -54,10 +54,13 @@ def files_of(folder: str) -> list[str]:
 def _saved_files(folder: str, state: str) -> list[str]:
     try:
         with open(state, "rb") as stream:
-            names = [str(entry["filename"]) for entry in json.load(stream)["_data_files"]]
+            saved = json.load(stream)
+        if saved.get("_indices_data_files"):
+            raise ValueError("it selects rows by indices, which flatten_indices() resolves")
+        names = [str(entry["filename"]) for entry in saved["_data_files"]]
         if any(os.path.basename(name) != name for name in names):
             raise ValueError("a file lies outside of the folder")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{state} does not list the files of a Hugging Face dataset ({error!r}); save the "
             "dataset again, or give its Arrow files."
