@@ -64,8 +64,8 @@ class PartWriter:
         self._stem = f"p{number:06}.{secrets.token_hex(6)}"
         self._begun = time.monotonic()
         self._files: dict[str, BinaryIO] = {}
-        for key, stream, kind in product(range(len(dtypes)), range(streams), ("bin", "len", "doc")):
-            self._open(f"{self._stem}.k{key}.s{stream}.{kind}")
+        for k, stream, kind in product(range(len(dtypes)), range(streams), ("bin", "len", "doc")):
+            self._open(f"{self._stem}.k{k}.s{stream}.{kind}")
         self._rejected = self._open(f"{self._stem}.rejected")
         self._counts = {"lines": 0, "documents": 0, "tokens": 0, "rejected": 0}
 

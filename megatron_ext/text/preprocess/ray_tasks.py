@@ -5,7 +5,7 @@ for all tasks of a run that it gets.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ _jobs: dict[str, Job] = {}
 """The job that this process of Ray's works on, by the key of its plan."""
 
 
-def _encode(key: str, setting: list[Any], number: int) -> None:
+def encode_here(key: str, setting: list[Any], number: int) -> None:
     """Encode one part in a task; ``setting`` holds a reference, which is read once a process."""
     import ray
 
@@ -62,6 +62,24 @@ def _encode(key: str, setting: list[Any], number: int) -> None:
             given.fast,
         )  # fmt: skip
     encode_part(_jobs[key], number, lambda _read, _documents: None)
+
+
+def _task_of(root: str) -> Callable[..., None]:
+    """Return the function of a task, which imports this package from the folder ``root``.
+
+    Ray sends it as code, because its processes know the paths of this one only in part.
+    """
+
+    def encode(key: str, setting: list[Any], number: int) -> None:
+        import sys
+
+        if root not in sys.path:
+            sys.path.insert(0, root)
+        from megatron_ext.text.preprocess import ray_tasks
+
+        ray_tasks.encode_here(key, setting, number)
+
+    return encode
 
 
 def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
@@ -84,7 +102,9 @@ def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
             job.options, job.folder, job.key, job.parts, job.build, job.fast, os.getcwd()
         )
         shared = [ray.put(setting)]
-        task = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=[OSError])(_encode)
+        task = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=[OSError])(
+            _task_of(str(Path(__file__).resolve().parents[3]))
+        )
         waiting, done, documents = list(reversed(todo)), 0, 0
         while waiting or running:
             while waiting and len(running) < job.options.workers:
