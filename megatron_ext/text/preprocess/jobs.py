@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 class Encoding(Protocol):
-    """What turns lines into documents, made from the options alone."""
+    """The means to turn lines into documents, made from the options alone."""
 
     @property
     def identity(self) -> dict[str, Any]:

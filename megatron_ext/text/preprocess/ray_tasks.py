@@ -31,7 +31,7 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a process of Ray's makes its job from."""
+    """The values from which a process of Ray's makes its job."""
 
     options: PreprocessOptions
     folder: Path

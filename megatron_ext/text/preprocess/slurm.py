@@ -158,7 +158,7 @@ def _forget_former_run(folder: Path) -> None:
 
 
 class _Watch:
-    """What the work directory tells of a running array: markers, and errors that end the run."""
+    """A view of a running array through its work directory: markers, errors that end the run."""
 
     def __init__(self, job: Job, todo: Sequence[int]) -> None:
         self._job, self._todo = job, todo
