@@ -110,7 +110,7 @@ def test_a_script_submits_the_array_and_the_job_that_joins(
     assert f"parts in 2 tasks; `bash {script}` submits it." in capsys.readouterr().err
     assert slurm.submitted() == []
     subprocess.run(["bash", str(script)], check=True, capture_output=True)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while list(tmp_path.glob("out.parts")) and time.monotonic() < until:
         time.sleep(0.1)
     assert main([*words, "--output-prefix", str(tmp_path / "plain")]) == 0
